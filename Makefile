@@ -1,0 +1,37 @@
+# Every target does its own set-up: the first call makes .venv, later ones see the stamp and are quick.
+#   make demo      a real model generates the same text faster, with numbers
+#   make test      all tests            (ARGS="tests/core -k tree" for some of them)
+#   make quality   linter, format, types: exactly what CI runs
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: help venv demo test quality clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+venv: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_spec needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/hf-spec demo $(ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 $(ARGS)
+
+quality: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

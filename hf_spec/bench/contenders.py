@@ -1,0 +1,190 @@
+"""What takes part in a benchmark: our strategies, stock ones, adapters. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hf_spec
+
+PLAIN_NAME = "plain"
+STOCK_LOOKUP = "transformers:prompt_lookup"
+STOCK_ASSISTED = "transformers:assisted="
+#: ``transformers:prompt_lookup`` unless ``--strategy-kwargs`` says otherwise: the number of
+#: candidate tokens that transformers' documentation uses.
+STOCK_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to generate.
+
+    Attributes:
+        name: as it stands in the results.
+        kwargs: keywords for ``generate``.
+        adapter: name of the loaded adapter to activate; ``None`` for none.
+        stock: Transformers' own, so that it reports no :class:`~hf_spec.SpecStats`.
+        single_row: works with a batch size of one only.
+    """
+
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
+    stock: bool = False
+    single_row: bool = False
+
+    @property
+    def lossy(self) -> bool:
+        """Whether its acceptance rule may change the output (typical acceptance)."""
+        return self.kwargs.get("assistant_kwargs", {}).get("acceptance") == "typical"
+
+
+PLAIN = Contender(PLAIN_NAME, stock=True)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter folder or repository, with the strategy and options stored beside its weights."""
+
+    path: str
+    name: str
+    strategy: str
+    options: dict[str, Any]
+
+
+def parse_names(names: str | Iterable[str]) -> list[str]:
+    """Check strategy names, without loading anything; ``plain`` and repetitions are dropped.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    listed = names.split(",") if isinstance(names, str) else list(names)
+    known = hf_spec.strategies()
+    result: list[str] = []
+    for name in (item.strip() for item in listed):
+        assisted = name.startswith(STOCK_ASSISTED) and len(name) > len(STOCK_ASSISTED)
+        if name not in known and name not in (PLAIN_NAME, STOCK_LOOKUP) and not assisted:
+            choices = ", ".join([*known, STOCK_LOOKUP, f"{STOCK_ASSISTED}MODEL"])
+            raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
+        if name != PLAIN_NAME and name not in result:
+            result.append(name)
+    return result
+
+
+def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options such as ``prompt_lookup={"max_ngram": 3}``, by strategy.
+
+    Raises:
+        ValueError: not of that form, or the strategy does not take part.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name = next((name for name in names if text.startswith(f"{name}=")), None)
+        if name is None:
+            raise ValueError(
+                f"--strategy-kwargs {text!r} must be NAME=JSON with a NAME that takes part: "
+                f"{', '.join(names) or 'none does'}"
+            )
+        try:
+            options = json.loads(text[len(name) + 1 :])
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--strategy-kwargs {text!r}: not JSON ({error.msg})") from error
+        if not isinstance(options, dict):
+            raise ValueError(f"--strategy-kwargs {text!r}: must be a JSON object")
+        result.setdefault(name, {}).update(options)
+    return result
+
+
+def read_adapters(paths: Iterable[str]) -> list[Adapter]:
+    """Read the ``SpecConfig`` beside each adapter's weights.
+
+    Raises:
+        ValueError: there is none, or it names no strategy.
+    """
+    adapters = []
+    for index, path in enumerate(paths):
+        try:
+            config = hf_spec.SpecConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"cannot read adapter {path!r}: {reason}") from error
+        if not config.assistant_strategy:
+            raise ValueError(
+                f"adapter {path!r}: its generation_config.json names no assistant_strategy"
+            )
+        adapters.append(
+            Adapter(
+                path,
+                f"adapter_{index}",
+                config.assistant_strategy,
+                dict(config.assistant_kwargs or {}),
+            )
+        )
+    return adapters
+
+
+def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
+    """Load each adapter into ``model`` under its name.
+
+    Raises:
+        ValueError: one does not load.
+    """
+    for adapter in adapters:
+        try:
+            model.load_adapter(adapter.path, adapter_name=adapter.name)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"cannot load adapter {adapter.path!r}: {reason}") from error
+
+
+def contenders(
+    names: Iterable[str],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    adapters: Sequence[Adapter] = (),
+    assistants: Mapping[str, dict[str, Any]] | None = None,
+) -> list[Contender]:
+    """Put together who takes part.
+
+    Args:
+        names: checked strategy names.
+        options: by strategy; they override those stored with an adapter.
+        adapters: an adapter is used by the strategy that its config names; a strategy with several
+            adapters takes part once with each.
+        assistants: keywords for ``generate`` of each ``transformers:assisted=`` name.
+
+    Raises:
+        ValueError: an option is wrong, or an adapter's strategy does not take part.
+    """
+    options, names = options or {}, list(names)
+    for adapter in adapters:
+        if adapter.strategy not in names:
+            raise ValueError(
+                f"adapter {adapter.path!r} is for strategy {adapter.strategy!r}, which does not "
+                "take part; add it to --strategies"
+            )
+    result = []
+    for name in names:
+        given = dict(options.get(name, {}))
+        own = [adapter for adapter in adapters if adapter.strategy == name]
+        if name == STOCK_LOOKUP:
+            given.setdefault("prompt_lookup_num_tokens", STOCK_LOOKUP_TOKENS)
+            result.append(Contender(name, given, stock=True, single_row=True))
+        elif name.startswith(STOCK_ASSISTED):
+            given |= (assistants or {})[name]
+            result.append(Contender(name, given, stock=True, single_row=True))
+        elif own:
+            for adapter in own:
+                label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
+                kwargs = _ours(name, {**adapter.options, **given})
+                result.append(Contender(label, kwargs, adapter=adapter.name))
+        else:
+            result.append(Contender(name, _ours(name, given)))
+    return result
+
+
+def _ours(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    hf_spec.SpecConfig(assistant_strategy=name, assistant_kwargs=options)  # refuses bad options
+    return {"assistant_strategy": name, **({"assistant_kwargs": options} if options else {})}

@@ -1,0 +1,225 @@
+"""From measurements to rows, table and ``results.json``. Measures nothing and loads no model."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import hf_spec
+from hf_spec.bench.agreement import Agreement
+from hf_spec.core.stats import SpecStats
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_spec.bench.runner import BenchResult, Measurement
+
+#: Columns below which the table would lose figures; a narrower terminal wraps its lines instead.
+TABLE_WIDTH = 112
+PHASES = ("draft", "forward", "verify", "other")
+ALL = "all"
+
+
+def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """One row per batch size, strategy and task, in order of first appearance; ``all`` comes last.
+
+    ``speedup`` compares tokens per second with plain decoding's on the same prompts; ``tau`` is new
+    tokens per forward pass and unfinished row, prefill included; ``identical``,
+    ``diverged_at_tie`` and ``diverged`` count batch rows, and are ``None`` under sampling.
+    """
+    groups: dict[tuple[int, str, str], list[Measurement]] = {}
+    for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
+        own = [item for item in measurements if (item.batch_size, item.strategy) == name]
+        for task in dict.fromkeys(item.category for item in own):
+            groups[(*name, task)] = [item for item in own if item.category == task]
+        groups[(*name, ALL)] = own
+    result = []
+    for (batch_size, strategy, task), group in groups.items():
+        speed = _speed(group)
+        plain = _speed(groups[batch_size, "plain", task])
+        tokens, row_steps = sum(m.new_tokens for m in group), sum(m.row_steps for m in group)
+        result.append(
+            {
+                "strategy": strategy,
+                "task": task,
+                "batch_size": batch_size,
+                "prompts": sum(len(item.rows) for item in group),
+                "new_tokens": tokens,
+                "seconds": sum(item.seconds for item in group),
+                "tokens_per_second": speed,
+                "speedup": speed / plain if plain else 0.0,
+                "tau": tokens / row_steps if row_steps else 0.0,
+                **{kind.value: _agreeing(group, kind) for kind in Agreement},
+                "stats": _stats(group),
+            }
+        )
+    return result
+
+
+def _speed(group: Sequence[Measurement]) -> float:
+    return sum(item.new_tokens for item in group) / sum(item.seconds for item in group)
+
+
+def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
+    counts = [m.agreement.count(kind) for m in group if m.agreement is not None]
+    return sum(counts) if len(counts) == len(group) else None
+
+
+def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
+    """The summed statistics, with the share of wall-clock time that each phase took.
+
+    ``share["generate"]`` is what ``generate`` spent before and after our loop. Plain decoding and
+    stock strategies have no phases: only their counts are known.
+    """
+    total = SpecStats()
+    for item in group:
+        if item.stats is None:
+            return {
+                "num_row_steps": sum(item.row_steps for item in group),
+                "num_generated_tokens": sum(item.new_tokens for item in group),
+            }
+        total.merge(item.stats)
+    seconds = sum(item.seconds for item in group)
+    share = {phase: getattr(total, f"{phase}_seconds") / seconds for phase in PHASES}
+    share["generate"] = 1.0 - sum(share.values())
+    return {**total.to_dict(), "share": share}
+
+
+def print_table(result: BenchResult, console: Console) -> None:
+    """The results, the share of time in each phase, and the notes, for people."""
+    from rich.table import Table
+
+    data = result.runs()
+    lossy = {item.name for item in result.contenders if item.lossy}
+    tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
+    table = Table(title=f"{result.settings['max_new_tokens']} new tokens per prompt at most")
+    heads = ("strategy", "task", "batch", "prompts", "tokens/s", "speedup", "tau")
+    for head in (*heads, "identical", "at tie", "diverged"):
+        table.add_column(head, justify="left" if head in ("strategy", "task") else "right")
+    for row in data:
+        # With a single task its row repeats the row "all".
+        if row["task"] != ALL and len(tasks) == 2:
+            continue
+        counts = [row[kind.value] for kind in Agreement]
+        shown = ["sampled" if count is None else str(count) for count in counts]
+        name = row["strategy"] + (" (lossy)" if row["strategy"] in lossy else "")
+        table.add_row(
+            name, row["task"], str(row["batch_size"]), str(row["prompts"]),
+            f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x", f"{row['tau']:.2f}",
+            *shown, end_section=row["task"] == ALL,
+        )  # fmt: skip
+    console.print(table, width=max(console.width, TABLE_WIDTH), crop=False, no_wrap=True)
+    for row in data:
+        share = row["stats"].get("share")
+        if row["task"] == ALL and share:
+            parts = ", ".join(f"{phase} {part:.0%}" for phase, part in share.items())
+            size = f", batch {row['batch_size']}" if len(sizes) > 1 else ""
+            console.print(f"time of {row['strategy']}{size}: {parts}", soft_wrap=True)
+    for note in result.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:
+    """Write ``results.json``, in one step, so that no reader ever sees half a file."""
+    environment = {
+        **environment,
+        "settings": result.settings,
+        "truncated_prompts": result.truncated_prompts,
+        "interrupted": result.interrupted,
+        "notes": result.notes,
+    }
+    write_atomically(
+        path, json.dumps({"environment": environment, "runs": result.runs()}, indent=1)
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file through a temporary file in the same folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        # mkstemp makes the file private; give it the mode that open() would have given.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
+    """Where and on what a run was made: versions, machine, model, prompts, command line."""
+    device = model.device
+    is_cuda = device.type == "cuda"
+    prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) for name in ("torch", "transformers", "peft", "hf_spec")},
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attn_implementation": getattr(model.config, "_attn_implementation", None),
+        "argv": sys.argv,
+        "git_revision": _git_revision(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "model": model_name,
+        "prompts": None if prompt_file is None else str(prompt_file),
+        "prompts_sha256": None if prompts is None else hashlib.sha256(prompts).hexdigest(),
+    }
+
+
+def package_version(distribution: str) -> str | None:
+    """Version of an installed package, or ``None``."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(hf_spec, "__version__", None) if distribution == "hf_spec" else None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _git_revision() -> str | None:
+    """Commit of the checkout that hf_spec runs from, ``-dirty`` if changed; ``None`` elsewhere.
+
+    An installed copy may lie inside some other repository (a virtual environment in a project), so
+    the package's own file must be tracked.
+    """
+    source = Path(hf_spec.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(source), *arguments], capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

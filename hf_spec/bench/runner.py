@@ -1,0 +1,322 @@
+"""Measure strategies against plain ``generate``; knows nothing of files, tables or the terminal.
+
+For every batch of prompts all contenders generate one after the other, in an order that rotates
+from batch to batch, so that drift of the machine hits all alike. Comparing outputs is not timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import hf_spec
+from hf_spec.bench import report
+from hf_spec.bench.agreement import Agreement, classify
+from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names
+from hf_spec.bench.prompts import Prompt, batches, context_limit, encode_within
+from hf_spec.core.stats import SpecStats
+
+#: New tokens of a warm-up call: enough for several steps of every strategy.
+WARMUP_TOKENS = 16
+#: What a model's own generation config may say about sampling; greedy runs drop it.
+SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
+
+
+@dataclass
+class Measurement:
+    """One call of ``generate``: one contender on one batch.
+
+    Attributes:
+        rows: new tokens per row, up to and including the first EOS.
+        row_steps: forward passes of the model, counted per unfinished row.
+        agreement: per row; ``None`` where outputs cannot be compared (sampling).
+    """
+
+    strategy: str
+    batch_size: int
+    prompts: list[int]
+    category: str
+    seconds: float
+    rows: list[list[int]]
+    row_steps: int
+    stats: SpecStats | None = None
+    agreement: list[Agreement] | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+@dataclass
+class BenchResult:
+    """All measurements of a run, and what should be told beside them."""
+
+    prompts: list[Prompt]
+    contenders: list[Contender]
+    settings: dict[str, Any]
+    measurements: list[Measurement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    truncated_prompts: int = 0
+    interrupted: bool = False
+
+    def runs(self) -> list[dict[str, Any]]:
+        """One row per batch size, strategy and task, as in ``results.json``."""
+        return report.rows(self.measurements)
+
+    def overall(self, strategy: str, batch_size: int | None = None) -> dict[str, Any]:
+        """The row ``"task": "all"`` of a strategy, of the first batch size unless told."""
+        for row in self.runs():
+            if (row["strategy"], row["task"]) == (strategy, "all") and batch_size in (
+                None,
+                row["batch_size"],
+            ):
+                return row
+        raise KeyError(f"no measurement of {strategy!r} with batch size {batch_size}")
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    strategies: Sequence[str | Contender],
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    max_new_tokens: int = 128,
+    strategy_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    generate_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    warmup: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> BenchResult:
+    """Generate with plain decoding and every strategy, and compare.
+
+    Args:
+        model: a causal language model, in evaluation mode, on its device.
+        prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
+        strategies: names, or contenders made by :func:`hf_spec.bench.contenders.contenders`.
+        batch_sizes: the whole benchmark is done once for each.
+        strategy_kwargs: options by strategy name; for names only.
+        generate_kwargs: passed to every ``generate``, plain included; greedy without ``do_sample``.
+        seed: of the sampling of each batch; contenders start a batch with the same seed.
+        progress: called as ``progress(calls_done, calls_in_all)``.
+
+    On ``KeyboardInterrupt`` the batches that all contenders have finished are returned, and
+    ``interrupted`` is set.
+
+    Raises:
+        ValueError: a strategy is unknown, or refuses this model or these options.
+    """
+    if not prompts:
+        raise ValueError("nothing to measure: no prompts")
+    if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
+        raise ValueError("batch sizes and max_new_tokens must be at least 1")
+    names = parse_names([item for item in strategies if isinstance(item, str)])
+    made = contenders(names, strategy_kwargs)
+    lineup = [PLAIN, *made, *(item for item in strategies if isinstance(item, Contender))]
+    options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
+    settings = {
+        **options,
+        "batch_sizes": list(batch_sizes),
+        "seed": seed,
+        "strategies": {item.name: _plain_options(item) for item in lineup},
+    }
+    result = BenchResult(list(prompts), lineup, settings)
+
+    limit = context_limit(model, tokenizer)
+    room = None if limit is None else limit - max_new_tokens
+    encoded = [encode_within(tokenizer, prompt.text, room) for prompt in prompts]
+    token_ids = [ids for ids, _ in encoded]
+    result.truncated_prompts = sum(cut for _, cut in encoded)
+    if result.truncated_prompts:
+        result.notes.append(
+            f"{result.truncated_prompts} of {len(prompts)} prompts did not fit the context of "
+            f"{limit} tokens and were cut at their beginning"
+        )
+
+    plan = []
+    for size in batch_sizes:
+        taking_part = [item for item in lineup if size == 1 or not item.single_row]
+        for item in lineup:
+            if item not in taking_part:
+                result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
+        plan += [(size, taking_part, indices) for indices in batches(prompts, size)]
+    calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
+
+    with _own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
+        session = _Session(model, options, any(item.adapter for item in lineup))
+        try:
+            if warmup:
+                session.warm_up(plan, token_ids)
+            for turn, (size, taking_part, indices) in enumerate(plan):
+                outcome: dict[str, Measurement] = {}
+                start = turn % len(taking_part)
+                for item in taking_part[start:] + taking_part[:start]:
+                    torch.manual_seed(seed + turn)
+                    made_by = session.generate(item, [token_ids[index] for index in indices])
+                    category = prompts[indices[0]].category
+                    outcome[item.name] = Measurement(item.name, size, indices, category, *made_by)
+                    done += 1
+                    if progress is not None:
+                        progress(done, calls)
+                if not options["do_sample"]:
+                    session.compare(outcome, token_ids)
+                result.measurements += [outcome[item.name] for item in taking_part]
+        except KeyboardInterrupt:
+            result.interrupted = True
+            result.notes.append(f"interrupted after {done} of {calls} calls")
+    return result
+
+
+def _plain_options(contender: Contender) -> dict[str, Any]:
+    """A contender's keywords as JSON types: models and tokenizers are left out."""
+    allowed = (str, int, float, bool, list, dict, type(None))
+    return {key: value for key, value in contender.kwargs.items() if isinstance(value, allowed)}
+
+
+@contextmanager
+def _own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[None]:
+    """For the block, a generation config without a strategy and, if greedy, without sampling."""
+    saved = model.generation_config
+    config = copy.deepcopy(saved)
+    for name in ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, None)
+    if greedy:
+        config.do_sample = False
+        for name in SAMPLING_FIELDS:
+            setattr(config, name, None)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    if config.pad_token_id is None:
+        config.pad_token_id = next(iter(_eos_ids(config)), 0)
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+def _eos_ids(config: Any) -> list[int]:
+    eos = config.eos_token_id
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)
+
+
+@dataclass
+class _Session:
+    """The model with what all calls share.
+
+    Attributes:
+        managed: some contender has an adapter, so that adapters are switched before every call;
+            otherwise those that the caller may have activated are left alone.
+    """
+
+    model: Any
+    options: dict[str, Any]
+    managed: bool
+
+    def activate(self, contender: Contender) -> None:
+        """Switch to the contender's adapter, or to the bare model."""
+        if not self.managed:
+            return
+        if contender.adapter is None:
+            self.model.disable_adapters()
+        else:
+            self.model.enable_adapters()
+            self.model.set_adapter(contender.adapter)
+
+    def warm_up(
+        self,
+        plan: Sequence[tuple[int, list[Contender], list[int]]],
+        token_ids: Sequence[list[int]],
+    ) -> None:
+        """A short call of each contender, which also shows early what cannot work."""
+        first = {size: (lineup, indices) for size, lineup, indices in reversed(plan)}
+        short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
+        for lineup, indices in first.values():
+            for item in lineup:
+                try:
+                    self.generate(item, [token_ids[i] for i in indices], max_new_tokens=short)
+                except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+                    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    raise ValueError(f"{item.name}: {reason}") from error
+
+    def generate(
+        self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
+    ) -> tuple[float, list[list[int]], int, SpecStats | None]:
+        """Seconds, new tokens per row, row-steps and statistics of one timed call."""
+        self.activate(contender)
+        model, forwards = self.model, 0
+        inputs = _pad_left(prompts, model.generation_config.pad_token_id, model.device)
+        kwargs = {**self.options, **contender.kwargs, **overrides}
+
+        def count(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        # Our own strategies count for themselves: they may call the model to draft, too.
+        hook = model.register_forward_hook(count) if contender.stock else None
+        try:
+            _synchronize(model.device)
+            start = time.perf_counter()
+            sequences = model.generate(**inputs, **kwargs)
+            _synchronize(model.device)
+            seconds = time.perf_counter() - start
+        finally:
+            if hook is not None:
+                hook.remove()
+        width = inputs["input_ids"].shape[1]
+        eos = set(_eos_ids(model.generation_config))
+        rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
+        if contender.stock:
+            # A finished row waits for the others; its forward passes end with its last token.
+            return seconds, rows, sum(min(forwards, len(row)) for row in rows), None
+        stats = hf_spec.last_stats(model)
+        if stats is None:
+            raise RuntimeError("generate() left no statistics: the strategy did not run")
+        return seconds, rows, stats.num_row_steps, stats
+
+    def compare(self, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]]) -> None:
+        """Fill in every measurement's ``agreement`` with plain decoding."""
+        self.activate(PLAIN)
+        plain = outcome[PLAIN.name]
+        default = self.model.generation_config.repetition_penalty
+        penalty = self.options.get("repetition_penalty", default)
+        for item in outcome.values():
+            item.agreement = [
+                classify(self.model, token_ids[index], ours, theirs, penalty)
+                for index, ours, theirs in zip(item.prompts, item.rows, plain.rows)
+            ]
+
+
+def _pad_left(rows: Sequence[list[int]], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Rows as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
+    width = max(map(len, rows))
+    ids = [[pad] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
+
+
+def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
+    """The row up to and including its first EOS; what follows is padding."""
+    for index, token in enumerate(row):
+        if token in eos:
+            return list(row[: index + 1])
+    return list(row)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize()

@@ -1,0 +1,72 @@
+"""Answer files in the format of Spec-Bench (``evaluation/eval.py``), for its ``speed.py``."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from hf_spec.bench.report import write_atomically
+from hf_spec.bench.runner import BenchResult, Measurement
+
+
+def answer_path(path: Path, strategy: str) -> Path:
+    """``answers.jsonl`` and ``prompt_lookup`` make ``answers-prompt_lookup.jsonl``."""
+    safe = re.sub(r"[^\w.@-]+", "_", strategy)
+    return path.with_name(f"{path.stem}-{safe}{path.suffix or '.jsonl'}")
+
+
+def write_answers(path: Path, result: BenchResult, tokenizer: Any, model_id: str) -> list[Path]:
+    """Write one answer file per strategy, plain included; batch size 1 only.
+
+    Returns:
+        The paths, see :func:`answer_path`.
+    """
+    written = []
+    for contender in result.contenders:
+        own = [m for m in result.measurements if m.strategy == contender.name and m.batch_size == 1]
+        lines = [json.dumps(_answer(result, item, tokenizer, model_id)) for item in own]
+        if lines:
+            target = answer_path(path, contender.name)
+            write_atomically(target, "\n".join(lines))
+            written.append(target)
+    return written
+
+
+def _answer(
+    result: BenchResult, item: Measurement, tokenizer: Any, model_id: str
+) -> dict[str, Any]:
+    prompt, tokens = result.prompts[item.prompts[0]], item.rows[0]
+    return {
+        "question_id": prompt.question_id,
+        "category": prompt.category,
+        "answer_id": uuid.uuid4().hex,
+        "model_id": f"{model_id}-{item.strategy}",
+        "choices": [
+            {
+                "index": 0,
+                "turns": [tokenizer.decode(tokens, skip_special_tokens=True)],
+                "decoding_steps": [item.row_steps],
+                "new_tokens": [len(tokens)],
+                "wall_time": [item.seconds],
+                "accept_lengths": _accept_lengths(item),
+            }
+        ],
+        "tstamp": time.time(),
+    }
+
+
+def _accept_lengths(item: Measurement) -> list[int]:
+    """Tokens emitted per step.
+
+    Spec-Bench takes their mean, which is exact; their order is not known. A stock strategy tells
+    only its number of steps: its tokens are shared out evenly.
+    """
+    if item.stats is not None:
+        histogram = sorted(item.stats.accepted_histogram.items())
+        return [length for length, count in histogram for _ in range(count)]
+    each, rest = divmod(item.new_tokens, max(item.row_steps, 1))
+    return [each + 1] * rest + [each] * (item.row_steps - rest)

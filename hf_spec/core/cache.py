@@ -1,0 +1,409 @@
+"""The one key-value cache: preallocated buffers, per-row lengths, accepted paths kept in place.
+
+Row ``r`` holds its ``lengths[r]`` accepted tokens in slots ``0 .. lengths[r] - 1``, without padding
+and without holes; what a forward writes behind them (candidates) counts only once :meth:`commit`
+has kept the accepted part. Nothing is concatenated and nothing is copied but the accepted slots.
+All layers of equal shape share one buffer, so that a commit is one gather and one scatter.
+
+Outside a speculative block the cache serves as an ordinary Transformers cache, as long as all rows
+have the same length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+#: Views end on multiples of this many slots: fused attention kernels want aligned mask rows.
+ALIGNMENT = 16
+
+
+class TreeLayer(CacheLayerMixin):
+    """Keys and values of one layer: views ``(batch, kv_heads, capacity, head_dim)`` of a buffer."""
+
+    is_croppable = True
+
+    def __init__(self, cache: TreeCache):
+        super().__init__()
+        self.cache = cache
+        self.appended = 0  # tokens appended outside a block, not yet counted in cache.lengths
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise RuntimeError(
+            "TreeCache: this layer had no keys when the cache was packed. Start generation again "
+            "without `past_key_values`."
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
+
+        Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache = self.cache
+        if cache.block is not None:
+            start, slots, end = cache.block
+        else:
+            start = cache.uniform_length() + self.appended
+            slots, end = None, start + key_states.shape[-2]
+            cache.reserve(end)
+            self.appended += key_states.shape[-2]
+        if slots is None:
+            stop = start + key_states.shape[-2]
+            self.keys[:, :, start:stop] = key_states
+            self.values[:, :, start:stop] = value_states
+        else:
+            rows, slots = cache.on(self.keys.device, "rows"), slots.to(self.keys.device)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.cache.max_length + self.appended
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.cache.block is None:
+            self.cache.uniform_length()
+        return self.get_seq_length() + query_length, 0
+
+
+class TreeCache(Cache):
+    """One preallocated cache for speculative decoding; made by :meth:`pack` after a prefill.
+
+    Attributes:
+        lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
+        host_lengths: the same as a list, so that no device synchronisation is needed.
+        capacity: slots allocated per row.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, device: torch.device | str):
+        super().__init__(layers=[TreeLayer(self) for _ in range(num_layers)])
+        self.host_lengths = [0] * batch_size
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.capacity = 0
+        self.block: tuple[int, Tensor | None, int] | None = None
+        self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
+        self._copies: dict[tuple[str, torch.device], Tensor] = {}
+
+    # -- packing and unpacking ---------------------------------------------------------------
+
+    @classmethod
+    def pack(
+        cls, source: DynamicCache, mask: Tensor | None, capacity: int, device: torch.device | str
+    ) -> TreeCache:
+        """Take over what a prefill wrote; ``source`` is emptied layer by layer.
+
+        Args:
+            source: a cache of full-attention or sliding-window layers after the prefill.
+            mask: ``(batch, seq)`` bool, True for real tokens; None if all are. Padding, wherever
+                it stands, is dropped.
+            capacity: slots to allocate per row (rounded up).
+            device: where ``lengths`` lives.
+        """
+        seq = source.get_seq_length()
+        filled = [layer for layer in source.layers if getattr(layer, "keys", None) is not None]
+        batch = filled[0].keys.shape[0]
+        cache = cls(len(source.layers), batch, device)
+        if mask is None:
+            cache.host_lengths = [seq] * batch
+            order = None
+        else:
+            mask = mask.bool()
+            cache.host_lengths = mask.sum(-1).tolist()
+            # Real tokens first, in order: slot j of a row takes its j-th real token.
+            order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(cache.host_lengths)]
+        cache.lengths = torch.tensor(cache.host_lengths, device=device)
+        cache._allocate(
+            {
+                (index, name): tensor
+                for index, layer in enumerate(source.layers)
+                if getattr(layer, "keys", None) is not None
+                for name, tensor in (("keys", layer.keys), ("values", layer.values))
+            },
+            max(capacity, cache.max_length),
+        )
+        for index, layer in enumerate(source.layers):
+            if getattr(layer, "keys", None) is None:
+                continue
+            for name in ("keys", "values"):
+                _copy_in(getattr(cache.layers[index], name), getattr(layer, name), order, seq)
+            layer.keys = layer.values = None
+        return cache
+
+    def unpack_into(self, target: DynamicCache, mask: Tensor | None) -> None:
+        """Fill a user's ``DynamicCache`` in place, as plain generation would have left it.
+
+        Args:
+            target: the cache whose layers get the states; sliding layers keep their window only.
+            mask: ``(batch, seq)`` bool over the slots to write, True where a slot holds the row's
+                next accepted token; None if all do. Other slots are zero.
+        """
+        batch = len(self.host_lengths)
+        if mask is None:
+            seq, index = self.max_length, None
+        else:
+            seq = mask.shape[1]
+            index = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        for own, layer in zip(self.layers, target.layers):
+            if not own.is_initialized:
+                continue
+            states = []
+            for tensor in (own.keys, own.values):
+                if index is None:
+                    full = tensor[:, :, :seq].clone()
+                else:
+                    where = index.to(tensor.device)[:, None, :, None]
+                    shape = (batch, tensor.shape[1], seq, tensor.shape[3])
+                    full = tensor.gather(2, where.expand(shape))
+                    full = full * mask.to(tensor.device)[:, None, :, None]
+                states.append(full)
+            if not layer.is_initialized:
+                layer.lazy_initialization(*states)
+            if getattr(layer, "is_sliding", False):
+                keep = layer.sliding_window - 1
+                states = [full[:, :, max(seq - keep, 0) :].contiguous() for full in states]
+                layer.cumulative_length = seq
+            layer.keys, layer.values = states
+
+    def _allocate(self, sources: dict[tuple[int, str], Tensor], capacity: int) -> None:
+        """One buffer per group of tensors of equal shape, dtype and device."""
+        self.capacity = _aligned(capacity)
+        groups: dict[tuple, list[tuple[int, str]]] = {}
+        for key, tensor in sources.items():
+            signature = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+            groups.setdefault(signature, []).append(key)
+        batch = len(self.host_lengths)
+        for (heads, dim, dtype, device), members in groups.items():
+            # Zeros, not empty: a masked slot still meets the softmax, where 0 * NaN would be NaN.
+            shape = (len(members), batch, heads, self.capacity, dim)
+            self._groups.append((torch.zeros(shape, dtype=dtype, device=device), members))
+        self._attach()
+
+    def _attach(self) -> None:
+        for storage, members in self._groups:
+            for view, (index, name) in zip(storage.unbind(0), members):
+                layer = self.layers[index]
+                setattr(layer, name, view)
+                layer.is_initialized = True
+                layer.dtype, layer.device = view.dtype, view.device
+
+    def reserve(self, slots: int) -> None:
+        """Make room for ``slots`` slots per row; grows by doubling, so copies stay rare."""
+        if slots <= self.capacity:
+            return
+        self.capacity = _aligned(max(slots, 2 * self.capacity))
+        for index, (storage, members) in enumerate(self._groups):
+            shape = list(storage.shape)
+            shape[3], old = self.capacity, shape[3]
+            grown = torch.zeros(shape, dtype=storage.dtype, device=storage.device)
+            grown[:, :, :, :old] = storage
+            self._groups[index] = (grown, members)
+        self._attach()
+
+    # -- lengths -----------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.host_lengths)
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest row."""
+        return max(self.host_lengths)
+
+    def uniform_length(self) -> int:
+        """The length that all rows share.
+
+        Raises:
+            ValueError: if rows differ, which ordinary (unmasked) use of a cache cannot express.
+        """
+        if min(self.host_lengths) != self.max_length:
+            raise ValueError(
+                f"TreeCache holds rows of different lengths {self.host_lengths}: outside "
+                "speculative decoding a cache has one length. Pass it to "
+                "generate(assistant_strategy=...), or process the rows one by one."
+            )
+        return self.max_length
+
+    def on(self, device: torch.device, name: str) -> Tensor:
+        """``lengths`` (batch,) or ``rows`` (batch, 1) on ``device``, copied at most once each."""
+        key = (name, device)
+        if key not in self._copies:
+            rows = torch.arange(self.batch_size, device=device)[:, None]
+            self._copies[key] = rows if name == "rows" else self.lengths.to(device)
+        return self._copies[key]
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.host_lengths = lengths
+        self.lengths = torch.tensor(lengths, device=self.lengths.device)
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] == "rows"}
+
+    def _absorb_appended(self) -> None:
+        """Count what was appended outside blocks (by plain generation) into the lengths."""
+        appended = {layer.appended for layer in self.layers if layer.is_initialized}
+        if appended != {0}:
+            if len(appended) > 1:
+                raise ValueError(f"TreeCache: layers hold {sorted(appended)} more tokens each.")
+            self._set_lengths([length + max(appended) for length in self.host_lengths])
+            for layer in self.layers:
+                layer.appended = 0
+
+    # -- a speculative block -----------------------------------------------------------------
+
+    def begin(self, num_nodes: int, offset: int = 0) -> int:
+        """Open a block: the next forward writes ``num_nodes`` nodes behind each row's length.
+
+        Args:
+            num_nodes: query rows of the forward.
+            offset: slots to leave free before them (nodes written earlier in this step).
+
+        Returns:
+            The number of slots that attention will see (the mask's last dimension).
+        """
+        self._absorb_appended()
+        end = self.max_length + offset + num_nodes
+        self.reserve(end)
+        if min(self.host_lengths) == self.max_length:
+            start, slots = self.max_length + offset, None
+        else:
+            steps = torch.arange(offset, offset + num_nodes, device=self.lengths.device)
+            start, slots = 0, self.lengths[:, None] + steps
+        end = min(_aligned(end), self.capacity)
+        self.block = (start, slots, end)
+        return end
+
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+        """Close the block: keep the accepted nodes of each row, forget the others.
+
+        Args:
+            counts: accepted nodes per row, the root included; 0 keeps none.
+            path: ``(batch, depth)`` node indices of the accepted path, root first; entries past
+                ``counts`` may be any node. None: the accepted nodes stand first already.
+        """
+        if path is not None:
+            self._move(path)
+        self.block = None
+        self._set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
+
+    def _move(self, path: Tensor) -> None:
+        depth = path.shape[1]
+        uniform = min(self.host_lengths) == self.max_length
+        for storage, _ in self._groups:
+            nodes = path.to(storage.device)
+            if self.batch_size == 1:
+                start = self.max_length
+                storage[:, :, :, start : start + depth] = storage.index_select(3, nodes[0] + start)
+                continue
+            rows = self.on(storage.device, "rows")
+            lengths = self.on(storage.device, "lengths")[:, None]
+            steps = torch.arange(depth, device=storage.device)
+            moved = storage[:, rows, :, lengths + nodes]
+            if uniform:
+                lengths = lengths[:1].expand(self.batch_size, 1)
+            storage[:, rows, :, lengths + steps] = moved
+
+    def rollback(self) -> None:
+        """Close the block and keep nothing of it."""
+        self.block = None
+
+    # -- the rest of a Transformers cache ----------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the longest row, whatever layers were skipped."""
+        return self.max_length + max((layer.appended for layer in self.layers), default=0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens of every row (a number <= 0).
+
+        Raises:
+            ValueError: on a positive number, or one that removes more than the shortest row has.
+        """
+        self._absorb_appended()
+        if tokens_to_remove > 0 or -tokens_to_remove > min(self.host_lengths):
+            raise ValueError(
+                f"crop({tokens_to_remove}): give a number from -{min(self.host_lengths)} (the "
+                "shortest row) to 0, the tokens to remove."
+            )
+        self._set_lengths([length + tokens_to_remove for length in self.host_lengths])
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep at most ``lengths[row]`` tokens of each row."""
+        self._set_lengths([min(have, keep) for have, keep in zip(self.host_lengths, lengths)])
+
+    def reset(self) -> None:
+        """Empty every row; the buffers stay."""
+        self.block = None
+        for layer in self.layers:
+            layer.appended = 0
+        self._set_lengths([0] * self.batch_size)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order (rows may repeat)."""
+        self._absorb_appended()
+        for index, (storage, members) in enumerate(self._groups):
+            chosen = storage.index_select(1, indices.to(storage.device))
+            self._groups[index] = (chosen, members)
+        self._copies = {}
+        self._set_lengths([self.host_lengths[row] for row in indices.tolist()])
+        self._attach()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(self.batch_size).repeat_interleave(repeats)
+        self.batch_select_indices(rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def row(self, row: int, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
+        layer, length = self.layers[layer_idx], self.host_lengths[row]
+        return layer.keys[row, :, :length], layer.values[row, :, :length]
+
+
+def check_packable(cache: Cache) -> None:
+    """Raise unless :meth:`TreeCache.pack` can take over this cache.
+
+    Raises:
+        ValueError: naming the cache or layer type.
+    """
+    remedy = "Pass a DynamicCache, the TreeCache of an earlier call, or no past_key_values."
+    if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
+        kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
+        raise ValueError(f"past_key_values is {kind}: it cannot hold a tree. {remedy}")
+    for layer in cache.layers:
+        # Subclasses of the dynamic layer other than the sliding one quantise, index or compress.
+        known = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+        if not known or not (isinstance(layer, DynamicLayer) or "Dummy" in type(layer).__name__):
+            raise ValueError(
+                f"past_key_values has a layer of type {type(layer).__name__}: rows cannot be "
+                f"rolled back there. {remedy}"
+            )
+
+
+def _aligned(slots: int) -> int:
+    return -(-slots // ALIGNMENT) * ALIGNMENT
+
+
+def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> None:
+    """Copy states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots, packed.
+
+    Slots that a sliding layer dropped stay zero: no later query is near enough to see them.
+    """
+    dropped = seq - source.shape[2]
+    if order is None:
+        target[:, :, dropped:seq] = source
+        return
+    slots = order.to(source.device) - dropped
+    index = slots.clamp(min=0)[:, None, :, None]
+    shape = (source.shape[0], source.shape[1], slots.shape[1], source.shape[3])
+    packed = source.gather(2, index.expand(shape))
+    target[:, :, : slots.shape[1]] = packed * (slots >= 0)[:, None, :, None]

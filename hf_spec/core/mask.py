@@ -1,0 +1,81 @@
+"""Attention masks as small predicates joined by ``and_`` and ``or_``.
+
+A predicate answers "may this query row see this key slot?". It is called with three index tensors
+that broadcast against each other, ``row`` (batch, 1, 1), ``query`` (1, query, 1) and ``slot``
+(1, 1, key), and returns a boolean tensor that broadcasts to (batch, query, key). Slots are places
+in the cache, whose row ``r`` holds ``lengths[r]`` accepted tokens followed by the nodes of the
+tree. A method that needs another rule writes one more predicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def and_(*predicates: Predicate) -> Predicate:
+    """All of them."""
+
+    def joined(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        result = predicates[0](row, query, slot)
+        for predicate in predicates[1:]:
+            result = result & predicate(row, query, slot)
+        return result
+
+    return joined
+
+
+def or_(*predicates: Predicate) -> Predicate:
+    """Any of them."""
+
+    def joined(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        result = predicates[0](row, query, slot)
+        for predicate in predicates[1:]:
+            result = result | predicate(row, query, slot)
+        return result
+
+    return joined
+
+
+def prefix(lengths: Tensor) -> Predicate:
+    """Slots of the accepted prefix. ``lengths``: (batch,)."""
+    return lambda row, query, slot: slot < lengths[row]
+
+
+def tree_ancestors(ancestors: Tensor, offsets: Tensor) -> Predicate:
+    """The query's own node and its ancestors, node ``i`` standing in slot ``offsets[row] + i``.
+
+    ``ancestors``: (batch, nodes, nodes) bool, ``offsets``: (batch,).
+    """
+    nodes = ancestors.shape[-1]
+
+    def predicate(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        node = slot - offsets[row]
+        inside = (node >= 0) & (node < nodes)
+        return inside & ancestors[row, query, node.clamp(0, nodes - 1)]
+
+    return predicate
+
+
+def window(size: int, query_positions: Tensor, key_positions: Tensor) -> Predicate:
+    """Keys fewer than ``size`` positions back, as in sliding-window attention.
+
+    ``query_positions``: (batch, query), ``key_positions``: (batch, key), both token positions.
+    """
+
+    def predicate(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        return query_positions[row, query] - key_positions[row, slot] < size
+
+    return predicate
+
+
+def build(predicate: Predicate, batch: int, queries: int, keys: int, device) -> Tensor:
+    """Evaluate a predicate everywhere: (batch, 1, query, key) bool, True = attend."""
+    row = torch.arange(batch, device=device)[:, None, None]
+    query = torch.arange(queries, device=device)[None, :, None]
+    slot = torch.arange(keys, device=device)[None, None, :]
+    return predicate(row, query, slot).expand(batch, queries, keys)[:, None]

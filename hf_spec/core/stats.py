@@ -1,0 +1,130 @@
+"""What a speculative run did: steps, accepted tokens, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+
+@dataclass
+class SpecStats:
+    """Statistics of one call, or of several added up with :meth:`merge`.
+
+    Attributes:
+        num_steps: forward passes of the full model, the prefill included.
+        num_row_steps: the same counted per unfinished batch row.
+        num_generated_tokens: emitted tokens over all rows.
+        num_drafted_tokens: candidates proposed over all rows.
+        num_draft_forwards: extra forward passes made while drafting.
+        accepted_histogram: ``{k: n}``: n row-steps emitted k tokens.
+        offered: candidates' depth i (from 1): row-steps whose draft reached it.
+        accepted: row-steps that accepted a candidate at depth i.
+        draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
+            in the full model, in choosing what to accept, and in all the rest.
+        details: what a drafter reports of itself.
+    """
+
+    num_steps: int = 0
+    num_row_steps: int = 0
+    num_generated_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_draft_forwards: int = 0
+    accepted_histogram: dict[int, int] = field(default_factory=dict)
+    offered: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
+    draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """tau: emitted tokens per step and row; plain decoding has 1.0."""
+        return self.num_generated_tokens / self.num_row_steps if self.num_row_steps else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of drafts reaching depth i (from 1) whose candidate there was accepted."""
+        return [self.accepted.get(i, 0) / self.offered[i] for i in sorted(self.offered)]
+
+    @property
+    def total_seconds(self) -> float:
+        return self.draft_seconds + self.forward_seconds + self.verify_seconds + self.other_seconds
+
+    def record(self, emitted: int, draft_depth: int, drafted: int, kept: int | None = None) -> None:
+        """Count one step of one row.
+
+        Args:
+            emitted: tokens the row emitted.
+            draft_depth: depth of its draft; 0 if there was none.
+            drafted: its number of candidates.
+            kept: accepted candidates, where stopping cut ``emitted`` short (default: emitted - 1).
+        """
+        kept = emitted - 1 if kept is None else kept
+        self.num_row_steps += 1
+        self.num_generated_tokens += emitted
+        self.num_drafted_tokens += drafted
+        self.accepted_histogram[emitted] = self.accepted_histogram.get(emitted, 0) + 1
+        for depth in range(1, draft_depth + 1):
+            self.offered[depth] = self.offered.get(depth, 0) + 1
+            if depth <= kept:
+                self.accepted[depth] = self.accepted.get(depth, 0) + 1
+
+    def merge(self, other: SpecStats) -> None:
+        """Add another run's counts and times to these; ``details`` are replaced."""
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if item.name == "details":
+                self.details = {**mine, **theirs}
+            elif isinstance(mine, dict):
+                for key, value in theirs.items():
+                    mine[key] = mine.get(key, 0) + value
+            else:
+                setattr(self, item.name, mine + theirs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON types, derived figures included."""
+        data = asdict(self)
+        data["mean_accepted_tokens"] = self.mean_accepted_tokens
+        data["acceptance_per_position"] = self.acceptance_per_position
+        for name in ("accepted_histogram", "offered", "accepted"):
+            data[name] = {str(key): value for key, value in sorted(data[name].items())}
+        return data
+
+
+class Stopwatch:
+    """Adds wall-clock time to a :class:`SpecStats`; time outside a phase is ``other``.
+
+    On an accelerator each phase ends with a synchronisation, so that its time is its own; a step
+    reads its result on the host anyway.
+    """
+
+    def __init__(self, stats: SpecStats, device: torch.device):
+        self.stats = stats
+        self._synchronize = device.type != "cpu" and device.type != "meta"
+        self._start = time.perf_counter()
+        self._phases = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time as ``name`` (draft, forward or verify)."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._synchronize:
+                torch.accelerator.synchronize()
+            spent = time.perf_counter() - start
+            self._phases += spent
+            attribute = f"{name}_seconds"
+            setattr(self.stats, attribute, getattr(self.stats, attribute) + spent)
+
+    def stop(self) -> None:
+        """Book what no phase took as ``other_seconds``."""
+        self.stats.other_seconds += time.perf_counter() - self._start - self._phases

@@ -1,0 +1,297 @@
+"""Trees of candidate tokens.
+
+Node 0 is the **root**: the last accepted token, already certain. Every other node is a candidate
+whose parent stands before it, so that one pass over the nodes visits parents first. This module
+knows shapes only; the tokens that sit on the nodes are the draft's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A static tree of candidates.
+
+    Args:
+        parents: parent of each node; ``parents[0] == -1`` is the root, and ``parents[i] < i``.
+        ranks: rank of each node among its parent's candidates (0 = most likely); the root's is 0.
+            Left out, siblings are ranked in the order in which they stand.
+
+    Raises:
+        ValueError: if a parent does not stand before its child, or two siblings share a rank.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        parents = tuple(self.parents)
+        if not parents or parents[0] != -1:
+            raise ValueError(
+                f"parents={parents[:8]}: a tree starts with its root, so parents[0] must be -1."
+            )
+        for node, parent in enumerate(parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(
+                    f"parents[{node}]={parent}: a parent stands before its child, so it must lie "
+                    f"in 0..{node - 1}. Order the nodes parents first."
+                )
+        ranks = tuple(self.ranks) or _sibling_order(parents)
+        if len(ranks) != len(parents):
+            raise ValueError(f"{len(ranks)} ranks for {len(parents)} nodes: give one per node.")
+        seen = set()
+        for node in range(1, len(parents)):
+            if ranks[node] < 0:
+                raise ValueError(f"ranks[{node}]={ranks[node]}: ranks count from 0.")
+            if (key := (parents[node], ranks[node])) in seen:
+                raise ValueError(f"node {node}: node {key[0]} has two children of rank {key[1]}.")
+            seen.add(key)
+        object.__setattr__(self, "parents", parents)
+        object.__setattr__(self, "ranks", ranks)
+
+    # -- construction ------------------------------------------------------------------------
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
+        """Build a tree from rank paths, as in Medusa's choices: ``[0]`` is the likeliest child of
+        the root, ``[0, 1]`` the second likeliest child of that one.
+
+        Args:
+            paths: one path per candidate, in any order; every prefix must be a path, too.
+
+        Raises:
+            ValueError: on an empty path, a negative rank, a duplicate, or a missing parent.
+        """
+        keys = []
+        for path in paths:
+            key = tuple(int(rank) for rank in path)
+            if not key:
+                raise ValueError("path []: the root is implied; give paths of candidates only.")
+            if min(key) < 0:
+                raise ValueError(f"path {list(key)}: ranks count from 0.")
+            keys.append(key)
+        keys.sort(key=lambda key: (len(key), key))
+        index: dict[tuple[int, ...], int] = {(): 0}
+        parents, ranks = [-1], [0]
+        for key in keys:
+            if key in index:
+                raise ValueError(f"path {list(key)} is given twice.")
+            if key[:-1] not in index:
+                raise ValueError(
+                    f"path {list(key)}: its parent {list(key[:-1])} is missing. Add it, since a "
+                    "candidate can only be accepted after its parent."
+                )
+            index[key] = len(parents)
+            parents.append(index[key[:-1]])
+            ranks.append(key[-1])
+        return cls(tuple(parents), tuple(ranks))
+
+    @classmethod
+    def chain(cls, length: int) -> TokenTree:
+        """The root and ``length`` candidates one below the other."""
+        return _chain(length)
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int]) -> TokenTree:
+        """Tree with these parents; equal shapes share one object and its cached tensors."""
+        return _from_parents(tuple(parents))
+
+    def to_json(self) -> str:
+        """The paths as JSON; :meth:`from_json` gives back an equal tree."""
+        return json.dumps({"version": 1, "paths": [list(path) for path in self.paths]})
+
+    @classmethod
+    def from_json(cls, text: str) -> TokenTree:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the text is not JSON with ``version`` 1 and ``paths``.
+        """
+        try:
+            data = json.loads(text)
+            version, paths = data["version"], data["paths"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                'not a tree: expected {"version": 1, "paths": [[0], [0, 0], ...]}.'
+            ) from error
+        if version != 1:
+            raise ValueError(f"tree format version {version!r}: this hf_spec reads version 1.")
+        return cls.from_paths(paths)
+
+    # -- shape -------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of nodes, the root included."""
+        return len(self.parents)
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.parents) - 1
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; 0 for the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Rank path of each candidate (the root's empty path is left out)."""
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(1, len(self.parents)):
+            paths.append((*paths[self.parents[node]], self.ranks[node]))
+        return tuple(paths[1:])
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether accepted nodes always stand in consecutive slots, so that none must be moved."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def truncate(self, max_depth: int) -> TokenTree:
+        """The tree without the nodes below ``max_depth``; keeps the nodes' order.
+
+        Nodes kept are those with ``depth <= max_depth``; see :meth:`kept` for their indices.
+        """
+        return self if max_depth >= self.max_depth else _truncate(self, max_depth)
+
+    def kept(self, max_depth: int) -> list[int]:
+        """Indices of the nodes that :meth:`truncate` keeps, in order."""
+        return [node for node, depth in enumerate(self.depths) if depth <= max_depth]
+
+    # -- tensors -----------------------------------------------------------------------------
+
+    def batch(self, batch_size: int = 1, device: torch.device | str = "cpu") -> TreeBatch:
+        """The same tree in every row, as tensors on ``device`` (cached per device)."""
+        one = _single(self, str(device))
+        if batch_size == 1:
+            return one
+        return TreeBatch(
+            parents=one.parents.expand(batch_size, -1),
+            depths=one.depths.expand(batch_size, -1),
+            ancestors=one.ancestors.expand(batch_size, -1, -1),
+            valid=one.valid.expand(batch_size, -1),
+            row_depths=one.row_depths * batch_size,
+            row_candidates=one.row_candidates * batch_size,
+            is_chain=one.is_chain,
+        )
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """One tree per batch row, as tensors, padded to the largest.
+
+    Attributes:
+        parents: ``(batch, nodes)`` int64; -1 for the root, 0 for padding.
+        depths: ``(batch, nodes)`` int64.
+        ancestors: ``(batch, nodes, nodes)`` bool; ``[b, q, k]``: k is q or one of its ancestors.
+        valid: ``(batch, nodes)`` bool; False for padding. Padding attends to the prefix and to
+            itself, and can never be accepted.
+        row_depths: depth of each row's tree.
+        row_candidates: number of candidates in each row.
+        is_chain: whether every row is a chain.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    valid: Tensor
+    row_depths: tuple[int, ...]
+    row_candidates: tuple[int, ...]
+    is_chain: bool
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.row_depths)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+    @property
+    def batch_size(self) -> int:
+        return self.parents.shape[0]
+
+    @staticmethod
+    def stack(trees: Sequence[TokenTree], device: torch.device | str = "cpu") -> TreeBatch:
+        """One tree per row; smaller trees are padded at the end."""
+        first = trees[0]
+        if all(tree is first for tree in trees):
+            return first.batch(len(trees), device)
+        nodes = max(len(tree) for tree in trees)
+        rows = [_single(tree, "cpu") for tree in trees]
+        parents = torch.zeros(len(trees), nodes, dtype=torch.long)
+        depths = torch.ones_like(parents)
+        valid = torch.zeros(len(trees), nodes, dtype=torch.bool)
+        ancestors = torch.eye(nodes, dtype=torch.bool).repeat(len(trees), 1, 1)
+        for row, one in enumerate(rows):
+            n = one.num_nodes
+            parents[row, :n] = one.parents[0]
+            depths[row, :n] = one.depths[0]
+            valid[row, :n] = True
+            ancestors[row, :n, :n] = one.ancestors[0]
+        return TreeBatch(
+            parents.to(device), depths.to(device), ancestors.to(device), valid.to(device),
+            row_depths=tuple(one.max_depth for one in rows),
+            row_candidates=tuple(one.num_nodes - 1 for one in rows),
+            is_chain=all(one.is_chain for one in rows),
+        )  # fmt: skip
+
+
+def _sibling_order(parents: tuple[int, ...]) -> tuple[int, ...]:
+    counts: dict[int, int] = {}
+    ranks = [0]
+    for parent in parents[1:]:
+        ranks.append(counts.get(parent, 0))
+        counts[parent] = ranks[-1] + 1
+    return tuple(ranks)
+
+
+@lru_cache(maxsize=4096)
+def _from_parents(parents: tuple[int, ...]) -> TokenTree:
+    return TokenTree(parents)
+
+
+@lru_cache(maxsize=512)
+def _chain(length: int) -> TokenTree:
+    return TokenTree(tuple(range(-1, length)))
+
+
+@lru_cache(maxsize=512)
+def _truncate(tree: TokenTree, max_depth: int) -> TokenTree:
+    kept = tree.kept(max_depth)
+    new = {old: index for index, old in enumerate(kept)}
+    parents = tuple(new.get(tree.parents[node], -1) for node in kept)
+    return TokenTree(parents, tuple(tree.ranks[node] for node in kept))
+
+
+@lru_cache(maxsize=4096)
+def _single(tree: TokenTree, device: str) -> TreeBatch:
+    nodes = len(tree)
+    ancestors = torch.zeros(nodes, nodes, dtype=torch.bool)
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:
+            ancestors[node] = ancestors[parent]
+        ancestors[node, node] = True
+    return TreeBatch(
+        parents=torch.tensor([tree.parents], device=device),
+        depths=torch.tensor([tree.depths], device=device),
+        ancestors=ancestors[None].to(device),
+        valid=torch.ones(1, nodes, dtype=torch.bool, device=device),
+        row_depths=(tree.max_depth,),
+        row_candidates=(tree.num_candidates,),
+        is_chain=tree.is_chain,
+    )

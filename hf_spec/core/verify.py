@@ -1,0 +1,208 @@
+"""Acceptance rules: which candidates of a tree the model keeps, and the token that follows them.
+
+``match`` and ``rejection`` are exact: what they emit follows the target distribution. ``typical``
+is lossy. The rules see a tree, its tokens and the target's scores, and nothing of a model.
+
+Symbols: p is the target distribution at a node (after all logits processors), q the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.tree import TreeBatch
+
+#: ``scores(nodes, active)``: processed target scores (batch, vocab) at one node per row; rows where
+#: ``active`` is False may hold anything. Called along the accepted path only, in order.
+ScoreFn = Callable[[Tensor, Tensor], Tensor]
+#: ``select(scores)``: a token per row, argmax or a sample; (batch, vocab) -> (batch,).
+SelectFn = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What one step accepted.
+
+    Attributes:
+        path: ``(batch, depth + 1)`` node indices, root first; entries past ``counts`` are 0.
+        counts: ``(batch,)`` accepted nodes, the root included, at least 1.
+        tokens: ``(batch, depth + 1)`` emitted tokens: the accepted candidates, then the bonus
+            token; ``counts`` of them are meant.
+    """
+
+    path: Tensor
+    counts: Tensor
+    tokens: Tensor
+
+
+def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
+    """Match rule where the target's token is known at every node: no synchronisation, no loop.
+
+    Accept a child if it carries the token that the target emits at its parent. Exact for any
+    deterministic set of candidates, whether targets are argmax or samples.
+
+    Args:
+        tree: the tree of each row.
+        tokens: ``(batch, nodes)`` candidates; column 0 is the root's.
+        targets: ``(batch, nodes)`` the target's token after each node.
+    """
+    nodes = tree.num_nodes
+    parents = tree.parents.clamp(min=0)
+    ok = (tokens == targets.gather(1, parents)) & tree.valid
+    ok[:, 0] = True
+    if nodes > 2 and not tree.is_chain:
+        # Of siblings with the same token only the first counts: which of two subtrees is entered
+        # must not depend on what the target emits in them.
+        same = parents[:, :, None] == parents[:, None, :]
+        earlier = torch.ones(nodes, nodes, dtype=torch.bool, device=ok.device).tril(-1)
+        earlier[:, 0] = False
+        ok &= ~(same & earlier & ok[:, None, :]).any(-1)
+    accepted = ~(tree.ancestors & ~ok[:, None, :]).any(-1)
+    # One path is accepted, so its deepest node is the one of largest depth.
+    depth, last = torch.where(accepted, tree.depths, -1).max(-1)
+    return _along_path(tree, tokens, last, depth + 1, targets.gather(1, last[:, None]))
+
+
+def match_along(tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: SelectFn) -> Accepted:
+    """Match rule node by node: the target's scores are asked for along the accepted path only.
+
+    For logits processors, which must see each node's true prefix, and for sampling, where one draw
+    per emitted token in order leaves a seeded generator as plain generation would.
+    """
+    last = torch.zeros_like(tokens[:, 0])
+    counts = torch.ones_like(last)
+    active = torch.ones_like(last, dtype=torch.bool)
+    bonus = last
+    for _ in range(tree.max_depth + 1):
+        bonus = torch.where(active, select(scores(last, active)), bonus)
+        hit = (tree.parents == last[:, None]) & (tokens == bonus[:, None]) & tree.valid
+        active = active & hit.any(-1)
+        if not active.any():
+            break
+        last = torch.where(active, hit.int().argmax(-1), last)
+        counts = counts + active
+    return _along_path(tree, tokens, last, counts, bonus[:, None])
+
+
+def rejection(
+    tree: TreeBatch,
+    tokens: Tensor,
+    draft: Tensor,
+    scores: ScoreFn,
+    generator: torch.Generator | None = None,
+) -> Accepted:
+    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), for trees as well as chains.
+
+    For candidates x sampled independently from q: accept with min(1, p(x) / q(x)); after a
+    rejection p becomes norm(max(0, p - q)), for the next sibling and in the end for the emitted
+    token (SpecInfer, algorithm 2). Draft & Verify, algorithm 4, with the acceptance test's random
+    number drawn apart from any other; SPACE, algorithm 1, with the residual in line 18.
+
+    Args:
+        tree: the tree of each row.
+        tokens: ``(batch, nodes)`` candidates; column 0 is the root's.
+        draft: ``(batch, nodes, vocab)`` q from which each candidate was drawn, after the same
+            processors as p; column 0 is ignored.
+        scores: target scores, asked for along the accepted path only.
+        generator: for the random numbers; None uses the device's default.
+    """
+    batch = tokens.shape[0]
+    everyone = torch.ones_like(tokens[:, 0], dtype=torch.bool)
+    last = torch.zeros_like(tokens[:, 0])
+    counts = torch.ones_like(last)
+    p = scores(last, everyone).softmax(-1)
+    for node in range(1, tree.num_nodes):
+        considered = (tree.parents[:, node] == last) & tree.valid[:, node]
+        if not considered.any():
+            continue
+        x, q = tokens[:, node : node + 1], draft[:, node].to(p.dtype)
+        u = torch.rand(batch, device=p.device, dtype=p.dtype, generator=generator)
+        accept = considered & (u * q.gather(1, x)[:, 0] < p.gather(1, x)[:, 0])
+        residual = (p - q).clamp(min=0)
+        total = residual.sum(-1, keepdim=True)
+        # p == q up to rounding leaves no residual; a rejection there has probability 0.
+        residual = torch.where(total > 0, residual / total.clamp(min=1e-38), p)
+        p = torch.where((considered & ~accept)[:, None], residual, p)
+        if accept.any():
+            last = torch.where(accept, node, last)
+            counts = counts + accept
+            p = torch.where(accept[:, None], scores(last, accept).softmax(-1), p)
+    bonus = torch.multinomial(p, 1, generator=generator)
+    return _along_path(tree, tokens, last, counts, bonus)
+
+
+def typical(
+    tree: TreeBatch,
+    tokens: Tensor,
+    scores: ScoreFn,
+    select: SelectFn,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> Accepted:
+    """Typical acceptance (Medusa, section 2.3.1; PPD, section 5.5). **Lossy**.
+
+    Accept a candidate if p(x) > min(epsilon, delta * exp(-H(p))) at its parent; of the accepted
+    paths take the longest, among equals the likeliest. The step's last token is the target's own.
+
+    Args:
+        tree, tokens: as in :func:`match`.
+        scores: target scores; asked for at every accepted node, parents first.
+        select: chooses the bonus token.
+        epsilon: hard threshold, in (0, 1].
+        delta: weight of the entropy threshold, in (0, 1].
+    """
+    accepted = torch.zeros_like(tokens, dtype=torch.bool)
+    accepted[:, 0] = True
+    likelihood = torch.zeros(tokens.shape, device=tokens.device)
+    log_p: dict[int, Tensor] = {}
+    node_scores: dict[int, Tensor] = {}
+    threshold: dict[int, Tensor] = {}
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    parents = tree.parents
+    for node in range(tree.num_nodes):
+        if node > 0:
+            chance = torch.full_like(likelihood[:, 0], -torch.inf)
+            limit = torch.full_like(chance, torch.inf)
+            for parent in log_p:
+                here = parents[:, node] == parent
+                value = log_p[parent].gather(1, tokens[:, node : node + 1])[:, 0]
+                chance = torch.where(here, value, chance)
+                limit = torch.where(here, threshold[parent], limit)
+            above = accepted[rows, parents[:, node].clamp(min=0)]
+            accepted[:, node] = tree.valid[:, node] & above & (chance.exp() > limit)
+            parent_sum = likelihood[rows, parents[:, node].clamp(min=0)]
+            likelihood[:, node] = parent_sum + torch.where(accepted[:, node], chance, 0.0)
+        if accepted[:, node].any():
+            node_scores[node] = scores(torch.full_like(rows, node), accepted[:, node])
+            log_p[node] = node_scores[node].log_softmax(-1)
+            entropy = -torch.nan_to_num(log_p[node].exp() * log_p[node]).sum(-1)
+            threshold[node] = (delta * (-entropy).exp()).clamp(max=epsilon)
+    depth = torch.where(accepted, tree.depths, -1)
+    deepest = depth == depth.max(-1, keepdim=True).values
+    last = torch.where(deepest, likelihood, -torch.inf).argmax(-1)
+    final = node_scores[0].clone()
+    for node, values in node_scores.items():
+        final = torch.where((last == node)[:, None], values, final)
+    counts = tree.depths.gather(1, last[:, None])[:, 0] + 1
+    return _along_path(tree, tokens, last, counts, select(final)[:, None])
+
+
+def _along_path(
+    tree: TreeBatch, tokens: Tensor, last: Tensor, counts: Tensor, bonus: Tensor
+) -> Accepted:
+    """Path from the root to ``last`` and the tokens it emits. ``bonus``: (batch, 1)."""
+    depth = tree.max_depth
+    rows = torch.arange(len(last), device=last.device)
+    on_path = tree.ancestors[rows, last]
+    # Every node on the path writes its index at its depth; the others into a column cut off below.
+    column = torch.where(on_path, tree.depths, depth + 1)
+    index = torch.arange(tree.num_nodes, device=last.device).expand_as(column)
+    path = torch.zeros(len(last), depth + 2, dtype=torch.long, device=last.device)
+    path = path.scatter_(1, column, index)[:, : depth + 1]
+    emitted = tokens.gather(1, torch.cat([path[:, 1:], path[:, :1]], dim=1))
+    emitted = emitted.scatter(1, counts[:, None] - 1, bonus)
+    return Accepted(path, counts, emitted)

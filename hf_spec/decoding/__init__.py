@@ -1,0 +1,1 @@
+"""The decoding loop and its configuration."""

@@ -1,0 +1,141 @@
+"""From a draft and the model's logits to accepted tokens, by the rule that the options name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_spec.core import verify
+from hf_spec.decoding.scoring import Scorer
+from hf_spec.methods.base import Draft, StrategyOptions
+
+
+@dataclass
+class Choice:
+    """What a step accepted, on the host.
+
+    Attributes:
+        path: ``(batch, depth + 1)`` accepted nodes, as a tensor for the cache.
+        nodes: accepted nodes per row, the root first.
+        tokens: emitted tokens per row, as many as nodes.
+        scores, logits: ``(vocab,)`` float32 per emitted token and row, if they are recorded.
+    """
+
+    path: Tensor
+    nodes: list[list[int]]
+    tokens: list[list[int]]
+    scores: list[list[Tensor]]
+    logits: list[list[Tensor]]
+
+
+class Chooser:
+    """Applies an acceptance rule under a call's logits processors.
+
+    Args:
+        options: name the rule.
+        scorer: the call's logits processors.
+        do_sample: sample the target's tokens instead of taking the argmax.
+        record: keep scores and logits of emitted tokens.
+    """
+
+    def __init__(self, options: StrategyOptions, scorer: Scorer, do_sample: bool, record: bool):
+        self.options = options
+        self.scorer = scorer
+        self.do_sample = do_sample
+        self.record = record
+
+    def accept(self, draft: Draft, logits: Tensor, active: list[bool]) -> Choice:
+        """Choose the accepted path of every row.
+
+        Args:
+            draft: the candidates.
+            logits: ``(batch, nodes, vocab)`` of the model.
+            active: rows that matter.
+        """
+        rule = self.options.acceptance
+        if rule == "auto":
+            rule = "match" if draft.distributions is None else "rejection"
+        known = self.scorer.trivial and not self.do_sample and not self.record
+        if rule == "match" and known:
+            return _on_host(verify.match(draft.tree, draft.tokens, logits.argmax(-1)))
+
+        target = _Target(self.scorer, draft, logits, active, self.record)
+        if rule == "match":
+            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
+        elif rule == "rejection" and draft.distributions is not None and self.do_sample:
+            accepted = verify.rejection(draft.tree, draft.tokens, draft.distributions, target)
+        elif rule == "rejection":
+            # Greedy decoding: p is one token, for which rejection and match are the same rule.
+            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
+        else:
+            accepted = verify.typical(
+                draft.tree, draft.tokens, target, self._select,
+                self.options.typical_epsilon, self.options.typical_delta,
+            )  # fmt: skip
+        choice = _on_host(accepted)
+        if self.record:
+            for row, nodes in enumerate(choice.nodes):
+                if active[row]:
+                    choice.logits[row] = [target.seen[row, node][0] for node in nodes]
+                    choice.scores[row] = [target.seen[row, node][1] for node in nodes]
+        return choice
+
+    def _select(self, scores: Tensor) -> Tensor:
+        if self.do_sample:
+            return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        return scores.argmax(-1)
+
+
+class _Target:
+    """Processed scores at one node per row; see ``verify.ScoreFn``."""
+
+    def __init__(
+        self, scorer: Scorer, draft: Draft, logits: Tensor, active: list[bool], record: bool
+    ):
+        self.scorer = scorer
+        self.logits = logits
+        self.active = active
+        self.tokens = draft.tokens.tolist()
+        self.parents = draft.tree.parents.tolist()
+        self.rows = torch.arange(len(active), device=logits.device)
+        self.record = record
+        self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, nodes: Tensor, active: Tensor) -> Tensor:
+        # A copy in float32, as plain generation makes it: processors may write into it.
+        logits = self.logits[self.rows, nodes].to(torch.float32, copy=True)
+        at = nodes.tolist()
+        alive = [one and self.active[row] for row, one in enumerate(active.tolist())]
+        suffixes = [self._suffix(row, node) if alive[row] else [] for row, node in enumerate(at)]
+        raw = logits.clone() if self.record else logits
+        scores = self.scorer(logits, suffixes, alive)
+        if self.record:
+            for row, node in enumerate(at):
+                if alive[row]:
+                    self.seen[row, node] = (raw[row], scores[row])
+        return scores
+
+    def _suffix(self, row: int, node: int) -> list[int]:
+        """Tokens from below the root down to the node."""
+        path = []
+        while node > 0:
+            path.append(self.tokens[row][node])
+            node = self.parents[row][node]
+        return path[::-1]
+
+
+def _on_host(accepted: verify.Accepted) -> Choice:
+    """One transfer for all that the host needs to know."""
+    depth = accepted.path.shape[1]
+    packed = torch.cat([accepted.counts[:, None], accepted.path, accepted.tokens], 1).tolist()
+    counts = [row[0] for row in packed]
+    empty: list[list[Tensor]] = [[] for _ in packed]
+    return Choice(
+        path=accepted.path,
+        nodes=[row[1 : 1 + count] for row, count in zip(packed, counts)],
+        tokens=[row[1 + depth : 1 + depth + count] for row, count in zip(packed, counts)],
+        scores=empty,
+        logits=list(empty),
+    )

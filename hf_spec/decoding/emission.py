@@ -1,0 +1,195 @@
+"""Emitted tokens: stopping criteria, streaming, recorded scores, and the final ids.
+
+Tokens are taken one by one, in order, and nothing is kept past a row's stop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
+
+
+class Emission:
+    """The rows of a call as they grow.
+
+    Args:
+        input_ids: ``(batch, width)`` the prompt as ``generate`` was given it.
+        real: ``(batch, width)`` bool, False for padding; None if there is none.
+        criteria: the prepared stopping criteria; one of them is a ``MaxLengthCriteria``.
+        pad_token_id: fills rows past their end.
+        streamer: gets each token as plain generation would put it.
+        record_scores, record_logits: whether to keep them per token.
+
+    Attributes:
+        ids: ``(batch, capacity)`` prompt and emitted tokens, ``lengths[row]`` columns in use; what
+            lies behind is scratch space for a row's candidates.
+        tokens: the rows' real tokens as lists.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        real: Tensor | None,
+        criteria: StoppingCriteriaList,
+        pad_token_id: int | None,
+        streamer: Any = None,
+        record_scores: bool = False,
+        record_logits: bool = False,
+    ):
+        batch, self.width = input_ids.shape
+        self.max_length = int(criteria.max_length)  # type: ignore[arg-type]
+        # A candidate lies at most one whole budget behind the emitted tokens.
+        self.ids = input_ids.new_zeros((batch, 2 * self.max_length - self.width))
+        self.ids[:, : self.width] = input_ids
+        self.lengths = [self.width] * batch
+        rows = input_ids.tolist()
+        if real is not None:
+            rows = [
+                [token for token, keep in zip(row, mask) if keep]
+                for row, mask in zip(rows, real.tolist())
+            ]
+        self.tokens: list[list[int]] = rows
+        self.prompt_lengths = [len(row) for row in rows]
+        self.streamer = streamer
+        self._streamed = self.width
+        self._pad = pad_token_id or 0
+        #: Column at which a row's criteria first said stop.
+        self._stops: list[int | None] = [None] * batch
+        self.scores: list[list[Tensor]] | None = [[] for _ in rows] if record_scores else None
+        self.logits: list[list[Tensor]] | None = [[] for _ in rows] if record_logits else None
+
+        # Length, EOS and time are checked on the host; all other criteria are called per token.
+        self._eos: set[int] = set()
+        self._deadline = float("inf")
+        self._others = []
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self._eos |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxTimeCriteria:
+                self._deadline = criterion.initial_timestamp + criterion.max_time
+            elif type(criterion) is not MaxLengthCriteria:
+                self._others.append(criterion)
+        # Plain generation pads finished rows if any criterion knows EOS; otherwise they run on
+        # until the last row is done.
+        self._pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+
+    # -- growing -----------------------------------------------------------------------------
+
+    @property
+    def active(self) -> list[bool]:
+        """Rows that still take tokens."""
+        return [self._takes(row) for row in range(len(self.lengths))]
+
+    def _takes(self, row: int) -> bool:
+        if self._pads_finished or len(self._stops) == 1:
+            return self._stops[row] is None
+        stops = [stop for stop in self._stops if stop is not None]
+        return len(stops) < len(self._stops) or self.lengths[row] < max(stops)
+
+    @property
+    def remaining(self) -> list[int]:
+        """Tokens that each row may still emit."""
+        return [self.max_length - length for length in self.lengths]
+
+    def take(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        scores: Sequence[Tensor] = (),
+        logits: Sequence[Tensor] = (),
+    ) -> int:
+        """Append tokens to a row until one of them stops it.
+
+        Args:
+            row: the row.
+            tokens: accepted tokens in order.
+            scores, logits: ``(vocab,)`` per token, where they are recorded.
+
+        Returns:
+            How many tokens were kept.
+        """
+        kept = 0
+        start = self.lengths[row]
+        self.ids[row, start : start + len(tokens)] = torch.tensor(tokens)
+        for token in tokens:
+            if not self._takes(row) or self.lengths[row] >= self.max_length:
+                break
+            self.tokens[row].append(token)
+            if self.scores is not None:
+                self.scores[row].append(scores[kept])
+            if self.logits is not None:
+                self.logits[row].append(logits[kept])
+            self.lengths[row] += 1
+            kept += 1
+            if self._stops[row] is None and self._is_stop(row, token):
+                self._stops[row] = self.lengths[row]
+        return kept
+
+    def _is_stop(self, row: int, token: int) -> bool:
+        if token in self._eos or self.lengths[row] >= self.max_length:
+            return True
+        if self._deadline != float("inf") and time.time() > self._deadline:
+            return True
+        if not self._others:
+            return False
+        prefix = self.ids[row : row + 1, : self.lengths[row]]
+        scores = None
+        if self.scores is not None:
+            scores = tuple(one[None] for one in self.scores[row])
+        return any(
+            bool(torch.as_tensor(criterion(prefix, scores)).any()) for criterion in self._others
+        )
+
+    def stream(self) -> None:
+        """Give the streamer the columns that all rows have reached, one by one."""
+        if self.streamer is None:
+            return
+        takes = self.active
+        unfinished = [length for length, active in zip(self.lengths, takes) if active]
+        end = min(unfinished) if unfinished else self._end()
+        for column in range(self._streamed, end):
+            values = [
+                ids[column] if column < length else self._pad
+                for ids, length in zip(self.ids.tolist(), self.lengths)
+            ]
+            self.streamer.put(torch.tensor(values, dtype=self.ids.dtype))
+        self._streamed = max(end, self._streamed)
+
+    # -- finishing ---------------------------------------------------------------------------
+
+    def _end(self) -> int:
+        if self._pads_finished:
+            return max(self.lengths)
+        return max((stop for stop in self._stops if stop is not None), default=max(self.lengths))
+
+    def finish(self) -> Tensor:
+        """Cut rows to a common end and pad them: ``(batch, seq)``."""
+        end = self._end()
+        for row, length in enumerate(self.lengths):
+            self.lengths[row] = min(length, end)
+            del self.tokens[row][len(self.tokens[row]) - (length - self.lengths[row]) :]
+            self.ids[row, self.lengths[row] :] = self._pad
+        if self.streamer is not None:
+            self.stream()
+            self.streamer.end()
+        return self.ids[:, :end].clone()
+
+    def columns(self, rows: list[list[Tensor]] | None) -> tuple[Tensor, ...] | None:
+        """Recorded rows as one ``(batch, vocab)`` tensor per emitted column."""
+        if rows is None:
+            return None
+        count = max(self.lengths) - self.width
+        empty = torch.zeros_like(next(row[0] for row in rows if row))
+        return tuple(
+            torch.stack([row[i] if i < len(row) else empty for row in rows]) for i in range(count)
+        )

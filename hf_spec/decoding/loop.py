@@ -1,0 +1,145 @@
+"""The decoding loop: prefill, propose, forward, verify, commit. One loop serves every strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from hf_spec.core.stats import SpecStats, Stopwatch
+from hf_spec.core.tree import TokenTree
+from hf_spec.decoding.choose import Choice, Chooser
+from hf_spec.decoding.emission import Emission
+from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
+from hf_spec.decoding.prefill import prefill, real_tokens
+from hf_spec.decoding.scoring import Scorer
+from hf_spec.methods.base import DecodingState, Draft, get_method
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | SpecGenerateOutput:
+    """Decode with ``generation_config.assistant_strategy``; ``generate()`` calls this.
+
+    The arguments are those of ``GenerationMixin._sample``, the model being the first.
+    """
+    config = generation_config
+    method = get_method(config.assistant_strategy)
+    options = method.parse_options(config.assistant_kwargs)
+    record = bool(config.return_dict_in_generate)
+    record_scores, record_logits = record and config.output_scores, record and config.output_logits
+    pad = config._pad_token_tensor
+    emission = Emission(
+        input_ids, real_tokens(input_ids, model_kwargs.get("attention_mask")), stopping_criteria,
+        None if pad is None else int(pad), streamer, bool(record_scores), bool(record_logits),
+    )  # fmt: skip
+    scorer = Scorer(logits_processor, emission.ids, emission.lengths)
+    chooser = Chooser(
+        options, scorer, bool(config.do_sample), bool(record_scores or record_logits)
+    )
+    drafter = method.drafter(model, options)
+    stats = SpecStats()
+    watch = Stopwatch(stats, model.device)
+
+    with ExitStack() as stack:
+        with watch.phase("forward"):
+            prefilled = stack.enter_context(
+                prefill(model, input_ids, config, model_kwargs, emission.max_length)
+            )
+        forward, cache = prefilled.forward, prefilled.forward.cache
+        prompt = cache.host_lengths
+        state = DecodingState(
+            model, forward, cache, emission.tokens, emission.prompt_lengths, root=cache.lengths,
+            active=emission.active, remaining=emission.remaining,
+            do_sample=bool(config.do_sample), process=scorer, stats=stats,
+        )  # fmt: skip
+
+        # The prompt's last logits are a step whose tree is the root alone.
+        root_only = TokenTree.chain(0).batch(len(prompt), cache.lengths.device)
+        draft = Draft(root_only, cache.lengths[:, None])
+        with watch.phase("verify"):
+            choice = chooser.accept(draft, prefilled.logits[:, None], state.active)
+        _emit(choice, draft, emission, state)
+        if any(state.active):
+            drafter.start(state)
+
+        while model._has_unfinished_sequences(not any(state.active), synced_gpus, model.device):
+            if not any(state.active):
+                # Only with synced_gpus: the other ranks still need this one's shards.
+                forward(state.root[:, None], root_only)
+                cache.rollback()
+                continue
+            with watch.phase("draft"):
+                draft = _within_budget(drafter.propose(state), state)
+            with watch.phase("forward"):
+                logits = forward(draft.tokens, draft.tree)
+            with watch.phase("verify"):
+                choice = chooser.accept(draft, logits, state.active)
+            counts = _emit(choice, draft, emission, state)
+            cache.commit(counts, _moved(choice, counts))
+            drafter.observe(state, draft, counts)
+
+    sequences = emission.finish()
+    emitted = [length - emission.width for length in emission.lengths]
+    cache.truncate([start + max(count - 1, 0) for start, count in zip(prompt, emitted)])
+    past = prefilled.hand_back(emitted)
+    stats.details = drafter.details()
+    watch.stop()
+    remember_stats(model, stats)
+    if not config.return_dict_in_generate:
+        return sequences
+    return SpecGenerateOutput(
+        sequences=sequences, scores=emission.columns(emission.scores),
+        logits=emission.columns(emission.logits), past_key_values=past, spec_stats=stats,
+    )  # fmt: skip
+
+
+def _within_budget(draft: Draft, state: DecodingState) -> Draft:
+    """Mark candidates invalid that lie deeper than their row can still emit."""
+    limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
+    tree = draft.tree
+    if tree.max_depth <= min(limits):
+        return draft
+    deepest = torch.tensor(limits, device=tree.depths.device)[:, None]
+    valid = tree.valid & (tree.depths <= deepest)
+    return dataclasses.replace(draft, tree=dataclasses.replace(tree, valid=valid))
+
+
+def _emit(choice: Choice, draft: Draft, emission: Emission, state: DecodingState) -> list[int]:
+    """Take the chosen tokens, stream them, and move the state on: kept nodes per row."""
+    stats, tree = state.stats, draft.tree
+    stats.num_steps += 1
+    counts = []
+    for row, tokens in enumerate(choice.tokens):
+        if not state.active[row]:
+            counts.append(0)
+            continue
+        depth = min(tree.row_depths[row], state.remaining[row] - 1)
+        kept = emission.take(row, tokens, choice.scores[row], choice.logits[row])
+        stats.record(kept, depth, tree.row_candidates[row], kept=len(tokens) - 1)
+        counts.append(kept)
+    emission.stream()
+    state.active, state.remaining = emission.active, emission.remaining
+    state.root = torch.tensor([row[-1] for row in state.tokens], device=draft.tokens.device)
+    return counts
+
+
+def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
+    """The accepted path, or None where the accepted nodes stand first already."""
+    in_place = all(
+        nodes[:count] == list(range(count)) for nodes, count in zip(choice.nodes, counts)
+    )
+    return None if in_place else choice.path

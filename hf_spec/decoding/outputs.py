@@ -1,0 +1,46 @@
+"""What a call returns."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_spec.core.stats import SpecStats
+
+
+@dataclass
+class SpecGenerateOutput(GenerateDecoderOnlyOutput):
+    """``GenerateDecoderOnlyOutput`` with statistics.
+
+    ``scores`` and ``logits`` are those of plain generation; for a batch row past its own end they
+    are zero. ``past_key_values`` holds every token of ``sequences`` but each row's last.
+
+    Attributes:
+        spec_stats: steps, tau, accepted lengths and times of this call.
+    """
+
+    spec_stats: SpecStats | None = None
+
+
+_last: weakref.WeakKeyDictionary[Any, SpecStats] = weakref.WeakKeyDictionary()
+
+
+def remember_stats(model: Any, stats: SpecStats) -> None:
+    _last[model] = stats
+
+
+def last_stats(model: Any) -> SpecStats | None:
+    """Statistics of the last call of ``model.generate`` with a strategy; None if there was none.
+
+    Args:
+        model: the model, or a PEFT or ``torch.compile`` wrapper around it.
+    """
+    while model is not None:
+        if model in _last:
+            return _last[model]
+        inner = getattr(model, "_orig_mod", None)
+        model = inner or (model.get_base_model() if hasattr(model, "get_base_model") else None)
+    return None

@@ -1,0 +1,194 @@
+"""The prompt's forward pass, and the way into and out of our cache.
+
+A fresh prompt (or a continued ``DynamicCache``) is prefilled by Transformers itself, exactly as in
+plain generation; the result is then packed into a ``TreeCache``. A continued ``TreeCache`` takes
+its new tokens in chunks through the tree forward, each row its own number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+
+from hf_spec.core.cache import TreeCache, check_packable
+from hf_spec.core.tree import TokenTree
+from hf_spec.methods.forward import TreeForward
+from modeling_patches.attention_masks import tree_attention
+
+#: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
+CHUNK = 256
+
+#: Slots allocated ahead of the prompt at first; more are added by doubling.
+RESERVE = 512
+
+#: Inputs of the model's forward that the loop makes itself.
+_MADE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
+         "inputs_embeds")  # fmt: skip
+
+
+@dataclass
+class Prefilled:
+    """State after the prompt.
+
+    Attributes:
+        forward: tree forward over ``forward.cache``.
+        logits: ``(batch, vocab)`` after the last prompt token.
+        source: the caller's ``DynamicCache``, to be filled again at the end; else None.
+        mask: ``(batch, slots)`` bool, real slots of ``source`` after the prompt; None if all are.
+    """
+
+    forward: TreeForward
+    logits: Tensor
+    source: DynamicCache | None
+    mask: Tensor | None
+
+    def hand_back(self, emitted: list[int]) -> Any:
+        """The cache to return; a caller's own ``DynamicCache`` is filled in place.
+
+        Args:
+            emitted: tokens emitted per row; all but the last are in the cache.
+        """
+        cache = self.forward.cache
+        if self.source is None:
+            return cache
+        cached = [max(count - 1, 0) for count in emitted]
+        mask = None
+        if self.mask is not None or min(cached) != max(cached):
+            steps = torch.arange(max(cached), device=cache.lengths.device)
+            tail = steps < torch.tensor(cached, device=steps.device)[:, None]
+            width = cache.max_length - max(cached)
+            head = self.mask if self.mask is not None else tail.new_ones((len(cached), width))
+            mask = torch.cat([head.to(tail.device), tail], dim=1)
+        cache.unpack_into(self.source, mask)
+        return self.source
+
+
+def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """``(batch, width)`` bool, False for padding; None if there is none.
+
+    Raises:
+        ValueError: if a row ends with padding.
+    """
+    if attention_mask is None:
+        return None
+    if not bool((attention_mask[:, -1] != 0).all()):
+        rows = (attention_mask[:, -1] == 0).nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"attention_mask ends with padding in rows {rows}: generation continues each row at "
+            "its right end. Pad on the left (tokenizer.padding_side = 'left')."
+        )
+    width = input_ids.shape[1]
+    return attention_mask[:, -width:].bool() if width else attention_mask[:, :0].bool()
+
+
+@contextmanager
+def prefill(
+    model: Any,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    max_length: int,
+) -> Iterator[Prefilled]:
+    """Run the prompt and yield a tree forward behind it; the model is patched until the exit."""
+    given = model_kwargs.get("past_key_values")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)}: strategies know one position per "
+            "token. Generate without assistant_strategy."
+        )
+    budget = max_length - input_ids.shape[1]
+    extra = {key: value for key, value in model_kwargs.items() if key not in _MADE}
+    for key, value in extra.items():
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == input_ids.shape[1]:
+            raise ValueError(
+                f"model input {key!r} has one value per prompt token: strategies don't know its "
+                "values for candidates. Generate without assistant_strategy."
+            )
+    text_config = model.config.get_text_config(decoder=True)
+    windows = [
+        layer.sliding_window if getattr(layer, "is_sliding", False) else None
+        for layer in DynamicCache(config=text_config).layers
+    ]
+
+    def make_forward(cache: TreeCache, last: Tensor | None) -> TreeForward:
+        lengths = cache.lengths
+        shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
+        # The last emitted token is never forwarded, hence - 2 and not - 1.
+        limit = lengths + shift + max(budget - 2, 0)
+        return TreeForward(model, cache, attention, limit, shift, extra)
+
+    if isinstance(given, TreeCache):
+        with tree_attention(model, windows) as attention:
+            forward = make_forward(given, None)
+            forward.last_position = forward.last_position + 2**30
+            logits = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
+            last = None if positions is None else positions[:, -1]
+            yield Prefilled(make_forward(given, last), logits, None, None)
+        return
+
+    if given is not None:
+        check_packable(given)
+    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    source = outputs.past_key_values
+    check_packable(source)
+    mask = model_kwargs.get("attention_mask")
+    mask = None if mask is None else mask.bool()
+    logits = outputs.logits[:, -1]
+    length = source.get_seq_length()
+    cache = TreeCache.pack(source, mask, length + min(budget, RESERVE), logits.device)
+    with tree_attention(model, windows) as attention:
+        forward = make_forward(cache, None if positions is None else positions[:, -1])
+        yield Prefilled(forward, logits, given if given is not None else None, mask)
+
+
+def _extend(
+    forward: TreeForward,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    config: GenerationConfig,
+) -> Tensor:
+    """Append the prompt's new tokens to a continued TreeCache: logits after the last, (batch, V)."""
+    cache = forward.cache
+    if input_ids.shape[0] != cache.batch_size:
+        raise ValueError(
+            f"past_key_values holds {cache.batch_size} rows, the prompt has {input_ids.shape[0]}: "
+            "give as many prompts as the cache has rows."
+        )
+    cache.begin(0)
+    cache.rollback()
+    real = real_tokens(input_ids, attention_mask)
+    rows = input_ids.tolist()
+    if real is not None:
+        rows = [[t for t, keep in zip(row, m) if keep] for row, m in zip(rows, real.tolist())]
+    seen = getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+    if seen in (-1, input_ids.shape[1]):  # the prompt holds the cached tokens, too
+        lengths = cache.host_lengths
+        if any(len(row) <= length for row, length in zip(rows, lengths)):
+            raise ValueError(
+                f"the prompt has {[len(row) for row in rows]} tokens per row and past_key_values "
+                f"holds {lengths}: give the whole conversation, at least one token more than the "
+                "cache."
+            )
+        rows = [row[length:] for row, length in zip(rows, lengths)]
+    last: list[Tensor | None] = [None] * len(rows)
+    longest = max(len(row) for row in rows)
+    for start in range(0, longest, CHUNK):
+        parts = [row[start : start + CHUNK] for row in rows]
+        size = max(len(part) for part in parts)
+        tokens = torch.tensor(
+            [part + [0] * (size - len(part)) for part in parts], device=cache.lengths.device
+        )
+        tree = TokenTree.chain(size - 1).batch(len(rows), cache.lengths.device)
+        logits = forward(tokens, tree)
+        cache.commit([len(part) for part in parts])
+        for row, part in enumerate(parts):
+            if part and start + len(part) == len(rows[row]):
+                last[row] = logits[row, len(part) - 1].clone()
+    return torch.stack([one for one in last if one is not None])

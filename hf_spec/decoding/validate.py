@@ -1,0 +1,83 @@
+"""What a strategy cannot do is refused by name, before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_spec.methods.base import get_method
+from modeling_patches.support import check_model
+
+#: Options of other decoding modes, with the value that leaves them off.
+_OTHER_MODES = {
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "low_memory": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "num_beam_groups": 1,
+}
+
+
+def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    """Raise on everything that ``decode`` would have to ignore.
+
+    Raises:
+        ValueError: naming the option, its value and what to do.
+    """
+    strategy = config.assistant_strategy
+    method = get_method(strategy)
+    method.parse_options(config.assistant_kwargs)
+    check_model(model)
+
+    def refuse(option: str, value: Any, why: str, remedy: str) -> None:
+        raise ValueError(f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}")
+
+    leave = "Leave one of the two out."
+    if (config.num_beams or 1) > 1:
+        refuse("num_beams", config.num_beams, "beam search keeps several hypotheses per row.", leave)
+    for option, off in _OTHER_MODES.items():
+        value = getattr(config, option, None)
+        if value is not None and value != off and value is not False:
+            refuse(option, value, "it names another decoding method.", leave)
+    if mode_kwargs.get("assistant_model") is not None:
+        refuse("assistant_model", "...", "a strategy drafts by itself.", leave)
+    if config.use_cache is False:
+        refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
+    if config.cache_implementation not in (None, "dynamic"):
+        refuse(
+            "cache_implementation", config.cache_implementation,
+            "strategies keep a cache of their own (TreeCache).", "Leave it out.",
+        )  # fmt: skip
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(config, option, None):
+            refuse(
+                option, True, "a step runs candidates that plain generation never sees.",
+                "Run the model on the finished sequence to get them.",
+            )  # fmt: skip
+    if (config.guidance_scale or 1) != 1:
+        refuse(
+            "guidance_scale", config.guidance_scale,
+            "classifier-free guidance runs the model token by token.", leave,
+        )  # fmt: skip
+    watermark = config.watermarking_config
+    if watermark is not None and "SynthID" in type(watermark).__name__:
+        refuse(
+            "watermarking_config", type(watermark).__name__,
+            "its processor keeps a state per call.", leave,
+        )  # fmt: skip
+    if mode_kwargs.get("synced_gpus") and not method.drafter.single_forward:
+        refuse(
+            "synced_gpus", True, "ranks would draft different numbers of tokens and wait for ever.",
+            "Choose a strategy with one forward per step.",
+        )  # fmt: skip
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            refuse(
+                "peft_type", str(getattr(adapter.peft_type, "value", adapter.peft_type)),
+                "prompt-learning adapters put virtual tokens into the cache.",
+                "Disable the adapter, or generate without a strategy.",
+            )  # fmt: skip

@@ -1,0 +1,122 @@
+"""The demo: the shipped model writes the same code with and without speculation, with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hf_spec.bench import report
+from hf_spec.bench.command import load_model
+from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
+from hf_spec.bench.runner import BenchResult, Measurement, run
+from hf_spec.demo.prompts import demo_prompts
+
+MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
+#: Needs neither training nor an adapter.
+FREE_STRATEGY = "prompt_lookup"
+
+
+@dataclass
+class DemoResult:
+    """What the demo measured, and one prompt with what the model wrote after it."""
+
+    bench: BenchResult
+    environment: dict[str, Any]
+    sample: tuple[str, str]
+
+    @property
+    def all_identical(self) -> bool:
+        """Whether no output differs from plain decoding's other than at a tie."""
+        return not any(row["diverged"] for row in self.bench.runs())
+
+
+def model_folder() -> Path:
+    """The model shipped with the package.
+
+    Raises:
+        ValueError: this installation lacks it.
+    """
+    folder = Path(str(files("hf_spec.demo") / MODEL_FOLDER))
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"the demo model is missing from {folder}; reinstall hf_spec, or train it: "
+            f"python -m hf_spec.demo.train_model {folder}"
+        )
+    return folder
+
+
+def adapter_folders() -> list[Path]:
+    """The adapters for the demo model that are shipped with the package."""
+    root = Path(str(files("hf_spec.demo") / ADAPTER_FOLDER))
+    return sorted(path.parent for path in root.glob("*/adapter_config.json"))
+
+
+def lineup(model: Any, adapters: list[Adapter]) -> list[Contender]:
+    """Every strategy that runs without a download: prompt lookup and the shipped adapters'."""
+    load_adapters(model, adapters)
+    names = dict.fromkeys([FREE_STRATEGY, *(adapter.strategy for adapter in adapters)])
+    return contenders(names, adapters=adapters)
+
+
+def run_demo(
+    folder: Path | None = None,
+    *,
+    limit: int | None = None,
+    max_new_tokens: int = 128,
+    dtype: str = "bfloat16",
+    progress: Callable[[int, int], None] | None = None,
+) -> DemoResult:
+    """Load the model (the shipped one and its adapters, unless told) and measure."""
+    adapters = read_adapters(map(str, adapter_folders())) if folder is None else []
+    folder = model_folder() if folder is None else folder
+    model, tokenizer = load_model(str(folder), dtype)
+    prompts = demo_prompts(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
+    chosen = prompts if limit is None else prompts[:limit]
+    if not chosen:
+        raise ValueError("this Python has no sources of its standard library to take prompts from")
+    bench = run(
+        model, tokenizer, chosen, lineup(model, adapters),
+        max_new_tokens=max_new_tokens, progress=progress,
+    )  # fmt: skip
+    environment = report.environment(model, "demo model", None)
+    return DemoResult(bench, environment, _sample(bench, tokenizer))
+
+
+def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
+    """The prompt on which speculation accepted most per step, and its continuation."""
+    best: Measurement | None = None
+    for item in bench.measurements:
+        if item.stats is not None and (
+            best is None or item.new_tokens * best.row_steps > best.new_tokens * item.row_steps
+        ):
+            best = item
+    if best is None:
+        return "", ""
+    return bench.prompts[best.prompts[0]].text, tokenizer.decode(
+        best.rows[0], skip_special_tokens=True
+    )
+
+
+def write_chart(path: Path, bench: BenchResult) -> None:
+    """Tokens per second of every contender as bars, with speedup and tau written on them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in bench.runs() if row["task"] == report.ALL]
+    figure, axes = plt.subplots(figsize=(1.6 + 1.5 * len(rows), 4))
+    colours = ["tab:gray" if row["strategy"] == "plain" else "tab:blue" for row in rows]
+    bars = axes.bar(
+        [row["strategy"] for row in rows], [row["tokens_per_second"] for row in rows], color=colours
+    )
+    axes.bar_label(bars, [f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows])
+    axes.set(ylabel="tokens per second", title="hf-spec demo: same text, fewer forward passes")
+    axes.margins(y=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,64 @@
+"""Prompts of the demo: beginnings of code that the demo model has never seen.
+
+They come from the held-out modules of the running Python's standard library, so that nothing has to
+be downloaded or shipped.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from hf_spec.bench.prompts import Prompt
+from hf_spec.demo.train_model import library_files
+
+#: A prompt ends at the last line that keeps it within this many tokens.
+PROMPT_TOKENS = 320
+#: Shorter beginnings (tiny modules, tables cut off by a long line) are left out.
+MIN_TOKENS = 120
+
+
+def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
+    """Two prompts per held-out module: its beginning, and code from its middle.
+
+    The order alternates so that the first few prompts already come from different modules.
+
+    Args:
+        count_tokens: number of tokens of a text.
+    """
+    heads, middles = [], []
+    for path in library_files(held_out=True):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        starts = [0, _middle_definition("".join(lines), len(lines))]
+        for start, found in zip(starts, (heads, middles)):
+            text = _beginning(lines[start:], count_tokens)
+            if text is not None and (start > 0 or found is heads):
+                place = "beginning" if start == 0 else f"line {start + 1}"
+                found.append(Prompt(text, "code", f"{path.stem}.py, {place}"))
+    # Middles first: a module's beginning is mostly its documentation.
+    return middles + heads
+
+
+def _middle_definition(source: str, length: int) -> int:
+    """Index of the line of the function, method or class nearest to the middle; 0 if none."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return 0
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    lines = [node.lineno - 1 for node in ast.walk(tree) if isinstance(node, kinds)]
+    return min(lines, key=lambda line: abs(line - length // 2), default=0)
+
+
+def _beginning(lines: list[str], count_tokens: Callable[[str], int]) -> str | None:
+    """As many lines as fit into ``PROMPT_TOKENS``; ``None`` if that is too little to go on."""
+    low, high = 0, min(len(lines), PROMPT_TOKENS)
+    while low < high:  # the longest beginning that fits
+        middle = (low + high + 1) // 2
+        if count_tokens("".join(lines[:middle])) <= PROMPT_TOKENS:
+            low = middle
+        else:
+            high = middle - 1
+    text = "".join(lines[:low])
+    # A beginning that takes all lines leaves nothing to write.
+    return text if low < len(lines) and count_tokens(text) >= MIN_TOKENS else None

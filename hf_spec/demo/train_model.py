@@ -1,0 +1,210 @@
+"""Train the demo model: a small Llama on the Python standard library of the running interpreter.
+
+Run ``python -m hf_spec.demo.train_model OUTPUT_DIR``. Everything that decides the result is a
+constant below; the script writes the weights, the tokenizer, ``training.json`` (data hash, seed,
+versions, final losses) and ``loss.png`` to OUTPUT_DIR. Modules in ``HELD_OUT`` are never seen.
+
+The module knows nothing of speculative decoding: the demo model is an ordinary checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+
+#: Modules kept out of the training data; the demo takes its prompts from them.
+HELD_OUT = (
+    "bisect", "calendar", "colorsys", "configparser", "fractions", "heapq",
+    "queue", "shlex", "statistics", "string", "textwrap", "zipapp",
+)  # fmt: skip
+
+#: Folders that are not library code (tests, tools, vendored wheels, generated tables).
+EXCLUDED_PARTS = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "ensurepip",
+     "pydoc_data", "encodings", "__phello__", "__pycache__"}
+)  # fmt: skip
+
+SEED = 20261121
+VOCAB_SIZE = 4096
+SEQ_LENGTH = 1024
+BATCH_SIZE = 8
+MAX_STEPS = 1200
+LEARNING_RATE = 2e-3
+BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+
+
+def library_files(held_out: bool = False) -> list[Path]:
+    """Source files of the standard library: the held-out modules, or all the others, sorted."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = {f"{name}.py" for name in HELD_OUT}
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if EXCLUDED_PARTS & set(parts) or parts[-1].startswith("_sysconfigdata"):
+            continue
+        if (len(parts) == 1 and parts[0] in names) == held_out:
+            files.append(path)
+    return files
+
+
+def read_texts(files: list[Path]) -> list[str]:
+    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
+
+
+def data_hash(texts: list[str]) -> str:
+    """SHA-256 over all texts in order, so that two runs can tell whether they saw the same data."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8") + b"\0")
+    return digest.hexdigest()
+
+
+def train_tokenizer(texts: list[str]):
+    """A byte-level BPE tokenizer of ``VOCAB_SIZE`` entries, as a Transformers fast tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD,
+        model_max_length=SEQ_LENGTH, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def token_stream(tokenizer, texts: list[str]):
+    """All texts as one 1-D tensor of ids: BOS, text, EOS, BOS, text, ..."""
+    import torch
+
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
+    return torch.tensor(ids)
+
+
+class Windows:
+    """Map-style dataset of windows of ``SEQ_LENGTH`` tokens; offsets change with the epoch."""
+
+    def __init__(self, stream, length: int, random_offsets: bool):
+        import torch
+
+        self.stream = stream
+        last = len(stream) - SEQ_LENGTH
+        if random_offsets:
+            generator = torch.Generator().manual_seed(SEED)
+            # Whole passes over the stream, each from its own offset, in shuffled order.
+            starts = []
+            while sum(map(len, starts)) < length:
+                first = int(torch.randint(SEQ_LENGTH, (1,), generator=generator))
+                grid = torch.arange(first, last + 1, SEQ_LENGTH)
+                starts.append(grid[torch.randperm(len(grid), generator=generator)])
+            self.starts = torch.cat(starts)[:length]
+        else:
+            self.starts = torch.arange(0, last + 1, SEQ_LENGTH)[:length]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict:
+        start = int(self.starts[index])
+        window = self.stream[start : start + SEQ_LENGTH]
+        return {"input_ids": window, "labels": window.clone()}
+
+
+def plot_losses(history: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    train = [(row["step"], row["loss"]) for row in history if "loss" in row]
+    held = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
+    axes.plot(*zip(*train), label="training modules")
+    axes.plot(*zip(*held), marker="o", label="held-out modules")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Demo model")
+    axes.set_ylim(1, 5)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main(output: str) -> None:
+    import torch
+    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+    set_seed(SEED)
+    target = Path(output)
+    target.mkdir(parents=True, exist_ok=True)
+    texts, held_texts = read_texts(library_files()), read_texts(library_files(held_out=True))
+    tokenizer = train_tokenizer(texts)
+    stream, held_stream = token_stream(tokenizer, texts), token_stream(tokenizer, held_texts)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=688, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQ_LENGTH,
+        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    arguments = TrainingArguments(
+        output_dir=str(target / "checkpoints"), max_steps=MAX_STEPS, seed=SEED,
+        per_device_train_batch_size=BATCH_SIZE, per_device_eval_batch_size=BATCH_SIZE,
+        learning_rate=LEARNING_RATE, lr_scheduler_type="cosine", warmup_steps=100,
+        weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, bf16=True,
+        use_cpu=not torch.cuda.is_available(), torch_compile=True, logging_steps=20,
+        eval_strategy="steps", eval_steps=200, save_strategy="steps", save_steps=200,
+        save_total_limit=1, report_to=[], dataloader_drop_last=True,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=arguments,
+        train_dataset=Windows(stream, MAX_STEPS * BATCH_SIZE, random_offsets=True),
+        eval_dataset=Windows(held_stream, 10**9, random_offsets=False),
+    )  # fmt: skip
+    resume = any((target / "checkpoints").glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=resume or None)
+
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    history = trainer.state.log_history
+    plot_losses(history, target / "loss.png")
+    record = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seed": SEED,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "files": len(texts),
+        "training_tokens_in_library": len(stream),
+        "training_tokens_seen": MAX_STEPS * BATCH_SIZE * SEQ_LENGTH,
+        "data_sha256": data_hash(texts),
+        "held_out_sha256": data_hash(held_texts),
+        "held_out_modules": list(HELD_OUT),
+        "final_loss": [row["loss"] for row in history if "loss" in row][-1],
+        "held_out_loss": [row["eval_loss"] for row in history if "eval_loss" in row][-1],
+        "history": [
+            {key: row[key] for key in ("step", "loss", "eval_loss") if key in row}
+            for row in history if "loss" in row or "eval_loss" in row
+        ],
+    }  # fmt: skip
+    (target / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,259 @@
+"""What a method is: options, a drafter, and how the loop finds it.
+
+A method lives in ``hf_spec/methods/<name>/`` and exports ``METHOD``. Nothing else in the project
+names it: the loop, the command line, the tests and the documentation list what is discovered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import TreeBatch
+from hf_spec.methods.forward import TreeForward
+
+#: Acceptance rules and whether they keep the target distribution.
+ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Options that every strategy has; a method's own options derive from this.
+
+    Attributes:
+        acceptance: ``match`` (exact), ``rejection`` (exact, for sampled drafts) or ``typical``
+            (lossy). ``auto`` takes ``rejection`` if the draft was sampled, else ``match``.
+        typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+    """
+
+    acceptance: str = "auto"
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    #: Whether drafts can carry the distribution they were sampled from.
+    samples_drafts: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        rules = ("auto", *ACCEPTANCE_RULES)
+        if self.acceptance not in rules:
+            raise ValueError(f"acceptance={self.acceptance!r}: choose one of {', '.join(rules)}.")
+        if self.acceptance == "rejection" and not self.samples_drafts:
+            raise ValueError(
+                "acceptance='rejection': this strategy's candidates are not sampled from a "
+                "distribution. Use acceptance='match', which is exact for them."
+            )
+        for name in ("typical_epsilon", "typical_delta"):
+            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
+
+    @property
+    def lossless(self) -> bool:
+        return ACCEPTANCE_RULES.get(self.acceptance, True)
+
+
+def check_range(
+    name: str, value: Any, low: float, high: float = float("inf"), open_low: bool = False
+) -> None:
+    """Raise a ValueError unless ``value`` is a number in [low, high] (or (low, high])."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name}={value!r}: must be a number in {bracket}{low}, {high}].")
+
+
+def check_count(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
+    """Raise a ValueError unless ``value`` is an int of at least ``low`` (and at most ``high``)."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")
+
+
+@dataclass
+class Draft:
+    """Candidates for one step.
+
+    Attributes:
+        tree: tree of each row; node 0 is the root.
+        tokens: ``(batch, nodes)`` int64, column 0 the root's token.
+        distributions: ``(batch, nodes, vocab)`` q from which each candidate was sampled, after all
+            logits processors; None if candidates were not sampled. Column 0 is ignored.
+    """
+
+    tree: TreeBatch
+    tokens: Tensor
+    distributions: Tensor | None = None
+
+
+#: ``process(logits, suffixes, active)``: logits (batch, vocab) -> float32 scores after all processors,
+#: each active row's prefix being its tokens so far and then its suffix.
+ProcessFn = Callable[..., Tensor]
+
+
+@dataclass
+class DecodingState:
+    """What the loop shows a drafter; read it, don't change it.
+
+    Attributes:
+        model: the model that is decoded.
+        forward: runs the model on nodes of a tree behind the cached tokens.
+        cache: the cache; all tokens of a row but its last (the root) are in it.
+        tokens: each row's real tokens so far, prompt included, padding left out.
+        prompt_lengths: how many of them are the prompt.
+        root: ``(batch,)`` the last token of each row.
+        active: rows that are not finished.
+        remaining: how many tokens each row may still emit.
+        do_sample: whether tokens are sampled.
+        process: applies the call's logits processors.
+        stats: the statistics of the call so far.
+    """
+
+    model: Any
+    forward: TreeForward
+    cache: TreeCache
+    tokens: list[list[int]]
+    prompt_lengths: list[int]
+    root: Tensor
+    active: list[bool]
+    remaining: list[int]
+    do_sample: bool
+    process: ProcessFn
+    stats: SpecStats = field(default_factory=SpecStats)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest candidate that any row can still use: one token of the budget is the bonus."""
+        left = [n for n, active in zip(self.remaining, self.active) if active]
+        return max(left, default=1) - 1
+
+
+class Drafter(CandidateGenerator):
+    """Proposes candidates. One instance serves one ``generate()`` call.
+
+    Attributes:
+        single_forward: whether a step is one forward pass of the model; False if drafting runs
+            the model, too.
+    """
+
+    single_forward: ClassVar[bool] = True
+
+    def __init__(self, model: Any, options: Any):
+        self.model = model
+        self.options = options
+
+    def start(self, state: DecodingState) -> None:
+        """Called once, after the prefill."""
+
+    @abstractmethod
+    def propose(self, state: DecodingState) -> Draft:
+        """Candidates for the next step; a tree of the root alone if there are none."""
+
+    def observe(self, state: DecodingState, draft: Draft, counts: Sequence[int]) -> None:
+        """Called after each step with the accepted nodes per row (root included)."""
+
+    def details(self) -> dict[str, Any]:
+        """What the drafter reports in ``SpecStats.details``."""
+        return {}
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    @abstractmethod
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """The best chain, for Transformers' own assisted decoding (batch size 1).
+
+        Args:
+            input_ids: ``(1, seq)``.
+
+        Returns:
+            ``(1, seq + candidates)`` ids, and no logits.
+        """
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
+        """Part of the ``CandidateGenerator`` interface; stock decoding reports matches here."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One strategy.
+
+    Attributes:
+        name: what users write as ``assistant_strategy``; the folder's name.
+        summary: one line for listings.
+        options: dataclass (derived from :class:`StrategyOptions`) of ``assistant_kwargs``.
+        drafter: builds the drafter.
+        peft_type: name of its adapter type, None if it has none.
+        needs_adapter: whether it cannot run without a trained adapter.
+    """
+
+    name: str
+    summary: str
+    options: type[StrategyOptions]
+    drafter: type[Drafter]
+    peft_type: str | None = None
+    needs_adapter: bool = False
+
+    def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
+        """Build and validate the options.
+
+        Raises:
+            ValueError: naming the unknown or invalid option and the options there are.
+        """
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise ValueError(
+                f"assistant_kwargs is a {type(kwargs).__name__}: give a dict of options of "
+                f"{self.name!r}."
+            )
+        kwargs = kwargs or {}
+        known = [item.name for item in dataclasses.fields(self.options)]
+        for key in kwargs:
+            if key not in known:
+                raise ValueError(
+                    f"assistant_kwargs: strategy {self.name!r} has no option {key!r}; its options "
+                    f"are {', '.join(sorted(known))}."
+                )
+        return self.options(**kwargs)
+
+
+@lru_cache(maxsize=1)
+def methods() -> dict[str, Method]:
+    """All methods by name: every folder of ``hf_spec.methods`` that exports ``METHOD``."""
+    import hf_spec.methods as package
+
+    found = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.ispkg:
+            method = importlib.import_module(f"{package.__name__}.{info.name}").METHOD
+            found[method.name] = method
+    return dict(sorted(found.items()))
+
+
+def get_method(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        ValueError: listing the strategies there are.
+    """
+    if name not in methods():
+        raise ValueError(
+            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}."
+        )
+    return methods()[name]

@@ -1,0 +1,14 @@
+"""``layer_skip``: draft with the model itself, leaving out layers (Draft & Verify)."""
+
+from hf_spec.methods.base import Method
+from hf_spec.methods.layer_skip import adapter as adapter  # registers LAYER_SKIP with PEFT
+from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
+from hf_spec.methods.layer_skip.options import LayerSkipOptions
+
+METHOD = Method(
+    name="layer_skip",
+    summary="the model drafts for itself with some layers left out; nothing to train",
+    options=LayerSkipOptions,
+    drafter=LayerSkipDrafter,
+    peft_type="LAYER_SKIP",
+)

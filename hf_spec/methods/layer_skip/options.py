@@ -1,0 +1,74 @@
+"""Options of ``layer_skip``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_spec.methods.base import StrategyOptions, check_count, check_range
+
+EXITS = ("adaptive", "threshold", "fixed")
+DRAFTS = ("auto", "greedy", "sampled")
+
+
+@dataclass(frozen=True)
+class LayerSkipOptions(StrategyOptions):
+    """Options of ``layer_skip`` (Draft & Verify, section 3.4; defaults of its table 6).
+
+    Attributes:
+        skip_attention, skip_mlp: layers whose attention / MLP the draft leaves out. None takes
+            those of the active ``LAYER_SKIP`` adapter.
+        draft_exit: when to stop drafting. ``adaptive`` and ``threshold`` stop after a token whose
+            draft probability is below gamma, which eqs. (2)-(4) adapt or which stays as it is;
+            ``fixed`` drafts ``max_draft`` tokens.
+        max_draft: K, most tokens drafted in a step.
+        threshold: gamma, its initial value under ``adaptive``.
+        threshold_step: epsilon of eq. (3).
+        beta1, beta2: smoothing of the acceptance rate and of gamma.
+        target_acceptance: alpha, the acceptance rate that ``adaptive`` aims at.
+        draft_tokens: ``greedy`` or ``sampled`` drafting; ``auto`` samples when the call does.
+    """
+
+    skip_attention: Sequence[int] | None = None
+    skip_mlp: Sequence[int] | None = None
+    draft_exit: str = "adaptive"
+    max_draft: int = 12
+    threshold: float = 0.6
+    threshold_step: float = 0.01
+    beta1: float = 0.5
+    beta2: float = 0.9
+    target_acceptance: float = 0.85
+    draft_tokens: str = "auto"
+
+    samples_drafts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_exit not in EXITS:
+            raise ValueError(f"draft_exit={self.draft_exit!r}: choose one of {', '.join(EXITS)}.")
+        if self.draft_tokens not in DRAFTS:
+            raise ValueError(
+                f"draft_tokens={self.draft_tokens!r}: choose one of {', '.join(DRAFTS)}."
+            )
+        check_count("max_draft", self.max_draft)
+        for name in ("threshold", "threshold_step", "beta1", "beta2", "target_acceptance"):
+            check_range(name, getattr(self, name), 0.0, 1.0)
+        for name in ("skip_attention", "skip_mlp"):
+            layers = getattr(self, name)
+            if layers is None:
+                continue
+            if isinstance(layers, str) or not isinstance(layers, Sequence):
+                raise ValueError(f"{name}={layers!r}: give a list of layer numbers.")
+            for layer in layers:
+                check_count(f"{name} entry", layer, low=0)
+        if self.acceptance == "rejection" and self.draft_tokens == "greedy":
+            raise ValueError(
+                "acceptance='rejection' with draft_tokens='greedy': rejection needs candidates "
+                "sampled from the draft. Use acceptance='match', or draft_tokens='sampled'."
+            )
+        if self.acceptance == "match" and self.draft_tokens == "sampled":
+            raise ValueError(
+                "acceptance='match' with draft_tokens='sampled': match is exact for deterministic "
+                "candidates only. Use acceptance='rejection', or draft_tokens='greedy'."
+            )

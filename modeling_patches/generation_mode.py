@@ -1,0 +1,83 @@
+"""Dispatch of ``generate()`` to a decoding function of one's own, chosen by a generation option.
+
+Transformers picks a decoding method by looking the generation mode up in a table. ``register``
+adds a mode to that table, a method to ``GenerationMixin`` and an attribute to ``GenerationConfig``;
+a configuration that leaves the attribute at None is treated as if none of this existed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation import utils as generation_utils
+
+#: Called as ``validate(model, generation_config, mode_kwargs)`` before anything is prepared.
+Validate = Callable[[Any, GenerationConfig, dict[str, Any]], None]
+
+
+def register(
+    name: str, attributes: tuple[str, ...], decode: Callable[..., Any], validate: Validate
+) -> None:
+    """Route ``generate()`` to ``decode`` whenever the first attribute is set. Idempotent.
+
+    Args:
+        name: value of the new generation mode, also the name of the method.
+        attributes: names to accept as generation options (default None); the first one decides.
+        decode: called like ``GenerationMixin._sample``, with the model as first argument.
+        validate: raises on what ``decode`` cannot do; runs before any input is prepared.
+    """
+    method = f"_{name}"
+    mixin: Any = generation_utils.GenerationMixin
+    if getattr(mixin, method, None) is not None:
+        return
+    switch = attributes[0]
+    mode = Enum("SpeculativeMode", {name.upper(): name}, type=str)(name)  # type: ignore[arg-type]
+    for attribute in attributes:
+        setattr(GenerationConfig, attribute, None)
+    generation_utils.GENERATION_MODES_MAPPING[mode] = method  # type: ignore[index]
+    setattr(mixin, method, decode)
+
+    def is_chosen(config: Any) -> bool:
+        return getattr(config, switch, None) is not None
+
+    original_mode = GenerationConfig.get_generation_mode
+
+    @functools.wraps(original_mode)
+    def get_generation_mode(self: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        return mode if is_chosen(self) else original_mode(self, *args, **kwargs)
+
+    GenerationConfig.get_generation_mode = get_generation_mode  # type: ignore[method-assign]
+
+    original_validate = mixin._validate_generation_mode
+
+    @functools.wraps(original_validate)
+    def _validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
+    ) -> None:
+        if generation_mode is mode:
+            validate(self, generation_config, generation_mode_kwargs)
+        else:
+            original_validate(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    mixin._validate_generation_mode = _validate_generation_mode
+
+    original_batch = getattr(mixin, "generate_batch", None)
+    if original_batch is not None:
+
+        @functools.wraps(original_batch)
+        def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values(), self.generation_config)
+            config = next(value for value in values if isinstance(value, GenerationConfig))
+            if is_chosen(config):
+                raise ValueError(
+                    f"{switch}={getattr(config, switch)!r} with continuous batching "
+                    "(generate_batch, cache_implementation='paged'): the paged cache cannot hold a "
+                    f"tree. Call generate() without 'paged', or leave {switch} out."
+                )
+            return original_batch(self, *args, **kwargs)
+
+        mixin.generate_batch = generate_batch

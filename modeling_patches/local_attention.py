@@ -1,0 +1,109 @@
+"""GPT-Neo's local attention by token positions, for forwards that bring a 4-D mask.
+
+Every GPT-Neo layer cuts its scores with a triangle over *slots*; in local layers the triangle is
+also a band of `config.window_size`. With padding inside the cache view, or with tree candidates
+that share a position, slots are not positions and the band hides the wrong keys. Here the band
+comes from positions, and the caller's mask replaces the triangle; only forwards with a 4-D mask are
+touched.
+
+It knows this architecture and nothing of trees, caches or drafting: which slots a query sees is
+the mask's business, where a slot stands is the caller's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+MODEL_TYPES = frozenset({"gpt_neo"})
+
+SetPositions = Callable[[Tensor, Tensor], None]
+
+
+def applies(model: PreTrainedModel) -> bool:
+    """Whether `model` is a GPT-Neo: global layers, too, compare slots instead of positions."""
+    return model.config.model_type in MODEL_TYPES
+
+
+@contextmanager
+def tree_positions(model: PreTrainedModel) -> Iterator[SetPositions]:
+    """Patch this model instance; yields `set_positions(query_positions, key_positions)`.
+
+    Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
+    additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
+    query attends may carry any position. Forwards with a 2-D mask or none run as they always did.
+
+    Positions are compared once per forward; all local layers share the banded mask.
+    """
+    decoder = model.get_decoder()
+    band = _Band(model.config.window_size)
+    attentions = [block.attn.attention for block in decoder.h]
+    before = [vars(attention).get("_attn") for attention in attentions]
+    hook = decoder.register_forward_pre_hook(band.before_model, with_kwargs=True)
+    try:
+        for attention in attentions:
+            attention._attn = _attn(attention, band)
+        yield band.set_positions
+    finally:
+        hook.remove()
+        for attention, own in zip(attentions, before):
+            vars(attention).pop("_attn", None)
+            if own is not None:
+                attention._attn = own
+
+
+class _Band:
+    """The mask of local layers while a forward with a 4-D mask runs, else None."""
+
+    def __init__(self, window_size: int) -> None:
+        self.window_size = window_size
+        self.mask: Tensor | None = None  # (batch, 1, query, key), additive
+        self.positions: tuple[Tensor, Tensor] | None = None  # (batch, query), (batch, key)
+
+    def set_positions(self, query_positions: Tensor, key_positions: Tensor) -> None:
+        self.positions = query_positions, key_positions
+
+    def before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        mask = kwargs.get("attention_mask")
+        self.mask = self.of(mask) if isinstance(mask, Tensor) and mask.dim() == 4 else None
+
+    def of(self, mask: Tensor) -> Tensor:
+        """`mask` (batch, 1, query, key) without the keys at a distance of the window or more."""
+        if self.positions is None:
+            raise RuntimeError(
+                f"A 4-D attention mask {tuple(mask.shape)} came without positions; "
+                "call set_positions(query_positions, key_positions) before the forward."
+            )
+        query, key = self.positions
+        sizes = (query.shape[-1], key.shape[-1])
+        if tuple(mask.shape[-2:]) != sizes or not mask.is_floating_point():
+            raise ValueError(
+                f"Got a {mask.dtype} mask of shape {tuple(mask.shape)} for {sizes[0]} query and "
+                f"{sizes[1]} key positions; the mask must be additive (0 or finfo.min) and of "
+                "shape (batch, 1, query, key) with the sizes last given to set_positions."
+            )
+        outside = query[:, :, None] - key[:, None, :] >= self.window_size  # (batch, query, key)
+        return mask.masked_fill(outside[:, None], torch.finfo(mask.dtype).min)
+
+
+def _attn(attention: Any, band: _Band) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`GPTNeoSelfAttention._attn` without its triangle over slots while `band` has a mask."""
+    plain = attention._attn
+    is_local = attention.attention_type == "local"
+
+    def _attn(
+        query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if band.mask is None:
+            return plain(query, key, value, attention_mask)
+        mask: Any = band.mask if is_local else attention_mask
+        # GPT-Neo does not scale its scores, hence fp32, as in the original.
+        scores = query.float() @ key.float().transpose(-1, -2)  # (batch, heads, query, key)
+        scores = scores + mask.to(scores.device)  # the band stays where the first layer is
+        weights = attention.attn_dropout(scores.softmax(dim=-1).to(value.dtype))
+        return weights @ value, weights
+
+    return _attn

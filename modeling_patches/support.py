@@ -1,0 +1,52 @@
+"""Which models can be decoded with a tree, told before any work is done."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import DynamicCache
+
+from modeling_patches import alibi
+
+#: Architectures whose tree forward is tested against plain generation.
+VERIFIED = frozenset(
+    {"bloom", "cohere2", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo",
+     "gpt_neox", "gptj", "llama", "mistral", "mixtral", "mpt", "olmo2", "opt", "phi", "phi3",
+     "qwen2", "qwen3", "stablelm", "starcoder2"}
+)  # fmt: skip
+
+_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+
+
+def check_model(model: Any) -> None:
+    """Raise unless the model is a decoder whose cache can be rolled back token by token.
+
+    Raises:
+        ValueError: naming the architecture and what is in the way.
+    """
+    name = type(model).__name__
+    remedy = "Generate without assistant_strategy."
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder model: strategies decode decoder-only models. {remedy}"
+        )
+    if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
+        raise ValueError(
+            f"{name} keeps a recurrent state, which cannot forget rejected tokens. {remedy}"
+        )
+    text = model.config.get_text_config(decoder=True)
+    for layer in DynamicCache(config=text).layers:
+        if type(layer).__name__ not in _LAYERS:
+            raise ValueError(
+                f"{name} has a cache layer of type {type(layer).__name__}, which cannot forget "
+                f"rejected tokens or takes no tree mask. {remedy}"
+            )
+    if getattr(text, "attention_chunk_size", None) is not None:
+        raise ValueError(f"{name} uses chunked attention, which takes no tree mask. {remedy}")
+    forward = inspect.signature(model.forward).parameters
+    if "position_ids" not in forward and text.model_type not in alibi.MODEL_TYPES:
+        raise ValueError(
+            f"{name}.forward takes no position_ids, so siblings in a tree cannot share a position. "
+            f"{remedy}"
+        )

@@ -1,0 +1,316 @@
+"""ALiBi in tree forwards against plain forwards of every path alone."""
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    DynamicCache,
+    FalconConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MptConfig,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from modeling_patches import alibi
+
+BLOOM = {"hidden_size": 48, "n_layer": 2, "initializer_range": 0.3}
+FALCON = {"hidden_size": 48, "num_hidden_layers": 2, "alibi": True, "initializer_range": 0.3}
+MPT = {"d_model": 48, "n_layers": 2, "max_seq_len": 64, "initializer_range": 0.3}
+CASES = {
+    "bloom": (BloomConfig(vocab_size=128, n_head=4, **BLOOM), "eager"),
+    # The number of heads decides the slopes: with 12, not all are powers of two and rounding shows.
+    "bloom-12-heads": (BloomConfig(vocab_size=128, n_head=12, **BLOOM), "eager"),
+    "falcon-sdpa": (FalconConfig(vocab_size=128, num_attention_heads=4, **FALCON), "sdpa"),
+    "falcon-eager": (FalconConfig(vocab_size=128, num_attention_heads=4, **FALCON), "eager"),
+    "falcon-12-heads-groups": (
+        FalconConfig(
+            vocab_size=128,
+            num_attention_heads=12,
+            num_kv_heads=4,
+            new_decoder_architecture=True,
+            **FALCON,
+        ),
+        "sdpa",
+    ),
+    "falcon-sequential": (
+        FalconConfig(
+            vocab_size=128,
+            num_attention_heads=4,
+            multi_query=False,
+            parallel_attn=False,
+            **FALCON,
+        ),
+        "sdpa",
+    ),
+    "mpt": (MptConfig(vocab_size=128, n_heads=4, **MPT), "eager"),
+    "mpt-12-heads-clipped": (
+        MptConfig(vocab_size=128, n_heads=12, attn_config={"clip_qkv": 2.0}, **MPT),
+        "eager",
+    ),
+}
+
+#      0        a path of three, siblings at each level,
+#     / \       nodes not in depth-first order
+#    1   2
+#   / \   \
+#  3   4   5
+#  |
+#  6
+PARENTS = [-1, 0, 0, 1, 1, 2, 3]
+STALE = 10**6  # position of slots that nobody attends
+
+
+def build(name):
+    config, attention = CASES[name]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.fixture(params=CASES)
+def model(request):
+    return build(request.param)
+
+
+def random_tokens(*shape, seed):
+    return torch.randint(1, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded_prompt():
+    """Two prompts of 9 and 5 tokens, left-padded: ids, 2-D mask, positions, all (2, 9)."""
+    ids, mask = random_tokens(2, 9, seed=1), torch.ones(2, 9, dtype=torch.long)
+    ids[1, :4], mask[1, :4] = 0, 0
+    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def path_to(node):
+    return [*path_to(PARENTS[node]), node] if node >= 0 else []
+
+
+def additive(visible, dtype=torch.float32):
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+class Decoding:
+    """Prompts in a cache, tree after tree behind them; rejected nodes stay as unseen slots."""
+
+    def __init__(self, model):
+        self.model, self.cache = model, DynamicCache()
+        ids, mask, self.positions = padded_prompt()
+        self.seen = mask.bool()  # (batch, slots)
+        self.rows = [row[keep].tolist() for row, keep in zip(ids, self.seen)]
+        self.prefill = self.forward(ids, mask, self.positions)
+
+    @torch.no_grad()
+    def forward(self, ids, mask, positions):
+        return self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+
+    def tree(self, tokens, set_positions):
+        """Logits (batch, nodes, vocab) of one forward over a tree behind each row."""
+        depths = torch.tensor([len(path_to(node)) - 1 for node in range(len(PARENTS))])
+        lengths = torch.tensor([len(row) for row in self.rows])
+        ancestors = torch.zeros(len(PARENTS), len(PARENTS), dtype=torch.bool)
+        for node in range(len(PARENTS)):
+            ancestors[node, path_to(node)] = True
+
+        queries = lengths[:, None] + depths
+        visible = torch.cat(
+            [
+                self.seen[:, None].expand(-1, len(PARENTS), -1),
+                ancestors.expand(len(self.rows), -1, -1),
+            ],
+            dim=-1,
+        )
+        keys = torch.cat([self.positions.masked_fill(~self.seen, STALE), queries], dim=-1)
+        set_positions(queries, keys)
+        self.positions = keys
+        return self.forward(tokens, additive(visible[:, None]), queries)
+
+    def accept(self, tokens, paths):
+        kept = torch.zeros(len(self.rows), len(PARENTS), dtype=torch.bool)
+        for row, path in enumerate(paths):
+            kept[row, path] = True
+        self.seen = torch.cat([self.seen, kept], dim=-1)
+        self.rows = [
+            row + tokens[i, path].tolist() for i, (row, path) in enumerate(zip(self.rows, paths))
+        ]
+
+
+@torch.no_grad()
+def expected(model, rows, tokens):
+    """The oracle: every path of the tree as a sequence of its own, no cache, mask or padding."""
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    model(torch.tensor([row + tokens[i, path_to(node)].tolist()])).logits[0, -1]
+                    for node in range(len(PARENTS))
+                ]
+            )
+            for i, row in enumerate(rows)
+        ]
+    )
+
+
+def assert_same(got, want):
+    # fp32: sums over 20 keys and 48 channels in another order; logits are of the order of 10.
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+def fingerprint(model):
+    """Every attribute and hook of every module, by identity."""
+    return {
+        name: (
+            {key: id(value) for key, value in vars(module).items()},
+            list(module._forward_pre_hooks),
+            list(module._forward_hooks),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def test_tree_logits_equal_plain_forwards_of_each_path(model):
+    first, second = random_tokens(2, 7, seed=2), random_tokens(2, 7, seed=3)
+    with alibi.tree_positions(model) as set_positions:
+        decoding = Decoding(model)
+        prompts = decoding.rows
+        one = decoding.tree(first, set_positions)
+        decoding.accept(first, [[0, 1, 3, 6], [0, 2]])
+        longer = decoding.rows
+        two = decoding.tree(second, set_positions)
+    assert_same(one, expected(model, prompts, first))
+    assert_same(two, expected(model, longer, second))
+
+
+def test_unpatched_model_fails_or_is_wrong(model):
+    tokens = random_tokens(2, 7, seed=2)
+    decoding = Decoding(model)
+    if model.config.model_type == "mpt":
+        got = decoding.tree(tokens, set_positions=lambda *_: None)
+        assert (got - expected(model, decoding.rows, tokens)).abs().max() > 0.1
+    else:
+        with pytest.raises(ValueError, match="too many values to unpack"):
+            decoding.tree(tokens, set_positions=lambda *_: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if "mpt" not in name])
+def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(name, dtype):
+    """Bloom and Falcon round ALiBi differently (Falcon always to bf16); each must stay itself.
+
+    MPT counts from another slot than we do, which is the same only up to rounding.
+    """
+    model = build(name).to(dtype)
+    ids, mask, positions = padded_prompt()
+    causal = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
+    with alibi.tree_positions(model) as set_positions, torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+        set_positions(positions, positions)
+        got = model(ids, attention_mask=additive(causal, dtype)).logits
+    assert torch.equal(got[mask.bool()], want[mask.bool()])
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon-sdpa", "falcon-eager"])
+def test_stale_positions_do_not_overflow_half_precision(name):
+    model = build(name).to(torch.float16)
+    ids, mask, positions = padded_prompt()
+    causal = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
+    logits = []
+    with alibi.tree_positions(model) as set_positions, torch.no_grad():
+        for filler in (0, STALE):  # STALE times a slope is infinite in fp16
+            set_positions(positions, positions.masked_fill(mask == 0, filler))
+            logits.append(model(ids, attention_mask=additive(causal, torch.float16)).logits)
+    assert torch.equal(logits[0][mask.bool()], logits[1][mask.bool()])
+    assert logits[0][mask.bool()].isfinite().all()
+
+
+def test_other_masks_run_the_original(model):
+    ids, mask, positions = padded_prompt()
+
+    def run():
+        with torch.no_grad():
+            return (
+                model(ids, attention_mask=mask, position_ids=positions).logits,
+                model(ids, use_cache=False).logits,
+                Decoding(model).prefill,
+            )
+
+    want = run()
+    with alibi.tree_positions(model) as set_positions:
+        before = run()
+        Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
+        after = run()
+    for logits in (before, after, run()):
+        assert all(torch.equal(got, plain) for got, plain in zip(logits, want))
+
+
+def test_exit_restores_the_model(model):
+    untouched = fingerprint(model)
+    with alibi.tree_positions(model) as set_positions:
+        Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
+        assert fingerprint(model) != untouched
+    assert fingerprint(model) == untouched
+
+
+def test_an_exception_restores_the_model(model):
+    untouched = fingerprint(model)
+    with pytest.raises(IndexError), alibi.tree_positions(model) as set_positions:
+        # Token 999 is not in the vocabulary of 128: the forward fails after the hooks ran.
+        Decoding(model).tree(torch.full((2, 7), 999), set_positions)
+    assert fingerprint(model) == untouched
+
+
+def test_an_attribute_the_instance_had_is_put_back():
+    model = build("mpt")
+    attention = model.transformer.blocks[0].attn
+    attention.forward = own = attention.forward
+    with alibi.tree_positions(model):
+        assert attention.forward is not own
+    assert attention.forward is own
+
+
+def test_another_instance_is_not_touched(model):
+    other = AutoModelForCausalLM.from_config(model.config)
+    untouched = fingerprint(other)
+    with alibi.tree_positions(model):
+        assert fingerprint(other) == untouched
+
+
+def test_applies():
+    assert all(alibi.applies(build(name)) for name in CASES)
+    tiny = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert not alibi.applies(AutoModelForCausalLM.from_config(FalconConfig(alibi=False, **tiny)))
+    assert not alibi.applies(
+        GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2))
+    )
+    assert {"bloom", "falcon", "mpt"} == alibi.MODEL_TYPES
+
+
+def test_a_tree_without_positions_is_an_error(model):
+    with (
+        alibi.tree_positions(model),
+        pytest.raises(RuntimeError, match="call set_positions"),
+    ):
+        Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
+
+
+def test_positions_of_another_size_are_an_error(model):
+    with alibi.tree_positions(model) as set_positions:
+        set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
+        with pytest.raises(ValueError, match="for 7 query and 15 key positions"):
+            Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
+
+
+def test_a_boolean_mask_is_an_error(model):
+    ids, _, positions = padded_prompt()
+    with alibi.tree_positions(model) as set_positions:
+        set_positions(positions, positions)
+        with pytest.raises(ValueError, match=r"torch\.bool mask .* must be additive"):
+            model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))

@@ -1,0 +1,393 @@
+"""Skipping sublayers equals zeroing their output projections, on every architecture we name."""
+
+import copy
+import re
+import time
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
+
+LAYERS = 4
+VOCAB = 64
+
+LLAMA_LIKE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT_LIKE = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+FALCON = {**LLAMA_LIKE, "num_kv_heads": 2, "bias": True}
+
+# id -> (model_type, config)
+ARCHITECTURES = {
+    "llama": ("llama", LLAMA_LIKE),
+    "qwen2": ("qwen2", LLAMA_LIKE),
+    "qwen3": ("qwen3", {**LLAMA_LIKE, "head_dim": 8}),
+    "mistral": ("mistral", {**LLAMA_LIKE, "sliding_window": 4}),
+    "gemma2": ("gemma2", {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 4}),
+    "gemma3": ("gemma3_text", {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 4}),
+    "gpt2": ("gpt2", {**GPT_LIKE, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}),
+    "gpt_neox": ("gpt_neox", {**LLAMA_LIKE, "use_parallel_residual": True}),
+    "gpt_neox-sequential": ("gpt_neox", {**LLAMA_LIKE, "use_parallel_residual": False}),
+    "opt": ("opt", {**LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt-post_norm": (
+        "opt",
+        {**LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    ),
+    "falcon-7b": ("falcon", {**FALCON, "parallel_attn": True, "multi_query": True}),
+    "falcon-40b": ("falcon", {**FALCON, "new_decoder_architecture": True}),
+    "falcon-11b": (
+        "falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-rw": (
+        "falcon",
+        {**FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False},
+    ),
+    "bloom": ("bloom", {**GPT_LIKE, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4}),
+    "bloom-post_norm": (
+        "bloom",
+        {
+            **GPT_LIKE,
+            "hidden_size": 32,
+            "n_layer": LAYERS,
+            "n_head": 4,
+            "apply_residual_connection_post_layernorm": True,
+        },
+    ),
+    "phi": ("phi", LLAMA_LIKE),
+    "phi3": ("phi3", LLAMA_LIKE),
+    "stablelm": ("stablelm", LLAMA_LIKE),
+    "stablelm-parallel": ("stablelm", {**LLAMA_LIKE, "use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {**LLAMA_LIKE, "sliding_window": None}),
+    "olmo2": ("olmo2", LLAMA_LIKE),
+    "mixtral": ("mixtral", {**LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **GPT_LIKE,
+            "hidden_size": 32,
+            "num_layers": LAYERS,
+            "num_heads": 4,
+            "intermediate_size": 48,
+            "max_position_embeddings": 64,
+            "window_size": 4,
+            "attention_types": [[["global", "local"], LAYERS // 2]],
+        },
+    ),
+    "mpt": (
+        "mpt",
+        {**GPT_LIKE, "d_model": 32, "n_layers": LAYERS, "n_heads": 4, "max_seq_len": 64},
+    ),
+    "cohere2": ("cohere2", {**LLAMA_LIKE, "sliding_window": 4}),
+    # Not promised, but found by the same rules.
+    "gpt_oss": (
+        "gpt_oss",
+        {**LLAMA_LIKE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gptj": ("gptj", {**GPT_LIKE, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 4}),
+    "glm4": ("glm4", {**LLAMA_LIKE, "head_dim": 8}),
+}
+NORM_IN_RESIDUAL = ("opt-post_norm", "bloom-post_norm")
+
+# Last weights before the residual stream, inside an attention or an MLP module (or the layer).
+OUTPUTS = re.compile(
+    r"(^|\.)(o_proj|c_proj|out_proj|dense|down_proj|dense_4h_to_h|fc2|fc_out)(\.weight|\.bias|_bias)?$"
+)
+
+
+def build(architecture: str, **changes: object) -> nn.Module:
+    model_type, config = ARCHITECTURES[architecture]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**config, **changes})
+    )
+    for parameter in model.parameters():  # biases and norms start at 0 and 1: make them matter
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def zero_outputs(module: nn.Module) -> None:
+    hit = [p for name, p in module.named_parameters() if OUTPUTS.search(name)]
+    assert hit, f"no output projection in {[n for n, _ in module.named_parameters()]}"
+    for parameter in hit:
+        parameter.data.zero_()
+
+
+def reference(model: nn.Module, skip_attention: list[int], skip_mlp: list[int]) -> nn.Module:
+    """The same model with the output projections of the skipped sublayers zeroed."""
+    model = copy.deepcopy(model)
+    layers = decoder_layers(model)
+    for index in skip_attention:
+        children = dict(layers[index].named_children())
+        names = ("self_attn", "attn", "attention", "self_attention")
+        zero_outputs(next(children[name] for name in names if name in children))
+    for index in skip_mlp:
+        children = dict(layers[index].named_children())
+        names = ("mlp", "ffn", "fc2")
+        found = next(name for name in names if name in children)
+        if found == "fc2":
+            for parameter in children["fc2"].parameters():
+                parameter.data.zero_()
+        else:
+            zero_outputs(children[found])
+    return model
+
+
+def tokens(batch: int = 2, seq: int = 9) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(1))
+
+
+def forwards(model: nn.Module) -> dict[str, object]:
+    return {n: m.__dict__["forward"] for n, m in model.named_modules() if "forward" in m.__dict__}
+
+
+CHOICES = {
+    "attention": ([1, 2], []),
+    "mlp": ([], [1, 3]),
+    "mixed": ([0, 2], [1, 2]),
+    "first_layer": ([0], [0]),
+    "last_layer": ([LAYERS - 1], [LAYERS - 1]),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_equals_zeroed_outputs(architecture, choice):
+    model = build(architecture)
+    skip_attention, skip_mlp = CHOICES[choice]
+    plain = model(tokens()).logits
+    expected = reference(model, skip_attention, skip_mlp)(tokens()).logits
+    skipper = LayerSkipper(model, skip_attention, skip_mlp)
+    for _ in range(2):  # the second entry takes the learnt path of emptied layers
+        cache = DynamicCache(config=model.config)
+        with skipper:
+            logits = model(tokens(), past_key_values=cache, use_cache=True).logits
+        # fp32 rounding only: zero contributions are exact, the orders of summation are the same.
+        torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
+        written = [layer.get_seq_length() for layer in cache.layers]
+        assert written == [0 if i in skip_attention else 9 for i in range(LAYERS)]
+    assert (logits - plain).abs().max() > 1e-3, "the skipped sublayers should have mattered"
+    assert forwards(model) == {}
+    torch.testing.assert_close(model(tokens()).logits, plain, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_all_skipped_leaves_embeddings_norm_and_head(architecture):
+    model = build(architecture)
+    every = range(LAYERS)
+    with LayerSkipper(model, every, every):
+        model(tokens())
+        logits = model(tokens()).logits
+    if architecture in NORM_IN_RESIDUAL:  # their norms are part of the residual stream
+        expected = reference(model, list(every), list(every))(tokens()).logits
+    else:
+        emptied = copy.deepcopy(model)
+        path = next(n for n, m in emptied.named_modules() if m is decoder_layers(emptied))
+        emptied.set_submodule(path, nn.ModuleList())
+        expected = emptied(tokens()).logits
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "falcon-7b", "bloom", "gemma2"])
+@torch.inference_mode()
+def test_a_step_after_a_full_prefill(architecture):
+    """Drafting: the full model's cache, then one token without some sublayers."""
+    model = build(architecture)
+    skip = ([1, 3], [1, 2])
+    cache, expected_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(tokens(), past_key_values=cache)
+    model(tokens(), past_key_values=expected_cache)
+    step = tokens()[:, :1]
+    expected = reference(model, *skip)(step, past_key_values=expected_cache).logits
+    with LayerSkipper(model, *skip):
+        logits = model(step, past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
+    assert [layer.get_seq_length() for layer in cache.layers] == [10, 9, 10, 9]
+
+
+def test_restores_after_an_exception():
+    model = build("llama")
+    layer = decoder_layers(model)[1]
+    layer.mlp.forward = hooked = type(layer.mlp).forward.__get__(layer.mlp)
+    skipper = LayerSkipper(model, [1], [1, 2])
+    with pytest.raises(RuntimeError, match="stop"), skipper:
+        assert layer.mlp.__dict__["forward"] is not hooked
+        raise RuntimeError("stop")
+    assert forwards(model) == {"model.layers.1.mlp": hooked}
+
+
+@torch.inference_mode()
+def test_nested_entries():
+    model = build("llama")
+    outer, inner = LayerSkipper(model, [1], []), LayerSkipper(model, [1, 2], [1])
+    with outer:
+        expected = model(tokens()).logits
+        with outer, inner:
+            assert not torch.equal(model(tokens()).logits, expected)
+        assert torch.equal(model(tokens()).logits, expected)
+    assert forwards(model) == {}
+
+
+@torch.inference_mode()
+def test_keeps_accelerate_hooks():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = build("llama")
+    for layer in decoder_layers(model):
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu", io_same_device=True))
+        hooks.add_hook_to_module(layer.self_attn, hooks.AlignDevicesHook("cpu"))
+    before = forwards(model)
+    expected = reference(build("llama"), [1, 2], [2])(tokens()).logits
+    skipper = LayerSkipper(model, [1, 2], [2])
+    for _ in range(2):
+        with skipper:
+            torch.testing.assert_close(model(tokens()).logits, expected, atol=1e-6, rtol=1e-5)
+    assert forwards(model) == before and len(before) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("whole_model", [True, False])
+@torch.inference_mode()
+def test_compiled_models(whole_model):
+    """A compiled model notices the block, and notices that it has ended."""
+    model = build("llama")
+    skip = ([1, 2], [2])
+    plain, expected = model(tokens()).logits, reference(model, *skip)(tokens()).logits
+    if whole_model:
+        compiled = torch.compile(model, backend="eager")
+    else:
+        compiled = model
+        for layer in decoder_layers(model):
+            layer.compile(backend="eager")
+    skipper = LayerSkipper(compiled, *skip)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(tokens()).logits, plain, atol=1e-6, rtol=1e-5)
+        with skipper:
+            torch.testing.assert_close(compiled(tokens()).logits, expected, atol=1e-6, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_peft_model_and_hidden_states():
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    expected = reference(model, [1, 2], [2])(tokens(), output_hidden_states=True)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "down_proj"]))
+    with LayerSkipper(wrapped, [1, 2], [2]) as skipper:
+        wrapped(tokens())
+        output = wrapped(tokens(), output_hidden_states=True)
+    assert num_layers(wrapped) == skipper.num_layers == LAYERS
+    assert len(output.hidden_states) == LAYERS + 1
+    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_entering_is_cheap():
+    model = build("llama", num_hidden_layers=32)
+    skipper = LayerSkipper(model, range(0, 32, 2), range(1, 32, 2))
+    rounds = 200
+    seconds = []
+    for _ in range(5):  # the best of five, since the machine is shared
+        start = time.perf_counter()
+        for _ in range(rounds):
+            with skipper:
+                pass
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) / rounds / 32 < 5e-6  # per sublayer; measured 0.4 microseconds
+
+
+@pytest.mark.parametrize(
+    ("skip", "message"),
+    [
+        (([4], []), r"skip_attention must .* from 0 to 3 \(the model has 4 layers\), got 4\."),
+        (([], [-1]), r"skip_mlp must .* from 0 to 3 .*got -1\."),
+        (([1, 2, 1], []), r"skip_attention must .* got 1 twice"),
+        (([], ["1"]), r"skip_mlp must .* got '1'"),
+        (([True], []), r"skip_attention must .* got True"),
+        (([1.0], []), r"skip_attention must .* got 1\.0"),
+    ],
+)
+def test_bad_indices(skip, message):
+    with pytest.raises(ValueError, match=message):
+        LayerSkipper(build("llama"), *skip)
+
+
+def test_unknown_architectures_are_refused():
+    mamba = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **mamba))
+    with pytest.raises(ValueError, match="decoder layers of MambaForCausalLM.*found none"):
+        LayerSkipper(model, [0], [])
+    with pytest.raises(ValueError, match="decoder layers of Linear"):
+        decoder_layers(nn.Linear(2, 2))
+
+
+def test_a_layer_without_the_sublayer_is_refused():
+    model = build("llama")
+    decoder_layers(model)[2].self_attn = None
+    with pytest.raises(ValueError, match=r"layer 2 \(LlamaDecoderLayer\) has no attention"):
+        LayerSkipper(model, [2], [])
+    LayerSkipper(model, [1], [2])
+
+
+def test_encoder_decoder_is_refused():
+    config = AutoConfig.for_model("t5", vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=2)
+    from transformers import AutoModelForSeq2SeqLM
+
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        LayerSkipper(model, [0], [])
+
+
+@torch.inference_mode()
+def test_more_than_attention_and_mlp_is_no_identity():
+    """Cross-attention stays when both other sublayers go."""
+    model = build("gpt2", add_cross_attention=True)
+    encoded = torch.randn(2, 5, 32)
+    with LayerSkipper(model, range(LAYERS), range(LAYERS)) as skipper:
+        model(tokens(), encoder_hidden_states=encoded)
+        logits = model(tokens(), encoder_hidden_states=encoded).logits
+        other = model(tokens(), encoder_hidden_states=2 * encoded).logits
+    assert not torch.allclose(logits, other)
+    assert skipper.skip_mlp == tuple(range(LAYERS))
+
+
+@torch.inference_mode()
+def test_multimodal_model_uses_the_text_layers():
+    text = {**ARCHITECTURES["gemma3"][1]}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+
+    config = Gemma3Config(
+        text_config={"model_type": "gemma3_text", **text},
+        vision_config=SiglipVisionConfig(**vision).to_dict(),
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB - 1,
+    )
+    model = Gemma3ForConditionalGeneration(config).eval()
+    assert "Gemma3DecoderLayer" in str(type(decoder_layers(model)[0]))
+
+
+def test_shared_cache_is_refused():
+    model = build("llama")
+    model.config.num_kv_shared_layers = 2
+    with pytest.raises(ValueError, match="LlamaForCausalLM shares the KV .* last 2 layers"):
+        LayerSkipper(model, [1], [])
+    LayerSkipper(model, [], [1])

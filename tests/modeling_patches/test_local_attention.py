@@ -1,0 +1,268 @@
+"""GPT-Neo's local layers in tree forwards against plain forwards of every path alone."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GPTNeoConfig, GPTNeoForCausalLM
+
+from modeling_patches import local_attention
+
+#      0        a path of three, siblings at each level,
+#     / \       nodes not in depth-first order
+#    1   2
+#   / \   \
+#  3   4   5
+#  |
+#  6
+PARENTS = [-1, 0, 0, 1, 1, 2, 3]
+STALE = 10**6  # position of slots that nobody attends
+
+
+def build(layers=("global", "local", "local"), window=4, max_positions=20):
+    """Two trees behind a prompt take 23 slots, but never more than 20 positions."""
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=128,
+        hidden_size=48,
+        num_layers=len(layers),
+        num_heads=4,
+        attention_types=[[[layer], 1] for layer in layers],
+        window_size=window,
+        max_position_embeddings=max_positions,
+        initializer_range=0.3,
+    )
+    return GPTNeoForCausalLM(config).eval()
+
+
+@pytest.fixture(params=[3, 4, 8], ids="window={}".format)
+def model(request):
+    return build(window=request.param)
+
+
+def random_tokens(*shape, seed):
+    return torch.randint(1, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded_prompt():
+    """Two prompts of 9 and 5 tokens, left-padded: ids, 2-D mask, positions, all (2, 9)."""
+    ids, mask = random_tokens(2, 9, seed=1), torch.ones(2, 9, dtype=torch.long)
+    ids[1, :4], mask[1, :4] = 0, 0
+    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def path_to(node):
+    return [*path_to(PARENTS[node]), node] if node >= 0 else []
+
+
+def additive(visible):
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+
+
+class Decoding:
+    """Prompts in a cache, tree after tree behind them; rejected nodes stay as unseen slots."""
+
+    def __init__(self, model):
+        self.model, self.cache = model, DynamicCache()
+        ids, mask, self.positions = padded_prompt()
+        self.seen = mask.bool()  # (batch, slots)
+        self.rows = [row[keep].tolist() for row, keep in zip(ids, self.seen)]
+        self.prefill = self.forward(ids, mask, self.positions)
+
+    @torch.no_grad()
+    def forward(self, ids, mask, positions):
+        return self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+
+    def tree(self, tokens, set_positions):
+        """Logits (batch, nodes, vocab) of one forward over a tree behind each row."""
+        depths = torch.tensor([len(path_to(node)) - 1 for node in range(len(PARENTS))])
+        lengths = torch.tensor([len(row) for row in self.rows])
+        ancestors = torch.zeros(len(PARENTS), len(PARENTS), dtype=torch.bool)
+        for node in range(len(PARENTS)):
+            ancestors[node, path_to(node)] = True
+
+        queries = lengths[:, None] + depths
+        visible = torch.cat(
+            [
+                self.seen[:, None].expand(-1, len(PARENTS), -1),
+                ancestors.expand(len(self.rows), -1, -1),
+            ],
+            dim=-1,
+        )
+        keys = torch.cat([self.positions.masked_fill(~self.seen, STALE), queries], dim=-1)
+        set_positions(queries, keys)
+        self.positions = keys
+        return self.forward(tokens, additive(visible[:, None]), queries)
+
+    def accept(self, tokens, paths):
+        kept = torch.zeros(len(self.rows), len(PARENTS), dtype=torch.bool)
+        for row, path in enumerate(paths):
+            kept[row, path] = True
+        self.seen = torch.cat([self.seen, kept], dim=-1)
+        self.rows = [
+            row + tokens[i, path].tolist() for i, (row, path) in enumerate(zip(self.rows, paths))
+        ]
+
+
+@torch.no_grad()
+def expected(model, rows, tokens):
+    """The oracle: every path of the tree as a sequence of its own, no cache, mask or padding."""
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    model(torch.tensor([row + tokens[i, path_to(node)].tolist()])).logits[0, -1]
+                    for node in range(len(PARENTS))
+                ]
+            )
+            for i, row in enumerate(rows)
+        ]
+    )
+
+
+def assert_same(got, want):
+    # fp32: sums over 20 keys and 48 channels in another order; logits are of the order of 10.
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+def fingerprint(model):
+    """Every attribute and hook of every module, by identity."""
+    return {
+        name: (
+            {key: id(value) for key, value in vars(module).items()},
+            list(module._forward_pre_hooks),
+            list(module._forward_hooks),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def test_tree_logits_equal_plain_forwards_of_each_path(model):
+    first, second = random_tokens(2, 7, seed=2), random_tokens(2, 7, seed=3)
+    with local_attention.tree_positions(model) as set_positions:
+        decoding = Decoding(model)
+        prompts = decoding.rows
+        one = decoding.tree(first, set_positions)
+        decoding.accept(first, [[0, 1, 3, 6], [0, 2]])
+        longer = decoding.rows
+        # 23 slots by now: more than the model has positions, which its triangle cannot cover.
+        two = decoding.tree(second, set_positions)
+    assert_same(one, expected(model, prompts, first))
+    assert_same(two, expected(model, longer, second))
+
+
+def test_the_band_is_a_double_loop_over_queries_and_keys():
+    band = local_attention._Band(window_size=4)
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randint(0, 12, (2, 5), generator=generator)
+    keys = torch.randint(0, 12, (2, 9), generator=generator)
+    visible = torch.rand(2, 1, 5, 9, generator=generator) < 0.7
+    band.set_positions(queries, keys)
+    got = band.of(additive(visible)) == 0
+    for row in range(2):
+        for i, query in enumerate(queries[row].tolist()):
+            for j, key in enumerate(keys[row].tolist()):
+                near = query - key < 4
+                assert got[row, 0, i, j] == (near and bool(visible[row, 0, i, j]))
+
+
+def test_the_window_matters(model):
+    """Were it wider than the sequences, the tests here could not fail."""
+    tokens = random_tokens(2, 7, seed=2)
+    decoding = Decoding(model)
+    wide = build(window=20)
+    narrow = expected(model, decoding.rows, tokens)
+    assert (narrow - expected(wide, decoding.rows, tokens)).abs().max() > 0.1
+
+
+def test_unpatched_model_is_wrong(model):
+    tokens = random_tokens(2, 7, seed=2)
+    decoding = Decoding(model)
+    got = decoding.tree(tokens, set_positions=lambda *_: None)
+    assert (got - expected(model, decoding.rows, tokens)).abs().max() > 0.1
+
+
+def test_other_masks_run_the_original(model):
+    ids, mask, positions = padded_prompt()
+
+    def run():
+        with torch.no_grad():
+            return (
+                model(ids, attention_mask=mask, position_ids=positions).logits,
+                model(ids, use_cache=False).logits,
+                Decoding(model).prefill,
+            )
+
+    want = run()
+    with local_attention.tree_positions(model) as set_positions:
+        before = run()
+        Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
+        after = run()
+    for logits in (before, after, run()):
+        assert all(torch.equal(got, plain) for got, plain in zip(logits, want))
+
+
+def test_exit_restores_the_model(model):
+    untouched = fingerprint(model)
+    with local_attention.tree_positions(model) as set_positions:
+        Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
+        assert fingerprint(model) != untouched
+    assert fingerprint(model) == untouched
+
+
+def test_an_exception_restores_the_model(model):
+    untouched = fingerprint(model)
+    with pytest.raises(IndexError), local_attention.tree_positions(model) as set_positions:
+        # Token 999 is not in the vocabulary of 128: the forward fails after the hooks ran.
+        Decoding(model).tree(torch.full((2, 7), 999), set_positions)
+    assert fingerprint(model) == untouched
+
+
+def test_an_attribute_the_instance_had_is_put_back():
+    model = build()
+    attention = model.transformer.h[1].attn.attention
+    attention._attn = own = attention._attn
+    with local_attention.tree_positions(model):
+        assert attention._attn is not own
+    assert attention._attn is own
+
+
+def test_another_instance_is_not_touched(model):
+    other = build()
+    untouched = fingerprint(other)
+    with local_attention.tree_positions(model):
+        assert fingerprint(other) == untouched
+
+
+def test_applies_with_local_layers_only():
+    assert local_attention.applies(build())
+    assert not local_attention.applies(build(layers=("global", "global")))
+    assert frozenset({"gpt_neo"}) == local_attention.MODEL_TYPES
+
+
+def test_a_tree_without_positions_is_an_error(model):
+    with (
+        local_attention.tree_positions(model),
+        pytest.raises(RuntimeError, match="call set_positions"),
+    ):
+        Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
+
+
+def test_positions_of_another_size_are_an_error(model):
+    with local_attention.tree_positions(model) as set_positions:
+        set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
+        with pytest.raises(ValueError, match="for 7 query and 15 key positions"):
+            Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
+
+
+def test_a_boolean_mask_is_an_error(model):
+    ids, _, positions = padded_prompt()
+    with local_attention.tree_positions(model) as set_positions:
+        set_positions(positions, positions)
+        with pytest.raises(ValueError, match=r"torch\.bool mask .* must be additive"):
+            model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
