@@ -6,7 +6,6 @@ nothing else: a call that names no strategy runs as if hf_spec were not there.
 
 from __future__ import annotations
 
-
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.config import SpecConfig
@@ -22,6 +21,14 @@ _generation_mode.register(
     "hf_spec_decode", ("assistant_strategy", "assistant_kwargs"), _decode, _validate_call
 )
 
+# Adapter configs (LayerSkipConfig, ...): each method's own, under its class name.
+_configs = {
+    method.adapter_config.__name__: method.adapter_config
+    for method in _methods().values()
+    if method.adapter_config is not None
+}
+globals().update(_configs)
+
 
 def strategies() -> dict[str, str]:
     """Every strategy's name with one line about it."""
@@ -35,4 +42,5 @@ __all__ = [
     "TokenTree",
     "last_stats",
     "strategies",
+    *_configs,
 ]

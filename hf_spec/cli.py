@@ -87,18 +87,22 @@ def serve(context: typer.Context) -> None:
         "model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}],
         "generation_config": "{\\"assistant_strategy\\": \\"prompt_lookup\\"}"}'
     """
-    if {"-h", "--help"} & set(context.args):
-        typer.echo(context.get_help() + "\n\nOptions of 'transformers serve':\n")
     from transformers.utils.import_utils import is_serve_available
 
-    if not is_serve_available() and not {"-h", "--help"} & set(context.args):
+    wants_help = bool({"-h", "--help"} & set(context.args))
+    if wants_help:
+        typer.echo(context.get_help() + "\n\nOptions of 'transformers serve':\n")
+    missing = "" if wants_help or is_serve_available() else "the server's"
+    try:
+        from transformers.cli.transformers import app as transformers_app
+    except ImportError as error:
+        missing = str(error)
+    if missing:
         raise ValueError(
-            "'transformers serve' needs packages that are not installed; "
+            f"'transformers serve' needs packages that are not installed ({missing}); "
             "run: pip install 'hf_spec[serve]'"
         )
-    from transformers.cli.transformers import app as transformers_app
-
-    transformers_app(["serve", *context.args], prog_name="hf-spec")
+    transformers_app(["serve", *context.args], prog_name="hf-spec", standalone_mode=False)
 
 
 def main(arguments: list[str] | None = None) -> int:

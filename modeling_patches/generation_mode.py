@@ -35,10 +35,24 @@ def register(
     if getattr(mixin, method, None) is not None:
         return
     switch = attributes[0]
-    mode = Enum("SpeculativeMode", {name.upper(): name}, type=str)(name)  # type: ignore[arg-type]
+    modes: Any = Enum("SpeculativeMode", {name.upper(): name}, type=str)  # type: ignore[misc]
+    mode = modes(name)
     for attribute in attributes:
         setattr(GenerationConfig, attribute, None)
-    generation_utils.GENERATION_MODES_MAPPING[mode] = method  # type: ignore[index]
+
+    original_init = GenerationConfig.__init__
+
+    @functools.wraps(original_init)
+    def __init__(self: GenerationConfig, **kwargs: Any) -> None:
+        # Stock Transformers drops unknown fields from a saved configuration that was once derived
+        # from a model's; ours would be lost without a word when a model is saved and loaded.
+        given = {name: kwargs.pop(name) for name in attributes if name in kwargs}
+        original_init(self, **kwargs)
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    GenerationConfig.__init__ = __init__
+    generation_utils.GENERATION_MODES_MAPPING[mode] = method
     setattr(mixin, method, decode)
 
     def is_chosen(config: Any) -> bool:
@@ -50,7 +64,7 @@ def register(
     def get_generation_mode(self: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         return mode if is_chosen(self) else original_mode(self, *args, **kwargs)
 
-    GenerationConfig.get_generation_mode = get_generation_mode  # type: ignore[method-assign]
+    GenerationConfig.get_generation_mode = get_generation_mode
 
     original_validate = mixin._validate_generation_mode
 

@@ -19,6 +19,14 @@ VERIFIED = frozenset(
 _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 
 
+def sliding_windows(model: Any) -> list[int | None]:
+    """Attention window of each layer, None for full attention."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return [
+        layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers
+    ]
+
+
 def check_model(model: Any) -> None:
     """Raise unless the model is a decoder whose cache can be rolled back token by token.
 

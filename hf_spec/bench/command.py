@@ -76,7 +76,7 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --adapter ./layer-skip --batch-size 1,4
       hf-spec bench --model M --prompts P.jsonl --do-sample --temperature 0.7 --seed 1
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
-          --strategy-kwargs 'prompt_lookup={"max_ngram_size": 4}'
+          --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
     """
     import torch
 
@@ -209,12 +209,15 @@ def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr; gives ``update(done, total)``."""
+    """A progress bar on stderr, if that is a terminal; gives ``update(done, total)``."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -120,7 +120,8 @@ def print_table(result: BenchResult, console: Console) -> None:
             f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x", f"{row['tau']:.2f}",
             *shown, end_section=row["task"] == ALL,
         )  # fmt: skip
-    console.print(table, width=max(console.width, TABLE_WIDTH), crop=False, no_wrap=True)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table)
     for row in data:
         share = row["stats"].get("share")
         if row["task"] == ALL and share:

@@ -132,6 +132,11 @@ def run(
 
     limit = context_limit(model, tokenizer)
     room = None if limit is None else limit - max_new_tokens
+    if room is not None and room < 1:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's context "
+            f"of {limit} tokens; lower it"
+        )
     encoded = [encode_within(tokenizer, prompt.text, room) for prompt in prompts]
     token_ids = [ids for ids, _ in encoded]
     result.truncated_prompts = sum(cut for _, cut in encoded)
@@ -147,7 +152,14 @@ def run(
         for item in lineup:
             if item not in taking_part:
                 result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
-        plan += [(size, taking_part, indices) for indices in batches(prompts, size)]
+        parts = list(batches(prompts, size))
+        small = sum(len(part) < size for part in parts)
+        if small:
+            result.notes.append(
+                f"{small} of {len(parts)} batches have fewer than {size} rows: a batch never mixes "
+                "categories"
+            )
+        plan += [(size, taking_part, part) for part in parts]
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
     with _own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
@@ -256,6 +268,7 @@ class _Session:
         """Seconds, new tokens per row, row-steps and statistics of one timed call."""
         self.activate(contender)
         model, forwards = self.model, 0
+        before = hf_spec.last_stats(model)
         inputs = _pad_left(prompts, model.generation_config.pad_token_id, model.device)
         kwargs = {**self.options, **contender.kwargs, **overrides}
 
@@ -281,7 +294,7 @@ class _Session:
             # A finished row waits for the others; its forward passes end with its last token.
             return seconds, rows, sum(min(forwards, len(row)) for row in rows), None
         stats = hf_spec.last_stats(model)
-        if stats is None:
+        if stats is None or stats is before:
             raise RuntimeError("generate() left no statistics: the strategy did not run")
         return seconds, rows, stats.num_row_steps, stats
 

@@ -12,6 +12,7 @@ have the same length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class TreeLayer(CacheLayerMixin):
         )
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
 
@@ -149,7 +150,8 @@ class TreeCache(Cache):
         """
         batch = len(self.host_lengths)
         if mask is None:
-            seq, index = self.max_length, None
+            seq = self.max_length
+            index = None
         else:
             seq = mask.shape[1]
             index = (mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -158,7 +160,7 @@ class TreeCache(Cache):
                 continue
             states = []
             for tensor in (own.keys, own.values):
-                if index is None:
+                if mask is None or index is None:
                     full = tensor[:, :, :seq].clone()
                 else:
                     where = index.to(tensor.device)[:, None, :, None]

@@ -73,7 +73,9 @@ def window(size: int, query_positions: Tensor, key_positions: Tensor) -> Predica
     return predicate
 
 
-def build(predicate: Predicate, batch: int, queries: int, keys: int, device) -> Tensor:
+def build(
+    predicate: Predicate, batch: int, queries: int, keys: int, device: torch.device
+) -> Tensor:
     """Evaluate a predicate everywhere: (batch, 1, query, key) bool, True = attend."""
     row = torch.arange(batch, device=device)[:, None, None]
     query = torch.arange(queries, device=device)[None, :, None]

@@ -47,7 +47,7 @@ class Emission:
         record_logits: bool = False,
     ):
         batch, self.width = input_ids.shape
-        self.max_length = int(criteria.max_length)  # type: ignore[arg-type]
+        self.max_length = int(criteria.max_length)
         # A candidate lies at most one whole budget behind the emitted tokens.
         self.ids = input_ids.new_zeros((batch, 2 * self.max_length - self.width))
         self.ids[:, : self.width] = input_ids
@@ -91,6 +91,8 @@ class Emission:
         return [self._takes(row) for row in range(len(self.lengths))]
 
     def _takes(self, row: int) -> bool:
+        if self.lengths[row] >= self.max_length:
+            return False
         if self._pads_finished or len(self._stops) == 1:
             return self._stops[row] is None
         stops = [stop for stop in self._stops if stop is not None]

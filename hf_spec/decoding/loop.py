@@ -47,9 +47,7 @@ def decode(
         None if pad is None else int(pad), streamer, bool(record_scores), bool(record_logits),
     )  # fmt: skip
     scorer = Scorer(logits_processor, emission.ids, emission.lengths)
-    chooser = Chooser(
-        options, scorer, bool(config.do_sample), bool(record_scores or record_logits)
-    )
+    chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device)

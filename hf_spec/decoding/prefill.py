@@ -20,6 +20,7 @@ from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
 from hf_spec.methods.forward import TreeForward
 from modeling_patches.attention_masks import tree_attention
+from modeling_patches.support import sliding_windows
 
 #: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
 CHUNK = 256
@@ -111,11 +112,7 @@ def prefill(
                 f"model input {key!r} has one value per prompt token: strategies don't know its "
                 "values for candidates. Generate without assistant_strategy."
             )
-    text_config = model.config.get_text_config(decoder=True)
-    windows = [
-        layer.sliding_window if getattr(layer, "is_sliding", False) else None
-        for layer in DynamicCache(config=text_config).layers
-    ]
+    windows = sliding_windows(model)
 
     def make_forward(cache: TreeCache, last: Tensor | None) -> TreeForward:
         lengths = cache.lengths
@@ -145,7 +142,9 @@ def prefill(
     cache = TreeCache.pack(source, mask, length + min(budget, RESERVE), logits.device)
     with tree_attention(model, windows) as attention:
         forward = make_forward(cache, None if positions is None else positions[:, -1])
-        yield Prefilled(forward, logits, given if given is not None else None, mask)
+        # generate() makes a cache where the caller gave none; only the caller's is filled again.
+        callers = given if getattr(given, "_is_user_defined", False) else None
+        yield Prefilled(forward, logits, callers, mask)
 
 
 def _extend(
@@ -154,7 +153,7 @@ def _extend(
     attention_mask: Tensor | None,
     config: GenerationConfig,
 ) -> Tensor:
-    """Append the prompt's new tokens to a continued TreeCache: logits after the last, (batch, V)."""
+    """Append the new tokens to a continued TreeCache: ``(batch, vocab)`` after the last ones."""
     cache = forward.cache
     if input_ids.shape[0] != cache.batch_size:
         raise ValueError(
@@ -167,7 +166,9 @@ def _extend(
     rows = input_ids.tolist()
     if real is not None:
         rows = [[t for t, keep in zip(row, m) if keep] for row, m in zip(rows, real.tolist())]
-    seen = getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+    seen = (
+        getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+    )
     if seen in (-1, input_ids.shape[1]):  # the prompt holds the cached tokens, too
         lengths = cache.host_lengths
         if any(len(row) <= length for row, length in zip(rows, lengths)):

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.methods.base import get_method
 from modeling_patches.support import check_model
 
@@ -32,13 +33,16 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     method = get_method(strategy)
     method.parse_options(config.assistant_kwargs)
     check_model(model)
+    check_tree_forward(model)
 
     def refuse(option: str, value: Any, why: str, remedy: str) -> None:
         raise ValueError(f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}")
 
     leave = "Leave one of the two out."
     if (config.num_beams or 1) > 1:
-        refuse("num_beams", config.num_beams, "beam search keeps several hypotheses per row.", leave)
+        refuse(
+            "num_beams", config.num_beams, "beam search keeps several hypotheses per row.", leave
+        )
     for option, off in _OTHER_MODES.items():
         value = getattr(config, option, None)
         if value is not None and value != off and value is not False:
@@ -74,7 +78,12 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             "synced_gpus", True, "ranks would draft different numbers of tokens and wait for ever.",
             "Choose a strategy with one forward per step.",
         )  # fmt: skip
-    for adapter in (getattr(model, "peft_config", None) or {}).values():
+    adapters = list((getattr(model, "peft_config", None) or {}).values())
+    # PeftModel.generate runs the base model's, with its own way of preparing inputs.
+    caller = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if caller is not model and hasattr(caller, "active_peft_config"):
+        adapters.append(caller.active_peft_config)
+    for adapter in adapters:
         if getattr(adapter, "is_prompt_learning", False):
             refuse(
                 "peft_type", str(getattr(adapter.peft_type, "value", adapter.peft_type)),

@@ -74,4 +74,4 @@ def demo(
 
 def _ties(rows: list[dict[str, Any]]) -> str:
     ties = sum(row["diverged_at_tie"] for row in rows if row["task"] == "all")
-    return f", but for {ties} that part where two tokens tie." if ties else "."
+    return f", but for {ties} that part where two tokens tie in this dtype." if ties else "."

@@ -26,7 +26,8 @@ def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
     Args:
         count_tokens: number of tokens of a text.
     """
-    heads, middles = [], []
+    heads: list[Prompt] = []
+    middles: list[Prompt] = []
     for path in library_files(held_out=True):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         starts = [0, _middle_definition("".join(lines), len(lines))]

@@ -32,7 +32,9 @@ SEED = 20261121
 VOCAB_SIZE = 4096
 SEQ_LENGTH = 1024
 BATCH_SIZE = 8
-MAX_STEPS = 1200
+#: The cosine schedule spans SCHEDULE_STEPS; training stops earlier, at STOP_STEP.
+SCHEDULE_STEPS = 1200
+STOP_STEP = 800
 LEARNING_RATE = 2e-3
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 
@@ -108,8 +110,8 @@ class Windows:
         if random_offsets:
             generator = torch.Generator().manual_seed(SEED)
             # Whole passes over the stream, each from its own offset, in shuffled order.
-            starts = []
-            while sum(map(len, starts)) < length:
+            starts: list[torch.Tensor] = []
+            while sum(len(part) for part in starts) < length:
                 first = int(torch.randint(SEQ_LENGTH, (1,), generator=generator))
                 grid = torch.arange(first, last + 1, SEQ_LENGTH)
                 starts.append(grid[torch.randperm(len(grid), generator=generator)])
@@ -135,8 +137,10 @@ def plot_losses(history: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 4))
     train = [(row["step"], row["loss"]) for row in history if "loss" in row]
     held = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
-    axes.plot(*zip(*train), label="training modules")
-    axes.plot(*zip(*held), marker="o", label="held-out modules")
+    for rows, label, marker in ((train, "training modules", ""), (held, "held-out modules", "o")):
+        axes.plot(
+            [step for step, _ in rows], [loss for _, loss in rows], marker, ls="-", label=label
+        )
     axes.set(xlabel="step", ylabel="loss (nats per token)", title="Demo model")
     axes.set_ylim(1, 5)
     axes.legend()
@@ -147,7 +151,18 @@ def plot_losses(history: list[dict], path: Path) -> None:
 def main(output: str) -> None:
     import torch
     import transformers
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
+
+    class StopEarly(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step >= STOP_STEP
 
     set_seed(SEED)
     target = Path(output)
@@ -163,7 +178,7 @@ def main(output: str) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     arguments = TrainingArguments(
-        output_dir=str(target / "checkpoints"), max_steps=MAX_STEPS, seed=SEED,
+        output_dir=str(target / "checkpoints"), max_steps=SCHEDULE_STEPS, seed=SEED,
         per_device_train_batch_size=BATCH_SIZE, per_device_eval_batch_size=BATCH_SIZE,
         learning_rate=LEARNING_RATE, lr_scheduler_type="cosine", warmup_steps=100,
         weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, bf16=True,
@@ -174,8 +189,9 @@ def main(output: str) -> None:
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments,
-        train_dataset=Windows(stream, MAX_STEPS * BATCH_SIZE, random_offsets=True),
+        train_dataset=Windows(stream, SCHEDULE_STEPS * BATCH_SIZE, random_offsets=True),
         eval_dataset=Windows(held_stream, 10**9, random_offsets=False),
+        callbacks=[StopEarly()],
     )  # fmt: skip
     resume = any((target / "checkpoints").glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=resume or None)
@@ -192,7 +208,7 @@ def main(output: str) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "files": len(texts),
         "training_tokens_in_library": len(stream),
-        "training_tokens_seen": MAX_STEPS * BATCH_SIZE * SEQ_LENGTH,
+        "training_tokens_seen": STOP_STEP * BATCH_SIZE * SEQ_LENGTH,
         "data_sha256": data_hash(texts),
         "held_out_sha256": data_hash(held_texts),
         "held_out_modules": list(HELD_OUT),

@@ -96,8 +96,8 @@ class Draft:
     distributions: Tensor | None = None
 
 
-#: ``process(logits, suffixes, active)``: logits (batch, vocab) -> float32 scores after all processors,
-#: each active row's prefix being its tokens so far and then its suffix.
+#: ``process(logits, suffixes, active)``: logits (batch, vocab) -> float32 scores after all
+#: processors, each active row's prefix being its tokens so far and then its suffix.
 ProcessFn = Callable[..., Tensor]
 
 
@@ -200,7 +200,7 @@ class Method:
         summary: one line for listings.
         options: dataclass (derived from :class:`StrategyOptions`) of ``assistant_kwargs``.
         drafter: builds the drafter.
-        peft_type: name of its adapter type, None if it has none.
+        adapter_config: config class of its PEFT adapter, None if it has none.
         needs_adapter: whether it cannot run without a trained adapter.
     """
 
@@ -208,7 +208,7 @@ class Method:
     summary: str
     options: type[StrategyOptions]
     drafter: type[Drafter]
-    peft_type: str | None = None
+    adapter_config: type[Any] | None = None
     needs_adapter: bool = False
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:

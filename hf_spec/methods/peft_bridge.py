@@ -119,10 +119,10 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def build(self, config: SpecPeftConfig, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """The initial parameters of an adapter: name -> tensor. None by default.
 
-        Names are identifiers other than "format"; tensors are floating-point and will be cast to the dtype and device
-        of the base's embeddings. `model` is the base model, to be read (for an initialisation from
-        its weights) and not to be changed. Loading a saved adapter calls this as well, hence shapes
-        follow from `config` and `model.config` alone.
+        Names are identifiers other than "format". Tensors are floating-point; they will be cast to
+        the dtype and moved to the device of the base's embeddings. `model` is the base model, to be
+        read (for an initialisation from its weights) and not to be changed. Loading a saved adapter
+        calls this as well, hence shapes follow from `config` and `model.config` alone.
         """
         return {}
 

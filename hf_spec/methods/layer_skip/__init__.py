@@ -2,6 +2,7 @@
 
 from hf_spec.methods.base import Method
 from hf_spec.methods.layer_skip import adapter as adapter  # registers LAYER_SKIP with PEFT
+from hf_spec.methods.layer_skip.config import LayerSkipConfig
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 
@@ -10,5 +11,5 @@ METHOD = Method(
     summary="the model drafts for itself with some layers left out; nothing to train",
     options=LayerSkipOptions,
     drafter=LayerSkipDrafter,
-    peft_type="LAYER_SKIP",
+    adapter_config=LayerSkipConfig,
 )

@@ -5,13 +5,14 @@ Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hf_spec.core.tree import TreeBatch
 from hf_spec.methods.base import DecodingState, Draft, Drafter
-from hf_spec.methods.prompt_lookup.index import NgramIndex, continuation_tree
+from hf_spec.methods.prompt_lookup.index import Confidence, NgramIndex, continuation_tree
 from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
 
 
@@ -22,23 +23,35 @@ class PromptLookupDrafter(Drafter):
 
     def start(self, state: DecodingState) -> None:
         self._indexes = [self._index() for _ in state.tokens]
+        self._confidence = [Confidence() for _ in state.tokens]
+        self._sizes = [0 for _ in state.tokens]
 
     def propose(self, state: DecodingState) -> Draft:
+        options = self.options
+        depth = min(options.max_depth, state.max_depth)
         trees, rows = [], []
-        depth = min(self.options.max_depth, state.max_depth)
         for row, tokens in enumerate(state.tokens):
             matches: list[tuple[int, int]] = []
             if state.active[row] and depth > 0:
-                index = self._indexes[row]
-                index.update(tokens)
-                matches = index.matches(tokens, self.options.max_matches)
-            tree, candidates = continuation_tree(tokens, matches, depth, self.options.max_nodes)
+                self._indexes[row].update(tokens)
+                matches = self._indexes[row].matches(tokens, options.max_matches)
+            self._sizes[row] = matches[0][1] if matches else 0
+            tree, candidates = continuation_tree(
+                tokens, matches, depth, options.max_nodes, self._confidence[row],
+                options.min_probability,
+            )  # fmt: skip
             trees.append(tree)
             rows.append([tokens[-1], *candidates])
         nodes = max(map(len, rows))
         device = state.root.device
         padded = torch.tensor([row + [0] * (nodes - len(row)) for row in rows], device=device)
         return Draft(TreeBatch.stack(trees, device), padded)
+
+    def observe(self, state: DecodingState, draft: Draft, counts: Sequence[int]) -> None:
+        for row, count in enumerate(counts):
+            depth = draft.tree.row_depths[row]
+            if count and depth:
+                self._confidence[row].observe(self._sizes[row], count - 1, depth)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any

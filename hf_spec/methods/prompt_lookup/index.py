@@ -50,40 +50,93 @@ class NgramIndex:
         return found
 
 
+class Confidence:
+    """How often look-ups have been right in this sequence, learned as it grows.
+
+    Estimates start from one success in two trials, so that the first look-ups are tried.
+    """
+
+    def __init__(self) -> None:
+        self._hits: dict[int, int] = {}
+        self._trials: dict[int, int] = {}
+        self._deeper_hits = 4.0
+        self._deeper_trials = 5.0
+
+    def first(self, size: int) -> float:
+        """Chance that a continuation of an n-gram of this size starts with the right token."""
+        return (self._hits.get(size, 0) + 1) / (self._trials.get(size, 0) + 2)
+
+    @property
+    def deeper(self) -> float:
+        """Chance that a continuation that was right so far is right one token further."""
+        return self._deeper_hits / self._deeper_trials
+
+    def observe(self, size: int, accepted: int, depth: int) -> None:
+        """Learn from a step that accepted ``accepted`` candidates of a tree of this depth."""
+        self._trials[size] = self._trials.get(size, 0) + 1
+        self._hits[size] = self._hits.get(size, 0) + (accepted > 0)
+        if accepted > 0 and depth > 1:
+            # Old evidence fades: loops and copied passages begin and end.
+            keep = 0.9
+            self._deeper_hits = keep * self._deeper_hits + accepted - 1
+            self._deeper_trials = keep * self._deeper_trials + min(accepted, depth - 1)
+
+
 def continuation_tree(
-    tokens: list[int], matches: list[tuple[int, int]], max_depth: int, max_nodes: int
+    tokens: list[int],
+    matches: list[tuple[int, int]],
+    max_depth: int,
+    max_nodes: int,
+    confidence: Confidence | None = None,
+    min_probability: float = 0.0,
 ) -> tuple[TokenTree, list[int]]:
     """Merge the continuations of the matches into one tree.
 
     A continuation that reaches the end of the sequence goes on with its own first tokens, so that
-    a loop is continued at any depth. Nodes are weighted by the matches that pass through them,
-    longer n-grams counting more, and the ``max_nodes`` heaviest are kept.
+    a loop is continued at any depth. A node's probability is estimated from the share of the
+    matches that pass through it (longer n-grams and later places counting more), times what
+    ``confidence`` says of such matches; the ``max_nodes`` most probable nodes are kept.
+
+    Args:
+        tokens: the sequence.
+        matches: from :meth:`NgramIndex.matches`.
+        max_depth, max_nodes: limits of the tree.
+        confidence: estimates learned so far; None takes those of the start.
+        min_probability: candidates less probable than this are left out.
 
     Returns:
         The tree and its candidates' tokens (the root's is not among them).
     """
-    # One trie node is [parent, token, weight, depth]; children are found by (parent, token).
+    if not matches or max_depth < 1:
+        return TokenTree.chain(0), []
+    confidence = confidence or Confidence()
+    chance, deeper = confidence.first(matches[0][1]), confidence.deeper
+    shares = [WEIGHT_PER_NGRAM**size / (1 + order) for order, (_, size) in enumerate(matches)]
+    total = sum(shares)
+    # A trie of (parent, token, depth); children are found by (parent, token).
     trie: list[tuple[int, int, int]] = [(-1, -1, 0)]
-    weights: list[float] = [0.0]
+    probability: list[float] = [1.0]
     children: dict[tuple[int, int], int] = {}
     here = len(tokens)
-    for order, (end, size) in enumerate(matches):
-        weight = WEIGHT_PER_NGRAM**size / (1 + order)
+    for (end, _), share in zip(matches, shares):
+        weight = chance * share / total
         parent = 0
-        period = here - end
         for depth in range(1, max_depth + 1):
             place = end + depth - 1
-            token = tokens[place] if place < here else tokens[end + (depth - 1) % period]
+            token = tokens[place if place < here else end + (depth - 1) % (here - end)]
             key = (parent, token)
             node = children.get(key)
             if node is None:
                 node = children[key] = len(trie)
                 trie.append((parent, token, depth))
-                weights.append(0.0)
-            weights[node] += weight * DECAY**depth
+                probability.append(0.0)
+            probability[node] += weight
+            weight *= deeper
             parent = node
-    # A parent weighs more than its child, so the heaviest nodes form a tree.
-    best = sorted(range(1, len(trie)), key=lambda node: -weights[node])[:max_nodes]
+    # A parent is at least as probable as its child and stands before it, so that the best nodes
+    # form a tree.
+    best = sorted(range(1, len(trie)), key=lambda node: -probability[node])[:max_nodes]
+    best = [node for node in best if probability[node] >= min_probability]
     best.sort(key=lambda node: trie[node][2])
     place_of = {0: 0}
     parents, kept = [-1], []
@@ -94,6 +147,5 @@ def continuation_tree(
     return TokenTree.from_parents(parents), kept
 
 
-#: How much more a match counts per token of its n-gram, and what a level deeper takes off.
+#: How much more a match counts per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
-DECAY = 0.8

@@ -1,0 +1,115 @@
+"""Is a difference a tie or a fault? Constructed logits on both sides of the line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_checkpoint import make_model
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from hf_spec.bench.agreement import (
+    TIE_ULPS,
+    Agreement,
+    classify,
+    first_difference,
+    is_tie,
+    next_token_logits,
+    penalise,
+    ulp,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+class FixedLogits:
+    """A model whose next-token logits depend on the last token only."""
+
+    def __init__(self, table: list[list[float]], dtype: torch.dtype = torch.bfloat16):
+        self.table = torch.tensor(table, dtype=dtype)
+        self.dtype, self.device = dtype, torch.device("cpu")
+        self.seen: list[list[int]] = []
+
+    def forward(self, input_ids, use_cache):
+        self.seen.append(input_ids[0].tolist())
+        return SimpleNamespace(logits=self.table[input_ids])
+
+    __call__ = forward
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [1.0, 1.5, 3.0, 9.4, -9.4, 100.0, 0.03])
+def test_ulp_is_the_distance_to_the_next_number(dtype, value):
+    here = torch.tensor(abs(value), dtype=dtype)
+    above = torch.nextafter(here, torch.tensor(float("inf"), dtype=dtype))
+    assert ulp(value, dtype) == above.double().item() - here.double().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tie_ends_at_the_stated_number_of_units(dtype):
+    best = 12.0
+    for units, expected in ((0, True), (TIE_ULPS, True), (TIE_ULPS + 1, False)):
+        scores = torch.tensor([best, best - units * ulp(best, dtype), -5.0], dtype=torch.float64)
+        assert is_tie(scores, 1, 0, dtype) is expected
+        assert is_tie(scores, 0, 1, dtype) is expected
+
+
+def test_two_equal_tokens_below_the_best_are_no_tie():
+    assert not is_tie(torch.tensor([1.0, 1.0, 4.0]), 0, 1, torch.bfloat16)
+
+
+def test_first_difference():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([], [1]) == 0
+
+
+def test_classification_of_constructed_outputs():
+    near = 8.0 - 2 * ulp(8.0, torch.bfloat16)
+    #                      0    1     2    3
+    model = FixedLogits(
+        [
+            [0.0, 8.0, near, 1.0],  # after 0: 1 and 2 tie, 3 is far off
+            [0.0, 0.0, 8.0, 1.0],  # after 1: 2 wins
+            [8.0, 0.0, 0.0, 1.0],  # after 2: 0 wins
+            [8.0, 0.0, 0.0, 1.0],
+        ]
+    )
+    plain = [1, 2, 0]
+    assert classify(model, [3, 0], [1, 2, 0], plain) is Agreement.IDENTICAL
+    assert not model.seen  # equal outputs cost no forward
+    assert classify(model, [3, 0], [2, 0, 1], plain) is Agreement.DIVERGED_AT_TIE
+    assert classify(model, [3, 0], [3, 0, 1], plain) is Agreement.DIVERGED
+    assert classify(model, [3, 0], [1, 3, 0], plain) is Agreement.DIVERGED
+    assert model.seen[-1] == [3, 0, 1]  # the plain prefix up to the difference
+    # One output merely ends early: never a tie.
+    assert classify(model, [3, 0], [1, 2], plain) is Agreement.DIVERGED
+    assert classify(model, [3, 0], [1, 2, 0, 1], plain) is Agreement.DIVERGED
+
+
+def test_the_tie_is_judged_after_the_repetition_penalty():
+    # Token 1 is far ahead by itself, but it has been seen: 8.8 / 1.1 = 8.
+    model = FixedLogits([[0.0, 8.8, 8.0], [0.0, 8.8, 8.0], [0.0, 0.0, 1.0]], torch.float32)
+    assert classify(model, [1, 0], [2], [1]) is Agreement.DIVERGED
+    assert classify(model, [1, 0], [2], [1], repetition_penalty=1.1) is Agreement.DIVERGED_AT_TIE
+
+
+def test_penalty_equals_transformers():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(50, generator=generator)
+    seen = torch.randint(0, 50, (30,), generator=generator)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(seen[None], scores[None])[0]
+    assert torch.equal(penalise(scores, seen, 1.3), expected)
+
+
+def test_real_model_a_wrong_token_has_diverged():
+    model = make_model()
+    prompt = [5, 6, 7]
+    plain = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, 3:]
+    logits = next_token_logits(model, torch.tensor([[*prompt, *plain[:2]]]))
+    assert logits.argmax() == plain[2]
+    ours = [*plain[:2].tolist(), int(logits.argmin()), 9, 9, 9]
+    assert classify(model, prompt, ours, plain.tolist()) is Agreement.DIVERGED
+    assert classify(model, prompt, plain.tolist(), plain.tolist()) is Agreement.IDENTICAL

@@ -1,0 +1,122 @@
+"""Prompt files: what is read, what is refused, what a limit keeps, how long ones are cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, write_prompts
+
+from hf_spec.bench.prompts import (
+    Prompt,
+    batches,
+    context_limit,
+    encode,
+    encode_within,
+    read_prompts,
+    spread,
+)
+
+
+def test_reads_the_three_kinds_of_lines(tmp_path):
+    path = write_prompts(
+        tmp_path / "p.jsonl",
+        [
+            {"turns": ["first", "second"], "category": "chat", "question_id": 81},
+            {"prompt": "a prompt"},
+            {"question": "a question?", "category": "qa", "answer": "ignored"},
+        ],
+    )
+    path.write_text(path.read_text() + "\n  \n")  # blank lines do no harm
+    assert read_prompts(path) == [
+        Prompt("first", "chat", 81),
+        Prompt("a prompt", "default", 2),
+        Prompt("a question?", "qa", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"text": "x"}', "needs one of the fields turns, prompt, question"),
+        ('{"turns": []}', "'turns' must be a list with at least one text"),
+        ('{"turns": "x"}', "'turns' must be a list with at least one text"),
+        ('{"prompt": "  "}', "'prompt' must hold a text that is not empty"),
+        ('{"question": 3}', "'question' must hold a text that is not empty"),
+        ('{"prompt": "x", "category": ""}', "'category' must be a text"),
+        ('{"prompt": "x", "category": "all"}', "'category' must not be 'all'"),
+        ('{"prompt": "x", "question_id": [1]}', "'question_id' must be a number or a text"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_rule(tmp_path, line, rule):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "good"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match="p.jsonl, line 3: ") as caught:
+        read_prompts(path)
+    assert rule in str(caught.value)
+
+
+def test_unreadable_and_empty_files(tmp_path):
+    with pytest.raises(ValueError, match="No such file"):
+        read_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        read_prompts(tmp_path / "empty.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_prompts(tmp_path / "binary.jsonl")
+
+
+def test_limit_is_spread_evenly_and_keeps_the_order():
+    sizes = {"small": 2, "large": 40, "middle": 10}
+    prompts = [Prompt(f"{name}{i}", name, i) for name, n in sizes.items() for i in range(n)]
+    for limit in (1, 3, 7, 12, 30, 52, 99, None):
+        chosen = spread(prompts, limit)
+        assert chosen == spread(prompts, limit)
+        assert len(chosen) == min(limit or 99, len(prompts))
+        assert chosen == [prompt for prompt in prompts if prompt in chosen]
+        # No category has two prompts fewer than another one, unless it is used up.
+        counts = Counter(prompt.category for prompt in chosen)
+        for name, size in sizes.items():
+            assert counts[name] == size or counts[name] >= max(counts.values()) - 1
+    ids = [prompt.question_id for prompt in spread(prompts, 12) if prompt.category == "large"]
+    assert ids == [0, 8, 16, 24, 32]  # not the first five
+
+
+def test_chat_template_is_applied_when_there_is_one():
+    tokenizer = make_tokenizer()
+    assert tokenizer.decode(encode(tokenizer, "hi")) == "<|user|>hi<|end|><|assistant|>"
+    assert make_tokenizer(chat=False).decode(encode(make_tokenizer(chat=False), "hi")) == "hi"
+
+
+def test_long_prompt_is_cut_at_its_beginning_inside_the_template():
+    tokenizer = make_tokenizer()
+    text = "".join(chr(ord("a") + i % 26) for i in range(500))
+    ids, cut = encode_within(tokenizer, text, 100)
+    decoded = tokenizer.decode(ids)
+    assert cut and 90 <= len(ids) <= 100
+    assert decoded.startswith("<|user|>") and decoded.endswith("<|end|><|assistant|>")
+    assert text.endswith(decoded.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>"))
+    assert encode_within(tokenizer, "short", 100) == (encode(tokenizer, "short"), False)
+    assert encode_within(tokenizer, text, None)[1] is False
+
+
+def test_no_room_for_the_template():
+    with pytest.raises(ValueError, match="template alone takes 3 tokens.*leaves 2"):
+        encode_within(make_tokenizer(), "text", 2)
+
+
+def test_context_limit_comes_from_the_model():
+    assert context_limit(make_model(), make_tokenizer()) == CONTEXT
+
+
+def test_batches_never_mix_categories():
+    prompts = [Prompt(str(i), "ab"[i % 3 == 0], i) for i in range(10)]
+    made = list(batches(prompts, 4))
+    assert sorted(index for part in made for index in part) == list(range(10))
+    for part in made:
+        assert len({prompts[index].category for index in part}) == 1
+        assert len(part) <= 4 and part == sorted(part)
+    assert [len(part) for part in made] == [4, 4, 2] or [len(p) for p in made] == [4, 2, 4]

@@ -1,0 +1,149 @@
+"""Rows, table and files, from measurements whose figures are worked out by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+
+import pytest
+from rich.console import Console
+from tiny_checkpoint import make_model
+
+from hf_spec.bench import report
+from hf_spec.bench.agreement import Agreement
+from hf_spec.bench.contenders import PLAIN, Contender
+from hf_spec.bench.prompts import Prompt
+from hf_spec.bench.runner import BenchResult, Measurement
+from hf_spec.core.stats import SpecStats
+
+SAME, TIE, OTHER = Agreement.IDENTICAL, Agreement.DIVERGED_AT_TIE, Agreement.DIVERGED
+
+
+def stats(steps: int, tokens: int, forward: float) -> SpecStats:
+    return SpecStats(
+        num_steps=steps, num_row_steps=steps, num_generated_tokens=tokens,
+        accepted_histogram={1: steps - 1, tokens - steps + 1: 1},
+        draft_seconds=0.1, forward_seconds=forward, verify_seconds=0.2, other_seconds=0.05,
+    )  # fmt: skip
+
+
+def measurements() -> list[Measurement]:
+    plain = "plain"
+    return [
+        Measurement(plain, 1, [0], "qa", 2.0, [[5] * 10], 10, None, [SAME]),
+        Measurement("fast", 1, [0], "qa", 1.0, [[5] * 10], 4, stats(4, 10, 0.6), [SAME]),
+        Measurement(plain, 1, [1], "qa", 2.0, [[5] * 10], 10, None, [SAME]),
+        Measurement("fast", 1, [1], "qa", 1.5, [[6] * 10], 8, stats(8, 10, 1.1), [TIE]),
+        Measurement(plain, 1, [2], "math", 4.0, [[5] * 30], 30, None, [SAME]),
+        Measurement("fast", 1, [2], "math", 5.0, [[7] * 20], 20, stats(20, 20, 4.0), [OTHER]),
+    ]
+
+
+def result(rows: list[Measurement]) -> BenchResult:
+    prompts = [Prompt("a", "qa", 1), Prompt("b", "qa", 2), Prompt("c", "math", 3)]
+    lineup = [PLAIN, Contender("fast", {"assistant_kwargs": {"acceptance": "typical"}})]
+    return BenchResult(prompts, lineup, {"max_new_tokens": 30}, rows, ["a note"])
+
+
+def test_rows_hold_the_figures_worked_out_by_hand():
+    rows = {(row["strategy"], row["task"]): row for row in report.rows(measurements())}
+    assert list(rows) == [
+        ("plain", "qa"), ("plain", "math"), ("plain", "all"),
+        ("fast", "qa"), ("fast", "math"), ("fast", "all"),
+    ]  # fmt: skip
+    qa, everything = rows["fast", "qa"], rows["fast", "all"]
+    assert (qa["prompts"], qa["new_tokens"], qa["seconds"]) == (2, 20, 2.5)
+    assert qa["tokens_per_second"] == pytest.approx(8.0)
+    assert qa["speedup"] == pytest.approx(8.0 / 5.0)
+    assert qa["tau"] == pytest.approx(20 / 12)
+    assert (qa["identical"], qa["diverged_at_tie"], qa["diverged"]) == (1, 1, 0)
+    assert everything["tokens_per_second"] == pytest.approx(40 / 7.5)
+    assert everything["speedup"] == pytest.approx((40 / 7.5) / (50 / 8.0))
+    assert everything["tau"] == pytest.approx(40 / 32)
+    found = [everything[kind] for kind in ("identical", "diverged_at_tie", "diverged")]
+    assert found == [1, 1, 1]
+    assert rows["plain", "all"]["speedup"] == rows["plain", "all"]["tau"] == 1.0
+
+
+def test_statistics_are_summed_and_shares_add_up():
+    rows = {(row["strategy"], row["task"]): row for row in report.rows(measurements())}
+    summed = rows["fast", "all"]["stats"]
+    assert summed["num_steps"] == 32 and summed["num_generated_tokens"] == 40
+    assert summed["mean_accepted_tokens"] == pytest.approx(rows["fast", "all"]["tau"])
+    assert summed["forward_seconds"] == pytest.approx(5.7)
+    share = summed["share"]
+    assert share["forward"] == pytest.approx(5.7 / 7.5)
+    assert share["draft"] == pytest.approx(0.3 / 7.5)
+    assert sum(share.values()) == pytest.approx(1.0)
+    assert rows["plain", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
+
+
+def test_sampling_has_no_counts_of_equal_rows():
+    sampled = measurements()
+    for item in sampled:
+        item.agreement = None
+    assert {row["identical"] for row in report.rows(sampled)} == {None}
+    assert "sampled" in table_of(result(sampled), 120)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_table_shows_every_figure_at_any_width(width):
+    text = table_of(result(measurements()), width)
+    for expected in ("fast (lossy)", "math", "1.60x", "8.0", "1.67", "diverged", "a note"):
+        assert expected in text
+    assert "time of fast: draft 4%, forward 76%" in text
+    assert "…" not in text
+
+
+def table_of(bench: BenchResult, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    report.print_table(bench, console)
+    return console.file.getvalue()
+
+
+def test_results_file_has_the_documented_keys(tmp_path):
+    bench = result(measurements())
+    report.write_results(tmp_path / "new" / "results.json", bench, {"python": "3"})
+    data = json.loads((tmp_path / "new" / "results.json").read_text())
+    assert data["runs"] == bench.runs()
+    assert set(data["runs"][0]) == {
+        "strategy", "task", "batch_size", "prompts", "new_tokens", "seconds", "tokens_per_second",
+        "speedup", "tau", "identical", "diverged_at_tie", "diverged", "stats",
+    }  # fmt: skip
+    assert data["environment"]["python"] == "3"
+    assert data["environment"]["interrupted"] is False
+
+
+def test_nothing_measured_makes_an_empty_file(tmp_path):
+    report.write_results(tmp_path / "results.json", result([]), {})
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == []
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    report.write_atomically(path, "old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(report.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        report.write_atomically(path, "new")
+    assert path.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_environment_says_where_and_on_what(tmp_path, monkeypatch):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("{}\n")
+    found = report.environment(make_model(), "some/model", prompts)
+    assert found["prompts_sha256"] == hashlib.sha256(b"{}\n").hexdigest()
+    assert found["dtype"] == "float32" and found["device"] == "cpu" and found["threads"] >= 1
+    for name in ("python", "torch", "transformers", "peft", "hf_spec", "cpu", "date"):
+        assert isinstance(found[name], str) and found[name], name
+    assert found["model"] == "some/model" and isinstance(found["argv"], list)
+    json.dumps(found)
+    # Outside a checkout there is no revision.
+    monkeypatch.setattr(report.hf_spec, "__file__", str(tmp_path / "__init__.py"))
+    assert report.environment(make_model(), "m", None)["git_revision"] is None

@@ -1,0 +1,264 @@
+"""The measuring itself, on a tiny model: every figure is worked out a second time here."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_checkpoint import CONTEXT, make_model, make_tokenizer
+
+import hf_spec
+from hf_spec.bench import runner
+from hf_spec.bench.contenders import Contender, contenders, parse_kwargs, parse_names
+from hf_spec.bench.prompts import Prompt, encode
+from hf_spec.bench.runner import run
+
+NEW = 24
+STOCK = "transformers:prompt_lookup"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    texts = ["abc abc abc abc", "one two one two", "xyzxyzxyz", "hello hello", "q"]
+    return [Prompt(text, "ab"[i % 2], i) for i, text in enumerate(texts)]
+
+
+def plain_tokens(model, tokenizer, prompt: Prompt) -> list[int]:
+    ids = encode(tokenizer, prompt.text)
+    out = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+    new = out[0, len(ids) :].tolist()
+    return new[: new.index(1) + 1] if 1 in new else new
+
+
+def test_every_figure_worked_out_again(model, tokenizer, prompts):
+    result = run(model, tokenizer, prompts, ["prompt_lookup", STOCK], max_new_tokens=NEW)
+    expected = [plain_tokens(model, tokenizer, prompt) for prompt in prompts]
+    rows = {(row["strategy"], row["task"]): row for row in result.runs()}
+    for name in ("plain", "prompt_lookup", STOCK):
+        for task, members in (("a", [0, 2, 4]), ("b", [1, 3]), ("all", [0, 1, 2, 3, 4])):
+            row, plain = rows[name, task], rows["plain", task]
+            own = [m for m in result.measurements if m.strategy == name and m.prompts[0] in members]
+            assert row["prompts"] == len(members) == row["identical"]
+            assert row["diverged"] == row["diverged_at_tie"] == 0
+            assert row["new_tokens"] == sum(len(expected[i]) for i in members)
+            seconds = sum(m.seconds for m in own)
+            assert row["seconds"] == pytest.approx(seconds)
+            assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / seconds)
+            speedup = row["tokens_per_second"] / plain["tokens_per_second"]
+            assert row["speedup"] == pytest.approx(speedup)
+            assert row["tau"] == pytest.approx(row["new_tokens"] / sum(m.row_steps for m in own))
+    assert rows["plain", "all"]["tau"] == 1.0
+    assert rows[STOCK, "all"]["tau"] > 1.0
+    # Our own tau is the one that the statistics of each call give.
+    steps = 0
+    for prompt in prompts:
+        ids = torch.tensor([encode(tokenizer, prompt.text)])
+        model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_strategy="prompt_lookup")
+        steps += hf_spec.last_stats(model).num_row_steps
+    assert rows["prompt_lookup", "all"]["tau"] == pytest.approx(sum(map(len, expected)) / steps)
+    summed = rows["prompt_lookup", "all"]["stats"]
+    assert summed["mean_accepted_tokens"] == pytest.approx(rows["prompt_lookup", "all"]["tau"])
+    assert summed["num_generated_tokens"] == sum(map(len, expected))
+
+
+def test_batches_equal_single_rows(model, tokenizer, prompts):
+    result = run(
+        model, tokenizer, prompts, ["prompt_lookup", STOCK],
+        batch_sizes=[1, 2], max_new_tokens=NEW,
+    )  # fmt: skip
+    assert {(row["strategy"], row["batch_size"]) for row in result.runs()} == {
+        ("plain", 1), ("prompt_lookup", 1), (STOCK, 1), ("plain", 2), ("prompt_lookup", 2),
+    }  # fmt: skip
+    assert result.overall("prompt_lookup", 2)["identical"] == len(prompts)
+    assert result.overall("plain", 2)["tau"] == 1.0
+    notes = " / ".join(result.notes)
+    assert f"{STOCK} left out at batch size 2" in notes
+    assert "1 of 3 batches have fewer than 2 rows" in notes
+
+
+def test_order_rotates_and_plain_is_always_there(model, tokenizer, prompts, monkeypatch):
+    order: list[str] = []
+    original = runner._Session.generate
+
+    def spy(self, contender, *args, **kwargs):
+        order.append(contender.name)
+        return original(self, contender, *args, **kwargs)
+
+    monkeypatch.setattr(runner._Session, "generate", spy)
+    calls: list[tuple[int, int]] = []
+    run(
+        model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4, warmup=False,
+        progress=lambda done, total: calls.append((done, total)),
+    )  # fmt: skip
+    names = ["plain", "prompt_lookup", STOCK]
+    turns = [order[i : i + 3] for i in range(0, len(order), 3)]
+    assert turns == [names, names[1:] + names[:1], names[2:] + names[:2], names]
+    assert calls == [(i, 12) for i in range(1, 13)]
+
+
+def test_the_models_own_sampling_defaults_do_not_interfere(tokenizer, prompts):
+    model = make_model()
+    model.generation_config.update(do_sample=True, temperature=0.5, top_k=3, pad_token_id=None)
+    model.generation_config.assistant_strategy = "prompt_lookup"
+    before = copy.deepcopy(model.generation_config.to_dict())
+    result = run(model, tokenizer, prompts[:2], ["prompt_lookup"], max_new_tokens=NEW)
+    assert model.generation_config.to_dict() == before
+    assert result.overall("plain")["tau"] == 1.0  # plain is plain
+    greedy = plain_tokens(make_model(), tokenizer, prompts[0])
+    assert result.measurements[0].rows == [greedy]
+
+
+def test_sampling_is_seeded_and_not_compared(model, tokenizer, prompts):
+    def sample(seed):
+        return run(
+            model, tokenizer, prompts[:2], ["prompt_lookup"], max_new_tokens=8, seed=seed,
+            generate_kwargs={"do_sample": True, "temperature": 2.0},
+        )  # fmt: skip
+
+    first, again, other = sample(1), sample(1), sample(2)
+    assert [m.rows for m in first.measurements] == [m.rows for m in again.measurements]
+    assert [m.rows for m in first.measurements] != [m.rows for m in other.measurements]
+    assert {row["identical"] for row in first.runs()} == {None}
+
+
+def test_repetition_penalty_passes_through(model, tokenizer, prompts):
+    result = run(
+        model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=NEW,
+        generate_kwargs={"repetition_penalty": 1.5},
+    )  # fmt: skip
+    ids = torch.tensor([encode(tokenizer, prompts[0].text)])
+    out = model.generate(ids, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.5)
+    assert result.measurements[0].rows[0] == out[0, ids.shape[1] :].tolist()
+    assert result.overall("prompt_lookup")["identical"] == len(prompts)
+
+
+def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkeypatch):
+    original = runner._Session.generate
+
+    def spoil(self, contender, *args, **kwargs):
+        seconds, rows, steps, stats = original(self, contender, *args, **kwargs)
+        if contender.name == "prompt_lookup":
+            rows = [[*row[:-1], (row[-1] + 7) % 260] for row in rows]
+        return seconds, rows, steps, stats
+
+    monkeypatch.setattr(runner._Session, "generate", spoil)
+    result = run(model, tokenizer, prompts, ["prompt_lookup", STOCK], max_new_tokens=NEW)
+    assert result.overall("prompt_lookup")["diverged"] == len(prompts)
+    assert result.overall("prompt_lookup")["identical"] == 0
+    assert result.overall(STOCK)["identical"] == len(prompts)
+
+
+def test_output_ends_with_the_first_eos():
+    assert runner._until_eos([4, 1, 0, 0], {1, 2}) == [4, 1]
+    assert runner._until_eos([4, 5], {1}) == [4, 5]
+    assert runner._until_eos([2], {1, 2}) == [2]
+
+
+def test_padding_is_on_the_left():
+    padded = runner._pad_left([[7, 8, 9], [5]], 0, torch.device("cpu"))
+    assert padded["input_ids"].tolist() == [[7, 8, 9], [0, 0, 5]]
+    assert padded["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_interrupt_keeps_finished_batches(model, tokenizer, prompts, monkeypatch):
+    original, calls = runner._Session.generate, 0
+
+    def interrupt(self, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 6:  # the second call of the third batch
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(runner._Session, "generate", interrupt)
+    result = run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=4, warmup=False)
+    assert result.interrupted and "interrupted after 5 of 10 calls" in result.notes
+    assert [row["prompts"] for row in result.runs() if row["task"] == "all"] == [2, 2]
+
+
+def test_long_prompts_are_cut_and_counted(model, tokenizer):
+    long = [Prompt("word " * 200, "x", 1), Prompt("short", "x", 2)]
+    result = run(model, tokenizer, long, ["prompt_lookup"], max_new_tokens=16)
+    assert result.truncated_prompts == 1
+    assert f"1 of 2 prompts did not fit the context of {CONTEXT} tokens" in result.notes[0]
+    assert result.overall("prompt_lookup")["identical"] == 2
+
+
+def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
+    with pytest.raises(ValueError, match="unknown strategy 'fastest'; choose from .*prompt_lookup"):
+        run(model, tokenizer, prompts, ["fastest"])
+    with pytest.raises(ValueError, match="^layer_skip: .*skip"):
+        run(model, tokenizer, prompts, ["layer_skip"])
+    with pytest.raises(ValueError, match="no prompts"):
+        run(model, tokenizer, [], ["prompt_lookup"])
+    with pytest.raises(ValueError, match=f"max_new_tokens={CONTEXT} leaves no room"):
+        run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=CONTEXT)
+    with pytest.raises(ValueError, match="at least 1"):
+        run(model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[0])
+    with pytest.raises(ValueError, match="max_ngram"):
+        run(
+            model, tokenizer, prompts, ["prompt_lookup"],
+            strategy_kwargs={"prompt_lookup": {"max_ngram": 0}},
+        )  # fmt: skip
+
+
+def test_options_reach_the_strategy(model, tokenizer, prompts):
+    options = {"layer_skip": {"skip_attention": [1], "skip_mlp": []}}
+    result = run(
+        model, tokenizer, prompts, ["layer_skip"], strategy_kwargs=options, max_new_tokens=NEW
+    )
+    row = result.overall("layer_skip")
+    assert row["identical"] == len(prompts)
+    assert row["stats"]["num_draft_forwards"] > 0
+    strategies = result.settings["strategies"]
+    assert strategies["layer_skip"]["assistant_kwargs"] == options["layer_skip"]
+
+
+def test_assistant_model(model, tokenizer, prompts):
+    assisted = Contender(
+        "transformers:assisted=tiny", {"assistant_model": make_model(seed=1)},
+        stock=True, single_row=True,
+    )  # fmt: skip
+    result = run(model, tokenizer, prompts, [assisted], max_new_tokens=NEW)
+    row = result.overall(assisted.name)
+    assert row["identical"] == len(prompts) and row["tau"] >= 1.0
+    assert result.settings["strategies"][assisted.name] == {}  # a model is no JSON
+
+
+def test_names_and_options_as_the_command_line_has_them():
+    assert parse_names("prompt_lookup, plain,prompt_lookup,transformers:assisted=a/b") == [
+        "prompt_lookup",
+        "transformers:assisted=a/b",
+    ]
+    for bad in ("", "transformers:assisted=", "transformers:beam"):
+        with pytest.raises(ValueError, match="unknown strategy"):
+            parse_names(bad)
+    names = ["prompt_lookup", STOCK]
+    given = ['prompt_lookup={"max_ngram": 3}', STOCK + '={"prompt_lookup_num_tokens": 5}']
+    assert parse_kwargs(given, names) == {
+        "prompt_lookup": {"max_ngram": 3},
+        STOCK: {"prompt_lookup_num_tokens": 5},
+    }
+    assert [c.kwargs for c in contenders(names, parse_kwargs(given, names))] == [
+        {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {"max_ngram": 3}},
+        {"prompt_lookup_num_tokens": 5},
+    ]
+    for bad, rule in (
+        ("prompt_lookup", "must be NAME=JSON"),
+        ("layer_skip={}", "a NAME that takes part"),
+        ("prompt_lookup={", "not JSON"),
+        ("prompt_lookup=[1]", "must be a JSON object"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            parse_kwargs([bad], names)

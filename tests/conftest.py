@@ -1,0 +1,197 @@
+"""Tiny, local, deterministic models: two or three layers, vocabulary 61, built from a config.
+
+The initialiser's range is large, so that greedy outputs vary with the prompt, wander for a while
+and then repeat themselves; drafts are rejected and accepted alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 61
+PAD, BOS, EOS = 0, 1, 2
+
+_IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+_BASE = {**_IDS, "vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
+_LLAMA = {
+    **_BASE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_GPT = {**_BASE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+_FALCON = {**_LLAMA, "num_kv_heads": 2, "bias": True}
+_WINDOW = {"head_dim": 8, "sliding_window": 5}
+_HYBRID = {
+    **_WINDOW,
+    "query_pre_attn_scalar": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+#: name -> (model type, config): everything that the design and its notes promise.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA),
+    "llama_tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", _LLAMA),
+    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 8}),
+    "mistral": ("mistral", {**_LLAMA, **_WINDOW}),
+    "gemma3": ("gemma3_text", {**_LLAMA, **_HYBRID}),
+    "gemma2": ("gemma2", {**_LLAMA, **_HYBRID}),
+    "gpt2": ("gpt2", _GPT),
+    "gpt_neox": ("gpt_neox", _LLAMA),
+    "opt": ("opt", {**_LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
+    "falcon": ("falcon", {**_FALCON, "new_decoder_architecture": True}),
+    "falcon_alibi": (
+        "falcon",
+        {**_FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False},
+    ),
+    "bloom": ("bloom", {**_GPT, "hidden_size": 32, "initializer_range": 0.3}),
+    # Mpt's own default is to generate without a cache.
+    "mpt": (
+        "mpt",
+        {
+            **_BASE,
+            "d_model": 32,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_seq_len": 128,
+            "use_cache": True,
+        },
+    ),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **_BASE,
+            "hidden_size": 32,
+            "max_position_embeddings": 128,
+            "num_layers": 4,
+            "num_heads": 4,
+            "window_size": 5,
+            "attention_types": [[["global", "local"], 2]],
+        },
+    ),
+    "phi": ("phi", {**_LLAMA, "initializer_range": 0.3}),
+    "phi3": ("phi3", _LLAMA),
+    "stablelm": ("stablelm", _LLAMA),
+    "starcoder2": ("starcoder2", {**_LLAMA, "sliding_window": None, "initializer_range": 0.3}),
+    "olmo2": ("olmo2", _LLAMA),
+    "mixtral": (
+        "mixtral",
+        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "cohere2": ("cohere2", {**_LLAMA, **_HYBRID, "logit_scale": 1.0}),
+    "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
+    "gpt_bigcode": ("gpt_bigcode", _GPT),
+}
+
+#: Architectures that Transformers has no sdpa for.
+EAGER_ONLY = frozenset({"bloom", "gemma2", "gpt_neo", "gptj", "mpt"})
+
+
+@cache
+def _build(architecture: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    model_type, fields = ARCHITECTURES[architecture]
+    config = AutoConfig.for_model(model_type, **fields)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        # Biases and norms start at 0 and 1: make them matter, too.
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model.generation_config.eos_token_id = None  # outputs run to their full length ...
+    model.generation_config.pad_token_id = PAD  # ... unless a test says otherwise
+    return model.eval().to(dtype)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., PreTrainedModel]:
+    """``tiny("llama", attention="eager", dtype=torch.float64)``: a model, shared by all tests.
+
+    A test must leave it as it found it; one that changes a model takes ``fresh``.
+    """
+
+    def factory(
+        architecture: str = "llama",
+        attention: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> PreTrainedModel:
+        best = "eager" if architecture in EAGER_ONLY else "sdpa"
+        return _build(architecture, attention or best, dtype)
+
+    return factory
+
+
+@pytest.fixture
+def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """Like ``tiny``, but a copy that the test may change."""
+    import copy
+
+    def factory(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        return copy.deepcopy(tiny(*args, **kwargs))
+
+    return factory
+
+
+def prompt(length: int = 12, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """``(batch, length)`` ids: a random stretch whose second half repeats the first."""
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.randint(3, VOCAB, (batch, (length + 1) // 2), generator=generator)
+    return torch.cat([half, half], dim=1)[:, :length]
+
+
+def ragged(lengths: tuple[int, ...] = (12, 5, 9), seed: int = 0) -> dict[str, torch.Tensor]:
+    """Prompts of these lengths, padded on the left: ``input_ids`` and ``attention_mask``."""
+    width = max(lengths)
+    ids = torch.full((len(lengths), width), PAD)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = prompt(length, seed=seed + row)[0]
+        mask[row, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+#: Strategies that run on the tiny models as they are, with options under which drafts hit and miss.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"assistant_strategy": "prompt_lookup"},
+    "layer_skip": {
+        "assistant_strategy": "layer_skip",
+        "assistant_kwargs": {
+            "skip_attention": [1],
+            "skip_mlp": [],
+            "draft_exit": "fixed",
+            "max_draft": 3,
+        },
+    },
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keywords for ``generate`` that name a strategy; the test runs once with each."""
+    return STRATEGIES[request.param]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by a strategy's name whenever our loop runs: proof that a call reached it."""
+    from transformers import GenerationMixin
+
+    calls: list[str] = []
+    decode = GenerationMixin._hf_spec_decode
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["generation_config"].assistant_strategy)
+        return decode(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "_hf_spec_decode", spy)
+    return calls

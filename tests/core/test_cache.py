@@ -1,0 +1,612 @@
+"""TreeCache against a cache that is nothing but lists of the accepted tokens' keys and values."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_spec.core.cache import ALIGNMENT, TreeCache, check_packable
+from hf_spec.core.tree import TokenTree, TreeBatch
+
+#: (heads, key dim, value dim) of each layer.
+Spec = tuple[int, int, int]
+SPECS: dict[str, list[Spec]] = {
+    "equal": [(2, 4, 4)] * 3,
+    "keys and values differ": [(2, 6, 4)] * 2,
+    "layers differ": [(2, 4, 4), (1, 8, 8), (2, 4, 4), (3, 4, 2)],
+}
+
+
+class NaiveCache:
+    """``states[layer][row]``: (key, value) of each accepted token, and nothing else."""
+
+    def __init__(self, specs: Sequence[Spec], rows: int):
+        self.specs = specs
+        self.states: list[list[list[tuple[Tensor, Tensor]]]] = [
+            [[] for _ in range(rows)] for _ in specs
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.states[0]]
+
+    def accept(self, nodes: list[tuple[Tensor, Tensor]], row: int, path: Sequence[int]) -> None:
+        for layer, (keys, values) in enumerate(nodes):
+            for node in path:
+                self.states[layer][row].append((keys[row, :, node], values[row, :, node]))
+
+    def row(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
+        heads, key_dim, value_dim = self.specs[layer]
+        if not self.states[layer][row]:
+            return torch.zeros(heads, 0, key_dim), torch.zeros(heads, 0, value_dim)
+        keys, values = zip(*self.states[layer][row])
+        return torch.stack(keys, 1), torch.stack(values, 1)
+
+    def map_rows(self, change: Callable[[list], list]) -> None:
+        self.states = [change(layer) for layer in self.states]
+
+
+class Pair:
+    """A TreeCache and the naive one, driven together."""
+
+    def __init__(self, specs: Sequence[Spec], lengths: Sequence[int], capacity: int, seed: int):
+        self.specs, self.rng = specs, random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        rows, width = len(lengths), max(lengths)
+        prompt = self.states(rows, width)
+        mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]  # padding on the left
+        self.naive = NaiveCache(specs, rows)
+        for row in range(rows):
+            self.naive.accept(prompt, row, mask[row].nonzero()[:, 0].tolist())
+        source = dynamic(prompt)
+        self.cache = TreeCache.pack(source, None if mask.all() else mask, capacity, "cpu")
+
+    def states(self, rows: int, nodes: int) -> list[tuple[Tensor, Tensor]]:
+        """Random keys and values (batch, heads, nodes, dim) of every layer."""
+
+        def random_states(heads: int, dim: int) -> Tensor:
+            return torch.randn(rows, heads, nodes, dim, generator=self.generator)
+
+        return [(random_states(h, k), random_states(h, v)) for h, k, v in self.specs]
+
+    def forward(self, nodes: int, offset: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Open a block and write it; check what attention would see."""
+        cache = self.cache
+        states = self.states(cache.batch_size, nodes)
+        end = cache.begin(nodes, offset)
+        assert end >= cache.max_length + offset + nodes
+        assert end % ALIGNMENT == 0
+        for layer, (keys, values) in enumerate(states):
+            seen = cache.update(keys, values, layer)
+            for view, written, accepted in zip(seen, (keys, values), zip(*self.rows(layer))):
+                assert view.shape[2] == end
+                for row, length in enumerate(self.naive.lengths):
+                    start = length + offset
+                    assert torch.equal(view[row, :, :length], accepted[row])
+                    assert torch.equal(view[row, :, start : start + nodes], written[row])
+        return states
+
+    def rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        return [self.naive.row(layer, row) for row in range(self.cache.batch_size)]
+
+    def step(self, same_counts: bool = False, idle: bool = True) -> None:
+        """One step: a random tree per row, a random accepted path, rubbish behind it."""
+        rng, rows = self.rng, self.cache.batch_size
+        if same_counts:
+            trees = [random_tree(rng, rng.randint(1, 7))] * rows
+        else:
+            trees = [random_tree(rng, rng.randint(1, 7)) for _ in range(rows)]
+        tree = TreeBatch.stack(trees)
+        states = self.forward(tree.num_nodes)
+        paths = [path_to(one, rng.randrange(len(one))) for one in trees]
+        if same_counts:
+            count = rng.randint(1, max(map(len, paths)))
+            ends = [n for n in range(len(trees[0])) if trees[0].depths[n] == count - 1]
+            paths = [path_to(trees[0], rng.choice(ends)) for _ in range(rows)]
+        elif idle:
+            paths = [[] if rng.random() < 0.15 else path for path in paths]  # a finished row
+        depth = tree.max_depth + 1
+        padded = [
+            path + [rng.randrange(tree.num_nodes) for _ in range(depth - len(path))]
+            for path in paths
+        ]
+        in_place = all(path == list(range(len(path))) for path in paths)
+        moved = None if in_place and rng.random() < 0.5 else torch.tensor(padded)
+        self.cache.commit([len(path) for path in paths], moved)
+        for row, path in enumerate(paths):
+            self.naive.accept(states, row, path)
+        self.check()
+
+    def check(self) -> None:
+        cache = self.cache
+        assert cache.host_lengths == cache.lengths.tolist() == self.naive.lengths
+        assert cache.max_length == cache.get_seq_length() == max(self.naive.lengths)
+        assert cache.block is None
+        for layer in range(len(self.specs)):
+            for row in range(cache.batch_size):
+                for own, wanted in zip(cache.row(row, layer), self.naive.row(layer, row)):
+                    assert torch.equal(own, wanted)
+
+
+def random_tree(rng: random.Random, nodes: int) -> TokenTree:
+    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    path = []
+    while node != -1:
+        path.append(node)
+        node = tree.parents[node]
+    return path[::-1]
+
+
+def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None] = ()):
+    """A DynamicCache that saw these states; ``windows`` names sliding layers."""
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(states):
+        window = windows[layer] if windows else None
+        cache.layers.append(DynamicSlidingWindowLayer(window) if window else DynamicLayer())
+        cache.update(keys, values, layer)
+    return cache
+
+
+def buffers(cache: TreeCache) -> list[int]:
+    return [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def uniform(batch: int = 2, length: int = 5, capacity: int = 64, seed: int = 0) -> Pair:
+    return Pair(SPECS["layers differ"], [length] * batch, capacity, seed)
+
+
+# -- speculative steps ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("lengths", [[3], [5, 5], [1, 6, 4], [0, 2]], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_hold_exactly_their_accepted_tokens(specs: str, lengths: list[int], seed: int) -> None:
+    pair = Pair(SPECS[specs], lengths, capacity=128, seed=seed)
+    before = buffers(pair.cache)
+    pair.check()
+    for _ in range(12):
+        pair.step()
+    assert buffers(pair.cache) == before  # nothing was reallocated
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_one_length_stay_together(rows: int, seed: int) -> None:
+    pair = Pair(SPECS["layers differ"], [4] * rows, capacity=128, seed=seed)
+    for _ in range(12):
+        pair.step(same_counts=True)
+        assert pair.cache.uniform_length() == pair.naive.lengths[0]
+
+
+def test_rows_may_part_and_meet_again() -> None:
+    pair = uniform()
+    states = pair.forward(3)
+    pair.cache.commit([3, 1])
+    pair.naive.accept(states, 0, [0, 1, 2])
+    pair.naive.accept(states, 1, [0])
+    states = pair.forward(4)
+    pair.cache.commit([1, 3], torch.tensor([[0, 0, 0], [0, 2, 3]]))
+    pair.naive.accept(states, 0, [0])
+    pair.naive.accept(states, 1, [0, 2, 3])
+    assert pair.naive.lengths == [9, 9]
+    pair.check()
+    pair.step()
+
+
+@pytest.mark.parametrize("lengths", [[3], [5, 5], [1, 6, 4]], ids=str)
+def test_growth_beyond_the_capacity_keeps_everything(lengths: list[int]) -> None:
+    pair = Pair(SPECS["layers differ"], lengths, capacity=1, seed=3)
+    assert pair.cache.capacity == ALIGNMENT
+    capacities = {pair.cache.capacity}
+    for _ in range(40):
+        pair.step(idle=False)
+        capacities.add(pair.cache.capacity)
+        assert all(layer.keys.shape[2] == pair.cache.capacity for layer in pair.cache.layers)
+    assert max(pair.naive.lengths) > 2 * ALIGNMENT
+    # Doubling: few sizes, each at least twice the one before.
+    sizes = sorted(capacities)
+    assert all(large >= 2 * small for small, large in zip(sizes, sizes[1:]))
+
+
+def test_reserve_within_the_capacity_does_nothing() -> None:
+    pair = uniform(capacity=60)
+    before = buffers(pair.cache)
+    assert pair.cache.capacity == 64
+    pair.cache.reserve(64)
+    assert buffers(pair.cache) == before
+    pair.cache.reserve(65)
+    assert pair.cache.capacity == 128
+    pair.check()
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 5], [2, 7]], ids=str)
+def test_nodes_drafted_one_by_one_are_overwritten_by_the_verifying_forward(
+    lengths: list[int],
+) -> None:
+    pair = Pair(SPECS["layers differ"], lengths, capacity=64, seed=1)
+    for node in range(4):
+        pair.forward(1, offset=node)
+    pair.cache.rollback()
+    pair.check()
+    states = pair.forward(4)
+    pair.cache.commit([3] * len(lengths))
+    for row in range(len(lengths)):
+        pair.naive.accept(states, row, [0, 1, 2])
+    pair.check()
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [2, 7]], ids=str)
+def test_a_block_may_be_written_in_two_parts(lengths: list[int]) -> None:
+    pair = Pair(SPECS["equal"], lengths, capacity=64, seed=1)
+    parts = [pair.forward(2), pair.forward(3, offset=2)]
+    pair.cache.commit([3, 3], torch.tensor([[0, 2, 4], [0, 1, 3]]))
+    states = [tuple(torch.cat(both, dim=2) for both in zip(*layer)) for layer in zip(*parts)]
+    pair.naive.accept(states, 0, [0, 2, 4])
+    pair.naive.accept(states, 1, [0, 1, 3])
+    pair.check()
+
+
+def test_rollback_keeps_nothing_of_the_block() -> None:
+    pair = uniform()
+    pair.forward(5)
+    pair.cache.rollback()
+    pair.check()
+    pair.step()
+
+
+def test_layers_of_equal_shape_share_one_buffer() -> None:
+    cache = Pair(SPECS["layers differ"], [3, 3], capacity=32, seed=0).cache
+    storages = {layer.keys.untyped_storage().data_ptr() for layer in cache.layers}
+    assert len(storages) == 3  # layers 0 and 2 are alike
+    same = cache.layers[0].keys.untyped_storage().data_ptr()
+    assert cache.layers[0].values.untyped_storage().data_ptr() == same
+    assert cache.layers[2].keys.untyped_storage().data_ptr() == same
+
+
+def test_unwritten_slots_are_zero_not_rubbish() -> None:
+    pair = uniform(length=3)
+    end = pair.cache.begin(2)
+    keys, values = pair.cache.layers[0].keys[:, :, :end], pair.cache.layers[0].values[:, :, :end]
+    assert not keys[:, :, 3:].any()
+    assert not values[:, :, 3:].any()
+
+
+# -- packing -------------------------------------------------------------------------------------
+
+MASKS = {
+    "no padding": [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]],
+    "left": [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]],
+    "middle": [[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 1, 1]],  # a second turn's padding
+    "right": [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]],
+    "everywhere": [[0, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 1]],
+}
+
+
+def random_states(specs: Sequence[Spec], rows: int, seq: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seq)
+    return [
+        tuple(torch.randn(rows, heads, seq, dim, generator=generator) for dim in dims)
+        for heads, *dims in specs
+    ]
+
+
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("padding", MASKS)
+def test_pack_drops_padding_wherever_it_stands(specs: str, padding: str) -> None:
+    states = random_states(SPECS[specs], 2, 6)
+    mask = torch.tensor(MASKS[padding])
+    source = dynamic(states)
+    cache = TreeCache.pack(source, mask, 32, "cpu")
+    assert cache.host_lengths == mask.sum(1).tolist()
+    for layer, (keys, values) in enumerate(states):
+        for row in range(2):
+            own = cache.row(row, layer)
+            assert torch.equal(own[0], keys[row][:, mask[row].bool()])
+            assert torch.equal(own[1], values[row][:, mask[row].bool()])
+    assert all(layer.keys is None and layer.values is None for layer in source.layers)
+
+
+@pytest.mark.parametrize("padding", ["no padding", "left", "middle"])
+@pytest.mark.parametrize("window", [2, 4, 6, 7, 50])
+def test_pack_leaves_the_slots_that_a_sliding_layer_dropped_at_zero(
+    padding: str, window: int
+) -> None:
+    states = random_states([(2, 4, 4)] * 2, 2, 6)
+    mask = torch.tensor(MASKS[padding])
+    source = dynamic(states, [None, window])
+    cache = TreeCache.pack(source, None if mask.all() else mask, 32, "cpu")
+    kept = torch.arange(6) >= 6 - (window - 1)
+    for layer, seen in ((0, torch.ones(6, dtype=torch.bool)), (1, kept)):
+        for row in range(2):
+            for own, full in zip(cache.row(row, layer), states[layer]):
+                wanted = full[row] * seen[:, None]
+                assert torch.equal(own, wanted[:, mask[row].bool()])
+
+
+def test_a_layer_without_keys_stays_without() -> None:
+    states = random_states([(2, 4, 4)] * 2, 1, 3)
+    source = dynamic(states)
+    source.layers.append(DynamicLayer())
+    cache = TreeCache.pack(source, None, 16, "cpu")
+    assert len(cache) == 3
+    with pytest.raises(RuntimeError, match="this layer had no keys when the cache was packed"):
+        cache.update(*states[0], 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_pack_keeps_the_dtype(dtype: torch.dtype) -> None:
+    states = [
+        (keys.to(dtype), values.to(dtype)) for keys, values in random_states([(1, 2, 2)], 1, 3)
+    ]
+    cache = TreeCache.pack(dynamic(states), None, 16, "cpu")
+    assert cache.layers[0].keys.dtype == dtype
+    assert torch.equal(cache.row(0, 0)[0], states[0][0][0])
+
+
+# -- unpacking -----------------------------------------------------------------------------------
+
+
+def assert_same_dynamic(own: DynamicCache, wanted: DynamicCache, mask: Tensor | None) -> None:
+    assert own.get_seq_length() == wanted.get_seq_length()
+    for mine, theirs in zip(own.layers, wanted.layers):
+        assert mine.get_seq_length() == theirs.get_seq_length()
+        assert mine.get_mask_sizes(1) == theirs.get_mask_sizes(1)
+        for tensor, full in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            if mask is not None:
+                full = full * mask[:, None, -full.shape[2] :, None]
+            assert torch.equal(tensor, full)
+
+
+@pytest.mark.parametrize("windows", [[None, None], [None, 4], [3, None], [4, 50]], ids=str)
+@pytest.mark.parametrize("padding", ["no padding", "left", "middle"])
+@pytest.mark.parametrize("accepted", [[0, 0], [1, 1], [5, 5], [4, 2], [0, 3]], ids=str)
+def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
+    windows: list[int | None], padding: str, accepted: list[int]
+) -> None:
+    specs = [(2, 4, 4), (1, 6, 4)]
+    prompt, new = random_states(specs, 2, 6), random_states(specs, 2, 5)
+    mask = torch.tensor(MASKS[padding])
+    longest = max(accepted)
+
+    # Plain generation appends token by token; rows that are done get padding.
+    plain = dynamic(prompt, windows)
+    for token in range(longest):
+        for layer, states in enumerate(new):
+            plain.update(*(s[:, :, token : token + 1] for s in states), layer)
+
+    ours = dynamic(prompt, windows)
+    layers = list(ours.layers)
+    cache = TreeCache.pack(ours, None if mask.all() else mask, 32, "cpu")
+    cache.begin(5)
+    for layer, states in enumerate(new):
+        cache.update(*states, layer)
+    cache.commit(accepted)
+    tail = torch.arange(longest) < torch.tensor(accepted)[:, None]
+    whole = torch.cat([mask.bool(), tail], dim=1)
+    cache.unpack_into(ours, None if whole.all() else whole)
+
+    assert list(ours.layers) == layers  # filled in place
+    assert_same_dynamic(ours, plain, None if whole.all() else whole)
+    following = random_states(specs, 2, 1)
+    for layer, states in enumerate(following):
+        for grown, full in zip(ours.update(*states, layer), plain.update(*states, layer)):
+            assert grown.shape == full.shape
+            if whole.all():
+                assert torch.equal(grown, full)
+
+
+def test_unpacked_states_are_copies() -> None:
+    pair = uniform()
+    target = dynamic(pair.states(2, 1))
+    pair.cache.unpack_into(target, None)
+    for layer in target.layers:
+        layer.keys.zero_()
+    pair.check()
+
+
+# -- use as a stock cache ------------------------------------------------------------------------
+
+
+def test_outside_blocks_states_are_appended() -> None:
+    pair = uniform()
+    cache = pair.cache
+    for new in (1, 3):
+        states = pair.states(2, new)
+        for layer, (keys, values) in enumerate(states):
+            assert cache.get_mask_sizes(new, layer) == (pair.naive.lengths[0] + new, 0)
+            seen = cache.update(keys, values, layer)
+            for view, own in zip(seen, (keys, values)):
+                assert view.shape[2] == pair.naive.lengths[0] + new  # not aligned
+                assert torch.equal(view[:, :, -new:], own)
+        for row in range(2):
+            pair.naive.accept(states, row, range(new))
+        assert cache.get_seq_length() == pair.naive.lengths[0]
+    cache.begin(0)  # counts what was appended
+    cache.rollback()
+    pair.check()
+    pair.step()
+
+
+def test_appending_grows_the_buffers() -> None:
+    pair = uniform(capacity=1)
+    states = pair.states(2, 40)
+    for layer, (keys, values) in enumerate(states):
+        pair.cache.update(keys, values, layer)
+    for row in range(2):
+        pair.naive.accept(states, row, range(40))
+    pair.cache.crop(0)
+    pair.check()
+
+
+def test_rows_of_different_lengths_cannot_be_used_as_a_stock_cache() -> None:
+    pair = Pair(SPECS["equal"], [2, 4], capacity=32, seed=0)
+    message = r"rows of different lengths \[2, 4\].*assistant_strategy"
+    with pytest.raises(ValueError, match=message):
+        pair.cache.update(*pair.states(2, 1)[0], 0)
+    with pytest.raises(ValueError, match=message):
+        pair.cache.get_mask_sizes(1, 0)
+    pair.check()
+
+
+def test_layers_that_were_left_out_of_an_append_are_noticed() -> None:
+    pair = uniform()
+    pair.cache.update(*pair.states(2, 2)[0], 0)
+    with pytest.raises(ValueError, match=r"layers hold \[0, 2\] more tokens each"):
+        pair.cache.begin(1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_model_continues_from_it_as_from_a_dynamic_cache(
+    tiny: Callable[..., PreTrainedModel], architecture: str
+) -> None:
+    model = tiny(architecture, dtype=torch.float64)
+    ids = torch.randint(
+        3, model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        plain = model(ids[:, :4], use_cache=True).past_key_values
+        cache = TreeCache.pack(copy.deepcopy(plain), None, 8, "cpu")
+        for part in (ids[:, 4:7], ids[:, 7:8], ids[:, 8:]):
+            wanted = model(part, past_key_values=plain).logits
+            found = model(part, past_key_values=cache).logits
+            # float64; sums may be taken in another order over views of another stride.
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    assert cache.get_seq_length() == 9
+
+
+# -- shortening, emptying, choosing rows ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [3, 7]], ids=str)
+def test_crop_forgets_the_last_tokens_of_every_row(lengths: list[int]) -> None:
+    pair = Pair(SPECS["layers differ"], lengths, capacity=64, seed=2)
+    pair.step(idle=False)
+    pair.cache.crop(-2)
+    pair.naive.map_rows(lambda rows: [row[:-2] for row in rows])
+    pair.check()
+    pair.cache.crop(0)
+    pair.check()
+    pair.step()
+
+
+def test_crop_counts_what_was_appended() -> None:
+    pair = uniform(length=4)
+    states = pair.states(2, 3)
+    for layer, both in enumerate(states):
+        pair.cache.update(*both, layer)
+    pair.cache.crop(-1)
+    for row in range(2):
+        pair.naive.accept(states, row, [0, 1])
+    pair.check()
+
+
+@pytest.mark.parametrize("number", [1, 5, -4])
+def test_crop_refuses_other_numbers(number: int) -> None:
+    pair = Pair(SPECS["equal"], [3, 5], capacity=32, seed=0)
+    with pytest.raises(ValueError, match=rf"crop\({number}\): give a number from -3"):
+        pair.cache.crop(number)
+    pair.check()
+
+
+def test_truncate_keeps_at_most_so_many_tokens_per_row() -> None:
+    pair = Pair(SPECS["layers differ"], [3, 5, 4], capacity=64, seed=2)
+    pair.cache.truncate([5, 2, 4])
+    pair.naive.map_rows(lambda rows: [rows[0][:5], rows[1][:2], rows[2][:4]])
+    pair.check()
+    pair.step()
+
+
+def test_reset_empties_the_rows_and_keeps_the_buffers() -> None:
+    pair = uniform()
+    before = buffers(pair.cache)
+    pair.cache.update(*pair.states(2, 1)[0], 0)  # appended to one layer only
+    pair.cache.reset()
+    pair.naive.map_rows(lambda rows: [[] for _ in rows])
+    pair.check()
+    for _ in range(4):
+        pair.step()
+    assert buffers(pair.cache) == before
+
+
+@pytest.mark.parametrize("name", ["batch_select_indices", "reorder_cache"])
+@pytest.mark.parametrize("chosen", [[0], [2, 0], [1, 1, 0, 2], [2, 2]], ids=str)
+def test_rows_can_be_chosen_and_repeated(name: str, chosen: list[int]) -> None:
+    pair = Pair(SPECS["layers differ"], [3, 5, 4], capacity=64, seed=4)
+    pair.step()
+    getattr(pair.cache, name)(torch.tensor(chosen))
+    pair.naive.map_rows(lambda rows: [list(rows[index]) for index in chosen])
+    pair.check()
+    for _ in range(4):
+        pair.step()
+
+
+@pytest.mark.parametrize("lengths", [[4], [3, 5]], ids=str)
+def test_repeated_rows_stand_side_by_side_and_part(lengths: list[int]) -> None:
+    pair = Pair(SPECS["equal"], lengths, capacity=64, seed=5)
+    pair.cache.batch_repeat_interleave(3)
+    pair.naive.map_rows(lambda rows: [list(row) for row in rows for _ in range(3)])
+    pair.check()
+    for _ in range(4):
+        pair.step()
+
+
+def test_appended_tokens_are_kept_when_rows_are_chosen() -> None:
+    pair = uniform()
+    states = pair.states(2, 2)
+    for layer, both in enumerate(states):
+        pair.cache.update(*both, layer)
+    for row in range(2):
+        pair.naive.accept(states, row, [0, 1])
+    pair.cache.batch_select_indices(torch.tensor([1]))
+    pair.naive.map_rows(lambda rows: [rows[1]])
+    pair.check()
+
+
+def test_a_deep_copy_lives_on_its_own() -> None:
+    pair = uniform()
+    pair.step()
+    twin = copy.copy(pair)
+    twin.cache, twin.naive = copy.deepcopy(pair.cache), copy.deepcopy(pair.naive)
+    for _ in range(3):
+        twin.step()
+    twin.check()
+    pair.check()
+
+
+# -- what can be packed --------------------------------------------------------------------------
+
+
+def test_dynamic_and_sliding_layers_can_be_packed(tiny: Callable[..., PreTrainedModel]) -> None:
+    check_packable(DynamicCache())
+    check_packable(dynamic(random_states([(1, 2, 2)] * 2, 1, 3), [None, 4]))
+    check_packable(DynamicCache(config=tiny("gemma3").config))
+
+
+def test_other_caches_are_refused_by_name(tiny: Callable[..., PreTrainedModel]) -> None:
+    class IndexedLayer(DynamicLayer):
+        pass
+
+    odd = dynamic(random_states([(1, 2, 2)], 1, 3))
+    odd.layers.append(IndexedLayer())
+    offloaded = DynamicCache()
+    offloaded.offloading = True
+    cases = [
+        (StaticCache(config=tiny("llama").config, max_cache_len=8), "layer of type StaticLayer"),
+        (odd, "layer of type IndexedLayer"),
+        (offloaded, "an offloaded cache"),
+        (((torch.zeros(1), torch.zeros(1)),), "past_key_values is tuple"),
+    ]
+    for cache, message in cases:
+        with pytest.raises(ValueError, match=f"{message}.*Pass a DynamicCache"):
+            check_packable(cache)

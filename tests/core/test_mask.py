@@ -1,0 +1,125 @@
+"""Masks made from predicates equal a double loop over queries and keys."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_spec.core import mask as masks
+from hf_spec.core.tree import TokenTree, TreeBatch
+
+
+def random_tree(rng: random.Random, nodes: int) -> TokenTree:
+    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
+
+
+def is_ancestor(parents: list[int], query: int, key: int) -> bool:
+    """Whether ``key`` is ``query`` or above it; padding (a node past the tree) is its own only."""
+    while query != key and 0 <= query < len(parents):
+        query = parents[query]
+    return query == key
+
+
+def double_loop(
+    batch: int, queries: int, keys: int, rule: Callable[[int, int, int], bool]
+) -> Tensor:
+    table = [[[rule(b, q, k) for k in range(keys)] for q in range(queries)] for b in range(batch)]
+    return torch.tensor(table, dtype=torch.bool).reshape(batch, queries, keys)[:, None]
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 100])
+def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None:
+    rng = random.Random(seed)
+    trees = [random_tree(rng, rng.randint(1, 7)) for _ in range(rng.randint(1, 4))]
+    lengths = [rng.randint(0, 9) for _ in trees]
+    tree = TreeBatch.stack(trees)
+    nodes = tree.num_nodes
+    first = rng.randrange(nodes)  # nodes before it were forwarded earlier in the step
+    keys = max(lengths) + nodes + rng.randint(0, 4)
+    on_device = torch.tensor(lengths)
+
+    predicate = masks.or_(
+        masks.prefix(on_device), masks.tree_ancestors(tree.ancestors[:, first:], on_device)
+    )
+    positions = [
+        [k if k < n else n + int(tree.depths[b, min(k - n, nodes - 1)]) for k in range(keys)]
+        for b, n in enumerate(lengths)
+    ]
+    if window is not None:
+        query_positions = on_device[:, None] + tree.depths[:, first:]
+        near = masks.window(window, query_positions, torch.tensor(positions))
+        predicate = masks.and_(predicate, near)
+
+    def rule(b: int, q: int, k: int) -> bool:
+        node, key = first + q, k - lengths[b]
+        visible = key < 0 or (key < nodes and is_ancestor(list(trees[b].parents), node, key))
+        position = lengths[b] + int(tree.depths[b, node])
+        return visible and (window is None or position - positions[b][k] < window)
+
+    shape = (len(trees), nodes - first, keys)
+    built = masks.build(predicate, *shape, torch.device("cpu"))
+    assert built.dtype == torch.bool
+    assert torch.equal(built, double_loop(*shape, rule))
+
+
+def test_padding_nodes_see_the_prefix_and_themselves() -> None:
+    tree = TreeBatch.stack([TokenTree.chain(0), TokenTree.chain(2)])
+    lengths = torch.tensor([2, 3])
+    visible = masks.or_(masks.prefix(lengths), masks.tree_ancestors(tree.ancestors, lengths))
+    built = masks.build(visible, 2, 3, 6, "cpu")
+    assert built[0, 0].int().tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+    ]
+    assert built[1, 0].int().tolist() == [
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1],
+    ]
+
+
+def test_slots_behind_the_tree_are_never_seen() -> None:
+    lengths = torch.tensor([4])
+    nodes = masks.tree_ancestors(torch.ones(1, 3, 3, dtype=torch.bool), lengths)
+    built = masks.build(nodes, 1, 3, 12, "cpu")[0, 0]
+    assert built[:, 4:7].all()
+    assert not built[:, 7:].any()
+    assert not built[:, :4].any()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_and_is_all_and_or_is_any(count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.rand(count, 2, 3, 4, generator=generator) < 0.5
+
+    def predicate(table: Tensor) -> masks.Predicate:
+        return lambda row, query, slot: table[row, query, slot]
+
+    predicates = [predicate(table) for table in tables]
+    every = masks.build(masks.and_(*predicates), 2, 3, 4, "cpu")
+    some = masks.build(masks.or_(*predicates), 2, 3, 4, "cpu")
+    assert torch.equal(
+        every, double_loop(2, 3, 4, lambda b, q, k: all(bool(t[b, q, k]) for t in tables))
+    )
+    assert torch.equal(
+        some, double_loop(2, 3, 4, lambda b, q, k: any(bool(t[b, q, k]) for t in tables))
+    )
+
+
+def test_a_predicate_that_ignores_the_query_is_expanded() -> None:
+    built = masks.build(masks.prefix(torch.tensor([1, 3])), 2, 5, 4, "cpu")
+    assert built.shape == (2, 1, 5, 4)
+    assert torch.equal(built, double_loop(2, 5, 4, lambda b, q, k: k < (1, 3)[b]))
+
+
+def test_window_counts_the_query_itself() -> None:
+    positions = torch.arange(6)[None]
+    built = masks.build(masks.window(3, positions, positions), 1, 6, 6, "cpu")
+    assert torch.equal(built, double_loop(1, 6, 6, lambda b, q, k: q - k < 3))

@@ -1,0 +1,168 @@
+"""SpecStats against hand-counted runs, and the Stopwatch against a clock that the test turns."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from hf_spec.core import stats as module
+from hf_spec.core.stats import SpecStats, Stopwatch
+
+COUNTS = ("num_steps", "num_row_steps", "num_generated_tokens", "num_drafted_tokens")
+SECONDS = ("draft_seconds", "forward_seconds", "verify_seconds", "other_seconds")
+
+
+class Clock:
+    """Stands in for ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "perf_counter", clock)
+    return clock
+
+
+# -- counting ------------------------------------------------------------------------------------
+
+
+def test_a_run_counted_by_hand() -> None:
+    stats = SpecStats()
+    stats.record(1, draft_depth=0, drafted=0)  # prefill
+    stats.record(3, draft_depth=2, drafted=5)  # both depths accepted
+    stats.record(2, draft_depth=3, drafted=4)  # one of three
+    stats.record(1, draft_depth=2, drafted=2)  # none
+    assert stats.num_row_steps == 4
+    assert stats.num_generated_tokens == 7
+    assert stats.num_drafted_tokens == 11
+    assert stats.mean_accepted_tokens == 7 / 4
+    assert stats.accepted_histogram == {1: 2, 2: 1, 3: 1}
+    assert stats.offered == {1: 3, 2: 3, 3: 1}
+    assert stats.accepted == {1: 2, 2: 1}
+    assert stats.acceptance_per_position == [2 / 3, 1 / 3, 0.0]
+
+
+def test_stopping_cuts_what_is_emitted_not_what_was_accepted() -> None:
+    stats = SpecStats()
+    stats.record(1, draft_depth=3, drafted=3, kept=3)
+    assert stats.accepted_histogram == {1: 1}
+    assert stats.acceptance_per_position == [1.0, 1.0, 1.0]
+    assert stats.mean_accepted_tokens == 1.0
+
+
+def test_empty_statistics_are_zero() -> None:
+    stats = SpecStats()
+    assert stats.mean_accepted_tokens == 0.0
+    assert stats.acceptance_per_position == []
+    assert stats.total_seconds == 0.0
+
+
+def test_plain_decoding_has_tau_one() -> None:
+    stats = SpecStats()
+    for _ in range(5):
+        stats.record(1, draft_depth=0, drafted=0)
+    assert stats.mean_accepted_tokens == 1.0
+    assert stats.acceptance_per_position == []
+
+
+def random_records(seed: int, count: int) -> list[tuple[int, int, int]]:
+    rng = random.Random(seed)
+    depths = [rng.randint(0, 5) for _ in range(count)]
+    return [(rng.randint(1, depth + 1), depth, depth * rng.randint(1, 3)) for depth in depths]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_derived_figures_equal_a_recount(seed: int) -> None:
+    records = random_records(seed, 40)
+    stats = SpecStats()
+    for emitted, depth, drafted in records:
+        stats.record(emitted, depth, drafted)
+    assert stats.mean_accepted_tokens == sum(e for e, _, _ in records) / 40
+    for i, share in enumerate(stats.acceptance_per_position, start=1):
+        reached = [e for e, depth, _ in records if depth >= i]
+        assert share == sum(e - 1 >= i for e in reached) / len(reached)
+    assert len(stats.acceptance_per_position) == max(depth for _, depth, _ in records)
+    assert sum(stats.accepted_histogram.values()) == stats.num_row_steps
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_merging_two_runs_equals_one_run_of_both(seed: int) -> None:
+    records = random_records(seed, 30)
+    parts, whole = [SpecStats(), SpecStats()], SpecStats()
+    for index, record in enumerate(records):
+        parts[index % 2].record(*record)
+        whole.record(*record)
+    for index, part in enumerate(parts):
+        part.num_steps, part.num_draft_forwards = 3, 4 + index
+        for name in SECONDS:
+            setattr(part, name, 1.5 + index)
+    parts[0].merge(parts[1])
+    assert [getattr(parts[0], name) for name in COUNTS[1:]] == [
+        getattr(whole, name) for name in COUNTS[1:]
+    ]
+    assert (parts[0].num_steps, parts[0].num_draft_forwards) == (6, 9)
+    assert parts[0].accepted_histogram == whole.accepted_histogram
+    assert parts[0].acceptance_per_position == whole.acceptance_per_position
+    assert [getattr(parts[0], name) for name in SECONDS] == [4.0] * 4
+    assert parts[0].total_seconds == 16.0
+
+
+def test_merge_replaces_details_and_leaves_the_other_alone() -> None:
+    one, two = SpecStats(details={"a": 1, "b": 2}), SpecStats(details={"b": 3})
+    two.record(2, 1, 1)
+    before = two.to_dict()
+    one.merge(two)
+    one.record(2, 1, 1)
+    one.details["c"] = 4
+    assert one.details == {"a": 1, "b": 3, "c": 4}
+    assert two.to_dict() == before
+
+
+def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
+    stats = SpecStats(num_steps=2, details={"threshold": [0.6]})
+    stats.record(3, 2, 4)
+    stats.record(1, 2, 4)
+    data = stats.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["accepted_histogram"] == {"1": 1, "3": 1}
+    assert list(data["accepted_histogram"]) == ["1", "3"]
+    assert data["mean_accepted_tokens"] == 2.0
+    assert data["acceptance_per_position"] == [0.5, 0.5]
+    assert data["details"] == {"threshold": [0.6]}
+    assert {*COUNTS, *SECONDS, "num_draft_forwards", "offered", "accepted"} <= set(data)
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def test_time_outside_phases_is_other(clock: Clock) -> None:
+    stats = SpecStats()
+    watch = Stopwatch(stats, torch.device("cpu"))
+    clock.now += 1.0
+    for name, seconds in (("draft", 2.0), ("forward", 4.0), ("verify", 8.0), ("draft", 16.0)):
+        with watch.phase(name):
+            clock.now += seconds
+        clock.now += 32.0
+    watch.stop()
+    assert (stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) == (18.0, 4.0, 8.0)
+    assert stats.other_seconds == 1.0 + 4 * 32.0
+    assert stats.total_seconds == clock.now - 100.0
+
+
+def test_a_phase_that_raises_is_counted(clock: Clock) -> None:
+    stats = SpecStats()
+    watch = Stopwatch(stats, torch.device("cpu"))
+    with pytest.raises(KeyError), watch.phase("forward"):
+        clock.now += 3.0
+        raise KeyError
+    watch.stop()
+    assert (stats.forward_seconds, stats.other_seconds) == (3.0, 0.0)

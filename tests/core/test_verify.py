@@ -1,0 +1,600 @@
+"""Acceptance rules against walks in plain Python, and the law of what they emit.
+
+A toy language gives every prefix its own next-token distribution, so that a candidate scored with
+the wrong prefix, a wrong residual or a reused random number changes the law of the emitted tokens.
+``match`` is checked by exact enumeration of all outcomes, ``rejection`` by chi-square: once against
+the target (is it lossless?), once against the law of a single step, derived here by enumeration
+(does it accept as often as it should?).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_spec.core import verify
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.verify import Accepted
+
+#: The law of a sequence: its probability.
+Law = dict[tuple[int, ...], float]
+
+#: Every chi-square test here has fixed seeds and fails below this p-value, so that a change of the
+#: random stream (another torch) gives one false alarm in a million per comparison.
+FALSE_ALARM = 1e-6
+ROWS = 20_000
+
+
+# -- the toy language ----------------------------------------------------------------------------
+
+
+class Language:
+    """A next-token distribution per prefix, prefixes being numbered level by level.
+
+    ``table(depth)``: (vocab ** depth, vocab); row ``code`` belongs to the prefix whose tokens are
+    the digits of ``code`` in base ``vocab``.
+    """
+
+    def __init__(self, vocab: int, depth: int, seed: int, zeros: bool = False):
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab = vocab
+        self.tables = []
+        for level in range(depth + 1):
+            weights = torch.rand(vocab**level, vocab, generator=generator, dtype=torch.float64)
+            weights = weights + 0.15  # no cell is so rare that chi-square counts get small
+            if zeros:  # as top-k does: one token per prefix is impossible
+                banned = torch.randint(vocab, (vocab**level, 1), generator=generator)
+                weights = weights.scatter(1, banned, 0.0)
+            self.tables.append(weights / weights.sum(-1, keepdim=True))
+
+    def next(self, prefix: Sequence[int]) -> list[float]:
+        code = 0
+        for token in prefix:
+            code = code * self.vocab + token
+        return self.tables[len(prefix)][code].tolist()
+
+    def law(self, length: int) -> Law:
+        """Probability of every sequence of this length."""
+        sequences = itertools.product(range(self.vocab), repeat=length)
+        return {s: math.prod(self.next(s[:i])[t] for i, t in enumerate(s)) for s in sequences}
+
+    def at(self, tree: TreeBatch, tokens: Tensor) -> Tensor:
+        """The distribution after every node: (batch, nodes, vocab)."""
+        codes = torch.zeros_like(tokens)
+        result = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
+        rows = torch.arange(len(tokens))
+        for node in range(tree.num_nodes):
+            if node > 0:
+                above = codes[rows, tree.parents[:, node]]
+                codes[:, node] = above * self.vocab + tokens[:, node]
+            for level, table in enumerate(self.tables):
+                here = tree.depths[:, node] == level
+                result[here, node] = table[codes[here, node]]
+        return result
+
+
+def continued(law: Law, language: Language, length: int) -> Law:
+    """Sequences of any length, each cut or continued by the language to one length."""
+    result: Law = defaultdict(float)
+    for sequence, probability in law.items():
+        todo = [(sequence[:length], probability)]
+        while todo:
+            prefix, weight = todo.pop()
+            if len(prefix) == length:
+                result[prefix] += weight
+            else:
+                chances = enumerate(language.next(prefix))
+                todo += [((*prefix, token), weight * chance) for token, chance in chances]
+    return result
+
+
+def assert_same_law(found: Law, wanted: Law) -> None:
+    for sequence in {*found, *wanted}:
+        # Sums of at most some thousand products of doubles.
+        assert found.get(sequence, 0.0) == pytest.approx(wanted.get(sequence, 0.0), abs=1e-12)
+
+
+def chi_square(counts: dict[tuple[int, ...], int], law: Law) -> float:
+    """p-value of the counts under the law; cells that should be nearly empty are put together."""
+    total = sum(counts.values())
+    cells = {key: (counts.get(key, 0), total * law.get(key, 0.0)) for key in {*counts, *law}}
+    impossible = [key for key, (seen, expected) in cells.items() if expected < 1e-9 and seen]
+    assert not impossible, f"emitted what the target never emits: {impossible}"
+    large = [cell for cell in cells.values() if cell[1] >= 10]
+    rest = [cell for cell in cells.values() if cell[1] < 10]
+    if (expected := sum(cell[1] for cell in rest)) > 1:
+        large.append((sum(cell[0] for cell in rest), expected))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
+    freedom = len(large) - 1
+    assert freedom >= 1
+    arguments = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(arguments[0], arguments[1]))
+
+
+# -- trees and scores ----------------------------------------------------------------------------
+
+
+def random_tree(rng: random.Random, nodes: int) -> TokenTree:
+    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
+
+
+def random_case(
+    seed: int, vocab: int = 3, rows: int = 40, nodes: int = 8
+) -> tuple[TreeBatch, Tensor]:
+    """A tree per row, some nodes invalid as if the row's budget ended, and candidates."""
+    rng = random.Random(seed)
+    trees = [random_tree(rng, rng.randint(1, nodes)) for _ in range(rows)]
+    tree = TreeBatch.stack(trees)
+    kept = torch.tensor([rng.randint(0, 5) for _ in trees])[:, None]
+    lost = torch.tensor([[rng.random() < 0.1 for _ in range(tree.num_nodes)] for _ in trees])
+    lost[:, 0] = False
+    valid = tree.valid & ((tree.depths <= kept) & ~lost | (tree.depths == 0))
+    tokens = torch.randint(
+        vocab, (rows, tree.num_nodes), generator=torch.Generator().manual_seed(seed)
+    )
+    return TreeBatch(**{**vars(tree), "valid": valid}), tokens
+
+
+class Scores:
+    """A ``ScoreFn`` over known scores (batch, nodes, vocab); rows not asked for get rubbish.
+
+    ``asked``: the nodes asked for, per row, in order (of the first rows only: lists are slow).
+    """
+
+    def __init__(self, scores: Tensor):
+        self.scores = scores
+        self.asked: list[list[int]] = [[] for _ in scores[:100]]
+
+    def __call__(self, nodes: Tensor, active: Tensor) -> Tensor:
+        assert nodes.shape == active.shape == (len(self.scores),)
+        for row in active[: len(self.asked)].nonzero()[:, 0].tolist():
+            self.asked[row].append(int(nodes[row]))
+        rows = torch.arange(len(nodes))
+        return torch.where(active[:, None], self.scores[rows, nodes], torch.nan)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    return scores.argmax(-1)
+
+
+def known(targets: Tensor, vocab: int) -> Scores:
+    """Scores whose argmax is the target at every node."""
+    return Scores(torch.nn.functional.one_hot(targets, vocab).double())
+
+
+def children(tree: TreeBatch, row: int, node: int) -> list[int]:
+    parents, valid = tree.parents[row].tolist(), tree.valid[row].tolist()
+    return [child for child in range(1, tree.num_nodes) if parents[child] == node and valid[child]]
+
+
+def walk(tree: TreeBatch, tokens: Tensor, targets: Tensor, row: int) -> list[int]:
+    """The accepted path: from the root always into the first child that carries the target."""
+    path = [0]
+    while True:
+        wanted = int(targets[row, path[-1]])
+        hits = [c for c in children(tree, row, path[-1]) if int(tokens[row, c]) == wanted]
+        if not hits:
+            return path
+        path.append(hits[0])
+
+
+def assert_row(accepted: Accepted, row: int, path: list[int], emitted: list[int]) -> None:
+    count = int(accepted.counts[row])
+    assert accepted.path[row].tolist()[:count] == path
+    assert not accepted.path[row, count:].any()
+    assert accepted.tokens[row].tolist()[:count] == emitted
+
+
+def emitted_rows(accepted: Accepted) -> list[tuple[int, ...]]:
+    pairs = zip(accepted.tokens.tolist(), accepted.counts.tolist())
+    return [tuple(tokens[:count]) for tokens, count in pairs]
+
+
+#: name -> parents; small enough to enumerate, with siblings, duplicates and uneven branches.
+SHAPES = {
+    "root": (-1,),
+    "chain1": (-1, 0),
+    "chain2": (-1, 0, 1),
+    "siblings": (-1, 0, 0),
+    "three siblings": (-1, 0, 0, 0),
+    "fork below": (-1, 0, 1, 1),
+    "two branches": (-1, 0, 0, 1, 2),
+    "depth first": (-1, 0, 1, 0, 3),
+    "breadth and depth": (-1, 0, 0, 1, 1),
+}
+
+
+# -- match ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 6])
+@pytest.mark.parametrize("seed", range(15))
+def test_match_and_match_along_equal_a_walk(seed: int, vocab: int) -> None:
+    tree, tokens = random_case(seed, vocab)
+    targets = torch.randint(vocab, tokens.shape, generator=torch.Generator().manual_seed(seed + 99))
+    at_once = verify.match(tree, tokens, targets)
+    scores = known(targets, vocab)
+    along = verify.match_along(tree, tokens, scores, argmax)
+    assert at_once.path.shape == at_once.tokens.shape == (len(tokens), tree.max_depth + 1)
+    for row in range(len(tokens)):
+        path = walk(tree, tokens, targets, row)
+        last = int(targets[row, path[-1]])
+        emitted = [*(int(tokens[row, node]) for node in path[1:]), last]
+        assert_row(at_once, row, path, emitted)
+        assert_row(along, row, path, emitted)
+        assert scores.asked[row] == path  # along the accepted path only, in order
+
+
+def test_random_cases_accept_now_little_now_much() -> None:
+    tree, tokens = random_case(0, vocab=2)
+    targets = torch.randint(2, tokens.shape, generator=torch.Generator().manual_seed(99))
+    counts = verify.match(tree, tokens, targets).counts.tolist()
+    assert {1, 2, 3} <= set(counts)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("agree", range(5))
+def test_a_chain_accepts_its_agreeing_start(length: int, agree: int) -> None:
+    tokens = torch.arange(length + 1)[None]
+    targets = tokens + 1  # after node i the target says i + 1, as the chain does
+    if agree < length:
+        targets[0, agree] = 50
+    accepted = verify.match(TokenTree.chain(length).batch(), tokens, targets)
+    kept = min(agree, length)
+    assert accepted.counts.tolist() == [kept + 1]
+    assert emitted_rows(accepted) == [(*range(1, kept + 1), int(targets[0, kept]))]
+
+
+def test_of_siblings_with_one_token_only_the_first_is_entered() -> None:
+    tree = TokenTree((-1, 0, 0, 2)).batch()
+    tokens = torch.tensor([[0, 5, 5, 7]])  # node 3 hangs under the second 5
+    targets = torch.tensor([[5, 1, 7, 2]])
+    assert emitted_rows(verify.match(tree, tokens, targets)) == [(5, 1)]
+
+
+def test_an_invalid_sibling_does_not_hide_its_twin() -> None:
+    tree = TokenTree((-1, 0, 0)).batch()
+    tree = TreeBatch(**{**vars(tree), "valid": torch.tensor([[True, False, True]])})
+    tokens, targets = torch.tensor([[0, 5, 5]]), torch.tensor([[5, 1, 2]])
+    accepted = verify.match(tree, tokens, targets)
+    assert accepted.path.tolist() == [[0, 2]]
+    along = verify.match_along(tree, tokens, known(targets, 6), argmax)
+    assert along.path.tolist() == [[0, 2]]
+
+
+def nothing_hidden(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
+    """``match`` as it must not be: of twins it takes the one whose subtree agrees further."""
+    paths = []
+    for row in range(len(tokens)):
+        best, todo = [0], [[0]]
+        while todo:
+            path = todo.pop()
+            best = max(best, path, key=len)
+            wanted = int(targets[row, path[-1]])
+            nodes = children(tree, row, path[-1])
+            todo += [[*path, child] for child in nodes if int(tokens[row, child]) == wanted]
+        paths.append(best)
+    last = torch.tensor([path[-1] for path in paths])
+    bonus = targets.gather(1, last[:, None])
+    return verify._along_path(tree, tokens, last, torch.tensor([len(p) for p in paths]), bonus)
+
+
+def match_law(
+    rule: Callable[[TreeBatch, Tensor, Tensor], Accepted],
+    language: Language,
+    shape: TokenTree,
+    candidates: Sequence[int],
+    length: int,
+) -> Law:
+    """Law of the first tokens: all combinations of the target's samples, one per row."""
+    vocab, nodes = language.vocab, len(shape)
+    targets = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
+    tree = shape.batch(len(targets))
+    tokens = torch.tensor([candidates]).expand(len(targets), -1)
+    chances = language.at(tree, tokens).gather(2, targets[..., None])[..., 0].prod(1)
+    law: Law = defaultdict(float)
+    for sequence, chance in zip(emitted_rows(rule(tree, tokens, targets)), chances.tolist()):
+        law[sequence] += chance
+    return continued(law, language, length)
+
+
+def along(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
+    return verify.match_along(tree, tokens, known(targets, 3), argmax)
+
+
+@pytest.mark.parametrize("vocab", [2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_match_emits_the_targets_law_exactly(shape: str, vocab: int) -> None:
+    language = Language(vocab, depth=3, seed=7)
+    tree = TokenTree(SHAPES[shape])
+    rng = random.Random(shape)
+    for _ in range(4):  # vocabularies are so small that twins are among the candidates
+        candidates = [0, *(rng.randrange(vocab) for _ in range(len(tree) - 1))]
+        for rule in (verify.match, along):
+            law = match_law(rule, language, tree, candidates, length=3)
+            assert_same_law(law, language.law(3))
+
+
+def test_choosing_between_twins_by_what_follows_would_be_biased() -> None:
+    """The enumeration has the power to see it."""
+    language, tree = Language(2, depth=3, seed=7), TokenTree(SHAPES["two branches"])
+    candidates = [0, 1, 1, 0, 0]
+    assert_same_law(match_law(verify.match, language, tree, candidates, 3), language.law(3))
+    biased, law = match_law(nothing_hidden, language, tree, candidates, 3), language.law(3)
+    assert max(abs(biased[key] - law[key]) for key in law) > 0.02
+
+
+# -- rejection -----------------------------------------------------------------------------------
+
+
+def rejection_law(
+    parents: Sequence[int], p: Language, q: Language, use_residual: bool = True
+) -> Law:
+    """Law of one step, by enumeration of candidates and of accept or reject (SpecInfer, alg. 2)."""
+    law: Law = defaultdict(float)
+
+    def step(node: int, last: int, now: list[float], emitted: tuple[int, ...], w: float) -> None:
+        if w == 0.0:
+            return
+        if node == len(parents):
+            for token, chance in enumerate(now):
+                law[(*emitted, token)] += w * chance
+            return
+        if parents[node] != last:
+            return step(node + 1, last, now, emitted, w)
+        draft = q.next(emitted)
+        residual = [max(0.0, a - b) for a, b in zip(now, draft)]
+        total = sum(residual)
+        after = [r / total for r in residual] if total > 0 and use_residual else now
+        for x, chance in enumerate(draft):
+            if chance == 0.0:
+                continue
+            accept = min(1.0, now[x] / chance)
+            longer = (*emitted, x)
+            step(node + 1, node, p.next(longer), longer, w * chance * accept)
+            step(node + 1, last, after, emitted, w * chance * (1 - accept))
+
+    step(1, 0, p.next(()), (), 1.0)
+    return {key: value for key, value in law.items() if value > 0}
+
+
+def sampled_draft(
+    tree: TreeBatch, q: Language, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Candidates drawn node by node from q, siblings independently: tokens and distributions."""
+    tokens = torch.zeros(tree.parents.shape, dtype=torch.long)
+    rows = torch.arange(len(tokens))
+    draft = torch.full((*tokens.shape, q.vocab), torch.nan)  # column 0 is ignored
+    for node in range(1, tree.num_nodes):
+        above = q.at(tree, tokens)[rows, tree.parents[:, node]]
+        draft[:, node] = above.float()
+        tokens[:, node] = torch.multinomial(draft[:, node], 1, generator=generator)[:, 0]
+    return tokens, draft
+
+
+def run_rejection(tree: TreeBatch, p: Language, q: Language, seed: int) -> Accepted:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, draft = sampled_draft(tree, q, generator)
+    scores = Scores(p.at(tree, tokens).float().log())
+    accepted = verify.rejection(tree, tokens, draft, scores, generator)
+    for row, asked in enumerate(scores.asked):
+        assert asked == accepted.path[row, : accepted.counts[row]].tolist()
+    return accepted
+
+
+def continue_rows(accepted: Accepted, language: Language, length: int, seed: int) -> Counter:
+    """Counts of the rows' first tokens, rows that emitted fewer being continued by sampling."""
+    rng = random.Random(seed)
+    counts: Counter = Counter()
+    todo = Counter(emitted_rows(accepted))
+    while todo:
+        row, count = todo.popitem()
+        if len(row) >= length:
+            counts[row[:length]] += count
+        else:
+            tokens = rng.choices(range(language.vocab), language.next(row), k=count)
+            todo.update((*row, token) for token in tokens)
+    return counts
+
+
+LANGUAGES = {
+    "near": (Language(3, 3, seed=1), Language(3, 3, seed=2)),
+    "zeros": (Language(3, 3, seed=3, zeros=True), Language(3, 3, seed=4, zeros=True)),
+    "two": (Language(2, 3, seed=5), Language(2, 3, seed=6)),
+}
+
+
+@pytest.mark.parametrize("languages", LANGUAGES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_algorithm_is_exact_and_is_not_without_the_residual(shape: str, languages: str) -> None:
+    p, q = LANGUAGES[languages]
+    parents = SHAPES[shape]
+    assert_same_law(continued(rejection_law(parents, p, q), p, 3), p.law(3))
+    if len(parents) > 1:
+        biased = continued(rejection_law(parents, p, q, use_residual=False), p, 3)
+        assert max(abs(biased[key] - chance) for key, chance in p.law(3).items()) > 0.01
+
+
+# p-values below FALSE_ALARM fail: two comparisons in each of 27 cases, so that all of these
+# together raise a false alarm once in about 18,000 changes of the random stream.
+@pytest.mark.parametrize("languages", LANGUAGES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rejection_emits_the_targets_law(shape: str, languages: str) -> None:
+    p, q = LANGUAGES[languages]
+    parents = SHAPES[shape]
+    accepted = run_rejection(TokenTree(parents).batch(ROWS), p, q, seed=11)
+    assert chi_square(continue_rows(accepted, p, 3, seed=12), p.law(3)) > FALSE_ALARM
+    step = Counter(emitted_rows(accepted))
+    assert chi_square(step, rejection_law(parents, p, q)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("languages", LANGUAGES)
+def test_sampling_from_p_after_a_rejection_would_be_caught(languages: str) -> None:
+    """SPACE's algorithm 1, line 18, as printed. Proves the power of the test above."""
+    p, q = LANGUAGES[languages]
+    for shape in ("chain1", "chain2", "siblings", "two branches"):
+        law = continued(rejection_law(SHAPES[shape], p, q, use_residual=False), p, 3)
+        rows = random.Random(13).choices(list(law), list(law.values()), k=ROWS)
+        assert chi_square(Counter(rows), p.law(3)) < FALSE_ALARM
+
+
+def test_the_code_without_its_residual_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same at the code itself: a clamp that finds nothing left makes it fall back to p."""
+    p, q = LANGUAGES["near"]
+    clamp = Tensor.clamp
+
+    def broken(tensor: Tensor, *args: float, **kwargs: float) -> Tensor:
+        clamped = clamp(tensor, *args, **kwargs)
+        return clamped * 0 if kwargs == {"min": 0} and tensor.is_floating_point() else clamped
+
+    monkeypatch.setattr(Tensor, "clamp", broken)
+    accepted = run_rejection(TokenTree.chain(2).batch(ROWS), p, q, seed=11)
+    monkeypatch.undo()
+    assert chi_square(continue_rows(accepted, p, 3, seed=12), p.law(3)) < FALSE_ALARM
+
+
+def test_rejection_with_a_tree_per_row_and_invalid_nodes() -> None:
+    # One false alarm in a million per comparison, as above.
+    p, q = LANGUAGES["near"]
+    shapes = [TokenTree(SHAPES[name]) for name in ("chain2", "two branches", "root", "siblings")]
+    tree = TreeBatch.stack([shapes[row % 4] for row in range(ROWS)])
+    valid = tree.valid.clone()
+    valid[1::4, 2] = False  # the second branch of "two branches" is out of budget; so is its child
+    valid[1::4, 4] = False
+    tree = TreeBatch(**{**vars(tree), "valid": valid})
+    accepted = run_rejection(tree, p, q, seed=21)
+    assert chi_square(continue_rows(accepted, p, 3, seed=22), p.law(3)) > FALSE_ALARM
+    rows = emitted_rows(accepted)
+    effective = [(-1, 0, 1), (-1, 0, 9, 1), (-1,), (-1, 0, 0)]  # 9: a parent never reached
+    for kind, parents in enumerate(effective):
+        assert chi_square(Counter(rows[kind::4]), rejection_law(parents, p, q)) > FALSE_ALARM
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
+    p = LANGUAGES["near"][0]
+    tree = TokenTree.chain(3).batch(2000)
+    generator = torch.Generator().manual_seed(0)
+    tokens, draft = sampled_draft(tree, p, generator)
+    draft = draft.double()
+    scores = p.at(tree, tokens).log()
+    draft[:, 1:] = scores[:, :-1].softmax(-1)  # bit for bit what the rule compares it with
+    accepted = verify.rejection(tree, tokens, draft, Scores(scores), generator)
+    assert (accepted.counts == 4).all()
+
+
+def test_a_draft_that_the_target_excludes_is_never_accepted() -> None:
+    tree = TokenTree((-1, 0, 0)).batch(500)
+    tokens = torch.zeros(500, 3, dtype=torch.long)
+    draft = torch.tensor([1.0, 0.0, 0.0]).expand(500, 3, 3)
+    scores = torch.tensor([0.0, 0.5, 0.5]).log().expand(500, 3, 3)
+    accepted = verify.rejection(tree, tokens, draft, Scores(scores))
+    assert (accepted.counts == 1).all()
+    assert set(accepted.tokens[:, 0].tolist()) == {1, 2}
+
+
+def test_rejection_takes_its_random_numbers_from_the_generator() -> None:
+    p, q = LANGUAGES["near"]
+    tree = TokenTree(SHAPES["two branches"]).batch(50)
+    before = torch.random.get_rng_state()
+    one, two = (run_rejection(tree, p, q, seed=5) for _ in range(2))
+    assert emitted_rows(one) == emitted_rows(two)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert emitted_rows(one) != emitted_rows(run_rejection(tree, p, q, seed=6))
+
+
+# -- typical -------------------------------------------------------------------------------------
+
+
+def naive_typical(
+    tree: TreeBatch, tokens: Tensor, chances: Tensor, row: int, epsilon: float, delta: float
+) -> list[int]:
+    """The definition: accepted nodes, then the longest path, then the likeliest."""
+    best, best_key = [0], (1, 0.0)
+    todo = [([0], 0.0)]
+    while todo:
+        path, likelihood = todo.pop(0)
+        if (len(path), likelihood) > best_key:
+            best, best_key = path, (len(path), likelihood)
+        p = chances[row, path[-1]].tolist()
+        entropy = -sum(x * math.log(x) for x in p if x > 0)
+        limit = min(epsilon, delta * math.exp(-entropy))
+        for child in children(tree, row, path[-1]):
+            chance = p[int(tokens[row, child])]
+            if chance > limit:
+                todo.append(([*path, child], likelihood + math.log(chance)))
+    return best
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, 1.0), (0.5, 0.6), (1.0, 0.9)])
+@pytest.mark.parametrize("seed", range(8))
+def test_typical_equals_its_definition(seed: int, epsilon: float, delta: float) -> None:
+    vocab = 4
+    tree, tokens = random_case(seed, vocab)
+    generator = torch.Generator().manual_seed(seed + 7)
+    logits = 2.0 * torch.randn(*tokens.shape, vocab, generator=generator)
+    banned = torch.randint(vocab, (*tokens.shape, 1), generator=generator)
+    logits = logits.scatter(2, banned, -torch.inf)  # as a warper leaves them
+    scores = Scores(logits)
+    accepted = verify.typical(tree, tokens, scores, argmax, epsilon, delta)
+    chances = logits.double().softmax(-1)
+    for row in range(len(tokens)):
+        path = naive_typical(tree, tokens, chances, row, epsilon, delta)
+        bonus = int(logits[row, path[-1]].argmax())
+        assert_row(accepted, row, path, [*(int(tokens[row, n]) for n in path[1:]), bonus])
+        assert scores.asked[row] == sorted(scores.asked[row])  # parents first, each node once
+        assert len(set(scores.asked[row])) == len(scores.asked[row])
+    assert len(set(accepted.counts.tolist())) > 1
+
+
+def test_typical_uses_the_entropy_at_the_parent() -> None:
+    """A flat parent lets an unlikely child pass that a peaked one of equal chance does not."""
+    flat = [0.3, 0.35, 0.35]  # exp(-H) = 0.334, limit 0.3 * 0.334 = 0.1002
+    peaked = [0.3, 0.7, 0.0]  # exp(-H) = 0.543, limit 0.3 * 0.543 = 0.163
+    tree, tokens = TokenTree.chain(1).batch(2), torch.tensor([[9, 0], [9, 0]])
+    for delta, counts in ((0.3, [2, 2]), (0.6, [2, 1]), (1.0, [1, 1])):
+        scores = Scores(torch.tensor([[flat, flat], [peaked, flat]]).log())
+        accepted = verify.typical(tree, tokens, scores, argmax, epsilon=1.0, delta=delta)
+        assert accepted.counts.tolist() == counts
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "path"),
+    [
+        ([0.6, 0.4], [0.5, 0.9], [0, 2, 4]),  # 0.30 against 0.36: the likelier child loses
+        ([0.7, 0.3], [0.5, 0.9], [0, 1, 3]),  # 0.35 against 0.27: the likelier grandchild loses
+        ([0.5, 0.5], [0.8, 0.8], [0, 1, 3]),  # equal: the first in the tree
+    ],
+)
+def test_typical_breaks_ties_by_likelihood_of_the_whole_path(
+    first: list[float], second: list[float], path: list[int]
+) -> None:
+    tree = TokenTree(SHAPES["two branches"]).batch()
+    tokens = torch.tensor([[9, 0, 1, 0, 0]])
+    after = [[chance, 1 - chance] for chance in second]
+    p = torch.tensor([[first, *after, [0.2, 0.8], [0.7, 0.3]]])
+    accepted = verify.typical(tree, tokens, Scores(p.log()), argmax, epsilon=0.09, delta=0.3)
+    assert accepted.path.tolist() == [path]
+    assert emitted_rows(accepted) == [(path[1] - 1, 0, 1 if path[2] == 3 else 0)]
+
+
+def test_typical_samples_its_bonus_from_the_target_at_the_last_node() -> None:
+    # One false alarm in a million, as above.
+    p = torch.tensor([[0.2, 0.8], [0.65, 0.35]])
+    tree, tokens = TokenTree.chain(1).batch(ROWS), torch.tensor([[9, 1]]).expand(ROWS, 2)
+    generator = torch.Generator().manual_seed(3)
+
+    def select(scores: Tensor) -> Tensor:
+        return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+
+    scores = Scores(p.log().expand(ROWS, 2, 2))
+    accepted = verify.typical(tree, tokens, scores, select)
+    assert (accepted.counts == 2).all()
+    law = {(1, 0): 0.65, (1, 1): 0.35}
+    assert chi_square(Counter(emitted_rows(accepted)), law) > FALSE_ALARM

@@ -1,0 +1,465 @@
+"""``generate()`` with a strategy does what ``generate()`` does, by whatever way it is asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, PAD, STRATEGIES, VOCAB, prompt, ragged
+from peft import LoraConfig, get_peft_model
+from tiny_checkpoint import make_model, make_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    WatermarkingConfig,
+    pipeline,
+)
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import hf_spec
+
+Tiny = Callable[..., PreTrainedModel]
+Spec = dict[str, Any]
+
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+
+
+def check_same(model: PreTrainedModel, spec: Spec, **kwargs: Any) -> torch.Tensor:
+    """Plain ids, after comparing ours with them."""
+    settings = {**GREEDY, **kwargs}
+    plain = model.generate(**settings)
+    ours = model.generate(**settings, **spec)
+    assert ours.tolist() == plain.tolist()
+    assert ours.dtype == plain.dtype
+    return plain
+
+
+# -- the ways in -----------------------------------------------------------------------------
+
+
+def test_keyword(tiny: Tiny, spec: Spec, decoded: list[str]) -> None:
+    check_same(tiny(), spec, inputs=prompt())
+    assert decoded == [spec["assistant_strategy"]]
+
+
+def test_spec_config(tiny: Tiny, spec: Spec, decoded: list[str]) -> None:
+    model = tiny()
+    plain = model.generate(prompt(), **GREEDY)
+    config = hf_spec.SpecConfig(**spec, **GREEDY)
+    assert model.generate(prompt(), generation_config=config).tolist() == plain.tolist()
+    # A keyword beside the config wins, as with any other option.
+    short = model.generate(prompt(), generation_config=config, max_new_tokens=5)
+    assert short.tolist() == plain[:, :17].tolist()
+    model.generate(prompt(), generation_config=config, assistant_strategy=None)
+    assert decoded == [spec["assistant_strategy"]] * 2
+    assert config.assistant_strategy == spec["assistant_strategy"]  # the call changed nothing
+
+
+def test_plain_generation_config(tiny: Tiny, spec: Spec, decoded: list[str]) -> None:
+    model = tiny()
+    ours = model.generate(prompt(), generation_config=GenerationConfig(**GREEDY, **spec))
+    assert ours.tolist() == model.generate(prompt(), **GREEDY).tolist()
+    assert decoded == [spec["assistant_strategy"]]
+
+
+def test_default_of_the_model(fresh: Tiny, spec: Spec, decoded: list[str], tmp_path: Any) -> None:
+    model = fresh()
+    plain = model.generate(prompt(), **GREEDY)
+    model.generation_config.assistant_strategy = spec["assistant_strategy"]
+    model.generation_config.assistant_kwargs = spec.get("assistant_kwargs", {})
+    assert model.generate(prompt(), **GREEDY).tolist() == plain.tolist()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.generate(prompt(), **GREEDY).tolist() == plain.tolist()
+    assert decoded == [spec["assistant_strategy"]] * 2
+
+
+def test_spec_config_as_default_of_the_model(
+    fresh: Tiny, spec: Spec, decoded: list[str], tmp_path: Any
+) -> None:
+    model = fresh()
+    plain = model.generate(prompt(), **GREEDY)
+    model.generation_config = hf_spec.SpecConfig(**spec, **GREEDY, eos_token_id=None)
+    assert model.generate(prompt()).tolist() == plain.tolist()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.generate(prompt()).tolist() == plain.tolist()
+    assert decoded == [spec["assistant_strategy"]] * 2
+
+
+def test_peft_model(fresh: Tiny, spec: Spec, decoded: list[str]) -> None:
+    base = fresh()
+    before = base.generate(prompt(), **GREEDY)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    plain = check_same(model, spec, input_ids=prompt())
+    assert plain.tolist() != before.tolist()
+    assert decoded == [spec["assistant_strategy"]]
+    assert hf_spec.last_stats(model).num_generated_tokens == 20
+
+
+def test_pipeline(spec: Spec, decoded: list[str]) -> None:
+    pipe = pipeline("text-generation", model=make_model(layers=3), tokenizer=make_tokenizer())
+    chat = [{"role": "user", "content": "abab"}]
+    for text in ("to be or not to be or", chat, ["one row", "and a longer row"]):
+        settings = {**GREEDY, "batch_size": 2, "max_length": None}
+        assert pipe(text, **settings, **spec) == pipe(text, **settings)
+    assert len(decoded) == 3
+
+
+def test_num_return_sequences(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    torch.manual_seed(0)
+    out = model.generate(
+        **ragged(), **spec, do_sample=True, num_return_sequences=3, max_new_tokens=8
+    )
+    assert out.shape == (9, 20)
+    assert out[:3, :12].tolist() == ragged()["input_ids"][:1].tolist() * 3
+    assert len({tuple(row) for row in out.tolist()}) > 3
+
+
+# -- logits processors -----------------------------------------------------------------------
+
+
+class Shown(LogitsProcessor):
+    """Records every prefix it is shown, and how its scores look."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[list[list[int]]] = []
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.prefixes.append(input_ids.tolist())
+        self.scores.append(scores.clone())
+        return scores
+
+
+class ByRow(LogitsProcessor):
+    """Forbids other tokens in each row, in place."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for row in range(len(scores)):
+            scores[row, row :: len(scores) + 1] = -float("inf")
+        return scores
+
+
+def allowed_by_row(row: int, ids: torch.Tensor) -> list[int]:
+    """Tokens depend on the row and on the last token."""
+    return [t for t in range(3, VOCAB) if (t + row + int(ids[-1])) % 3]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "min_new_tokens": {"min_new_tokens": 15, "eos_token_id": list(range(3, 40))},
+    "bad_words_ids": {"bad_words_ids": [[n] for n in range(20, 40)] + [[7, 8], [41, 42]]},
+    "sequence_bias": {"sequence_bias": [[[5], 4.0], [[5, 6], 9.0], [[6, 7], 9.0]]},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
+    "forced_eos": {"forced_eos_token_id": EOS, "eos_token_id": EOS},
+    "suppress_tokens": {"suppress_tokens": list(range(30, 60))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(10, 20))},
+    "exponential_decay": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": EOS},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": allowed_by_row},
+    "by_row": {"logits_processor": LogitsProcessorList([ByRow()])},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0)},
+    "renormalize": {"renormalize_logits": True, "repetition_penalty": 1.2},
+    "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [5, 6]},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors(tiny: Tiny, spec: Spec, name: str) -> None:
+    model = tiny()
+    settings = PROCESSORS[name]
+    check_same(model, spec, **ragged(), **settings)
+    plain = check_same(model, spec, input_ids=prompt(), **settings)
+    if name != "encoder_repetition_penalty":
+        assert plain.tolist() != model.generate(prompt(), **GREEDY).tolist()  # it does something
+
+
+def test_processors_see_the_true_prefix(tiny: Tiny) -> None:
+    """At batch 1 a processor is called as plain generation calls it: same prefixes, same scores."""
+    for settings in (GREEDY, {**GREEDY, "do_sample": True, "temperature": 1.5}):
+        shown = []
+        for spec in ({}, STRATEGIES["prompt_lookup"]):
+            torch.manual_seed(0)
+            shown.append(Shown())
+            tiny().generate(
+                prompt(), **settings, **spec, logits_processor=LogitsProcessorList([shown[-1]])
+            )
+        plain, ours = shown
+        assert ours.prefixes == plain.prefixes
+        for mine, theirs in zip(ours.scores, plain.scores):
+            assert mine.dtype == theirs.dtype == torch.float32
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # see check_recorded
+
+
+def test_processors_of_a_batch_see_whole_batches(tiny: Tiny, spec: Spec) -> None:
+    """Padding included, one length for all rows, and every emitted token's true prefix among them."""
+    shown = Shown()
+    out = tiny().generate(
+        **ragged(), **GREEDY, **spec, logits_processor=LogitsProcessorList([shown])
+    )
+    assert {len(rows) for rows in shown.prefixes} == {3}
+    for row, tokens in enumerate(out.tolist()):
+        seen = {tuple(rows[row]) for rows in shown.prefixes}
+        assert all(tuple(tokens[:end]) in seen for end in range(12, len(tokens)))
+
+
+# -- stopping --------------------------------------------------------------------------------
+
+
+class StopAt(StoppingCriteria):
+    """Stops a row whose last token is divisible by the number; records what it is shown."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.shown: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.shown.append(input_ids.tolist())
+        return input_ids[:, -1] % self.number == 0
+
+
+@pytest.mark.parametrize("how_many", [1, 2, 8])
+def test_eos(tiny: Tiny, spec: Spec, how_many: int) -> None:
+    """EOS ids are chosen from what plain generation emits, so that rows stop at different times."""
+    model = tiny("llama_tied")
+    plain = model.generate(**ragged(), **GREEDY)[:, 12:]
+    for start in (2, 9):
+        eos = list(dict.fromkeys(plain[:, start:].flatten().tolist()))[:how_many]
+        cut = check_same(model, spec, **ragged(), eos_token_id=eos)
+        check_same(model, spec, **ragged(), eos_token_id=eos, pad_token_id=50)
+        assert (cut[:, 12:] == PAD).any()
+        check_same(model, spec, input_ids=prompt(), eos_token_id=eos)
+
+
+@pytest.mark.parametrize("eos", [None, EOS])
+def test_custom_criterion(tiny: Tiny, spec: Spec, eos: int | None) -> None:
+    """Rows stop at different times; without EOS plain generation lets finished rows run on."""
+    model = tiny()
+    for number in (3, 5, 11):
+        for kwargs in (ragged(), {"input_ids": prompt()}):
+            criteria = StoppingCriteriaList([StopAt(number)])
+            check_same(model, spec, **kwargs, stopping_criteria=criteria, eos_token_id=eos)
+
+
+def test_criterion_is_called_token_by_token(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    plain, ours = StopAt(1000), StopAt(1000)
+    model.generate(prompt(), **GREEDY, stopping_criteria=StoppingCriteriaList([plain]))
+    model.generate(prompt(), **GREEDY, **spec, stopping_criteria=StoppingCriteriaList([ours]))
+    # After the last token there is nothing left to stop, so ours need not be asked again.
+    assert ours.shown == plain.shown[: len(ours.shown)]
+    assert len(ours.shown) >= len(plain.shown) - 1
+
+
+def test_criteria_of_stock_kinds_given_by_hand(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    token = int(model.generate(prompt(), **GREEDY)[0, 18])
+    for criterion in (
+        MaxLengthCriteria(16),
+        EosTokenCriteria(token),
+        MaxTimeCriteria(1e6),
+    ):
+        check_same(model, spec, **ragged(), stopping_criteria=StoppingCriteriaList([criterion]))
+
+
+def test_stop_strings(spec: Spec) -> None:
+    model, tokenizer = make_model(layers=3), make_tokenizer()
+    tokenizer.padding_side = "left"
+    batch = dict(tokenizer(["abcabc", "xyz xyz xyz"], return_tensors="pt", padding=True))
+    batch = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    free = model.generate(**batch, **GREEDY, eos_token_id=None)
+    one = tokenizer.convert_ids_to_tokens(int(free[0, -10]))
+    text = tokenizer.decode(free[1, -8:-6])
+    stops = [tokenizer.backend_tokenizer.decoder.decode([one]), text]
+    stopped = check_same(model, spec, **batch, stop_strings=stops, tokenizer=tokenizer)
+    assert stopped.shape[1] < free.shape[1] or (stopped[:, -1] == PAD).any()
+
+
+def test_max_time(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    start = time.perf_counter()
+    out = model.generate(prompt(), **spec, max_new_tokens=100, do_sample=False, max_time=0.0)
+    assert out.shape[1] == 13  # plain generation emits one token, too, before it looks at the time
+    assert out.shape == model.generate(prompt(), max_new_tokens=100, max_time=0.0).shape
+    out = model.generate(**ragged(), **spec, max_new_tokens=100, do_sample=False, max_time=0.03)
+    assert time.perf_counter() - start < 30
+    full = model.generate(**ragged(), max_new_tokens=100, do_sample=False)
+    assert out.tolist() == full[:, : out.shape[1]].tolist() or PAD in out
+
+
+# -- streamers -------------------------------------------------------------------------------
+
+
+class Puts(BaseStreamer):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append((value.tolist(), value.dtype, value.device.type))
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("eos", [None, [EOS, 5, 18, 50]])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_streamer_gets_what_plain_generation_puts(
+    tiny: Tiny, spec: Spec, rows: int, eos: list[int] | None
+) -> None:
+    for architecture in ("llama", "llama_tied"):
+        plain, ours = Puts(), Puts()
+        for streamer, strategy in ((plain, {}), (ours, spec)):
+            tiny(architecture).generate(
+                **(ragged() if rows == 3 else {"input_ids": prompt()}),
+                **GREEDY, **strategy, streamer=streamer, eos_token_id=eos,
+            )  # fmt: skip
+        assert ours.calls == plain.calls
+
+
+def test_streamer_gets_tokens_as_they_come(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's first token is there before the second forward."""
+    model, puts, seen = tiny(), Puts(), []
+    hook = model.register_forward_pre_hook(lambda *_: seen.append(len(puts.calls)))
+    try:
+        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], streamer=puts)
+    finally:
+        hook.remove()
+    assert seen[0] == 1 and seen[1] == 2
+    assert seen == sorted(set(seen))  # every step put something
+
+
+def test_text_iterator_streamer_in_a_thread(spec: Spec) -> None:
+    model, tokenizer = make_model(layers=3), make_tokenizer()
+    inputs = {"input_ids": tokenizer("again and again", return_tensors="pt").input_ids}
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    thread = threading.Thread(
+        target=model.generate, kwargs={**inputs, **GREEDY, **spec, "streamer": streamer}
+    )
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    plain = model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :]
+    assert text == tokenizer.decode(plain)
+
+
+# -- outputs ---------------------------------------------------------------------------------
+
+
+def check_recorded(ours: Any, plain: Any, ends: list[int]) -> None:
+    """Scores and logits per emitted token; a row past its end is not compared."""
+    for name in ("scores", "logits"):
+        mine, theirs = getattr(ours, name), getattr(plain, name)
+        assert len(mine) == len(theirs)
+        for column, (a, b) in enumerate(zip(mine, theirs)):
+            assert a.shape == b.shape and a.dtype == b.dtype == torch.float32
+            for row, end in enumerate(ends):
+                if column < end:
+                    # Several tokens per forward add up in another order: a few ulps of 10.
+                    torch.testing.assert_close(a[row], b[row], rtol=1e-4, atol=1e-4)
+
+
+def test_scores_and_logits(tiny: Tiny, spec: Spec) -> None:
+    model = tiny("llama_tied")
+    settings = {
+        **GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+        "repetition_penalty": 1.2, "suppress_tokens": [8, 9],
+    }  # fmt: skip
+    free = model.generate(**ragged(), **GREEDY, repetition_penalty=1.2, suppress_tokens=[8, 9])
+    for eos in (None, [int(free[1, 15]), int(free[0, 20])]):
+        for inputs in (ragged(), {"input_ids": prompt()}):
+            plain = model.generate(**inputs, **settings, eos_token_id=eos)
+            ours = model.generate(**inputs, **settings, **spec, eos_token_id=eos)
+            assert isinstance(ours, hf_spec.SpecGenerateOutput)
+            assert isinstance(ours, GenerateDecoderOnlyOutput)
+            assert ours.sequences.tolist() == plain.sequences.tolist()
+            emitted = ours.sequences[:, 12:].tolist()
+            ends = [
+                next((i + 1 for i, token in enumerate(row) if token in (eos or ())), len(row))
+                for row in emitted
+            ]
+            check_recorded(ours, plain, ends)
+            assert ours.attentions is None and ours.hidden_states is None
+
+
+def test_only_what_is_asked_for_is_recorded(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    assert out.scores is None and out.logits is None
+    out = model.generate(
+        prompt(), **GREEDY, **spec, return_dict_in_generate=True, output_logits=True
+    )
+    assert out.scores is None and len(out.logits) == 20
+
+
+def test_transition_scores(tiny: Tiny, spec: Spec) -> None:
+    """A consumer of the scores that stock users call next."""
+    model = tiny()
+    settings = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    both = [model.generate(prompt(), **settings, **kind) for kind in ({}, spec)]
+    plain, ours = (
+        model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        for out in both
+    )
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)  # as in check_recorded
+
+
+@pytest.mark.parametrize("eos", [None, [5, 18, 50]])
+def test_spec_stats(tiny: Tiny, spec: Spec, eos: list[int] | None) -> None:
+    model = tiny("llama_tied")
+    for inputs in (ragged(), {"input_ids": prompt()}):
+        forwards: list[int] = []
+        hook = model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
+        try:
+            out = model.generate(
+                **inputs, **GREEDY, **spec, eos_token_id=eos, return_dict_in_generate=True
+            )
+        finally:
+            hook.remove()
+        stats = out.spec_stats
+        assert hf_spec.last_stats(model) is stats
+        new = [
+            next((i + 1 for i, token in enumerate(row) if token in (eos or ())), len(row))
+            for row in out.sequences[:, 12:].tolist()
+        ]
+        assert stats.num_generated_tokens == sum(new)
+        assert stats.num_steps + stats.num_draft_forwards == len(forwards)
+        histogram = stats.accepted_histogram
+        assert sum(histogram.values()) == stats.num_row_steps
+        assert sum(k * n for k, n in histogram.items()) == sum(new)
+        assert min(histogram) >= 1  # an unfinished row emits at least one token per step
+        assert stats.mean_accepted_tokens == sum(new) / stats.num_row_steps >= 1
+        assert stats.num_steps <= stats.num_row_steps <= stats.num_steps * len(new)
+        assert stats.num_drafted_tokens >= sum(new) - stats.num_row_steps
+        rates = stats.acceptance_per_position
+        assert (len(rates) > 0) == (stats.num_drafted_tokens > 0)
+        assert all(0 <= rate <= 1 for rate in rates)
+        reached = [stats.accepted[depth] for depth in sorted(stats.accepted)]
+        assert reached == sorted(reached, reverse=True)
+        for part in ("draft", "forward", "verify", "other"):
+            assert getattr(stats, f"{part}_seconds") > 0
+
+
+def test_last_stats_of_a_model_that_never_ran(fresh: Tiny) -> None:
+    assert hf_spec.last_stats(fresh()) is None

@@ -1,0 +1,242 @@
+"""Caches in and out: the caller's own, ours across the turns of a chat, and those we refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, PAD, prompt, ragged
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_spec.core.cache import TreeCache
+
+Tiny = Callable[..., PreTrainedModel]
+Spec = dict[str, Any]
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+#: Full attention, sliding windows, both, learned positions, ALiBi.
+KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom")
+
+# fp32 with other reduction orders: a few ulps of values up to about 10.
+CLOSE = {"rtol": 1e-4, "atol": 2e-4}
+
+
+def turn(seed: int, length: int = 6, rows: int = 1) -> torch.Tensor:
+    return prompt(length, rows, seed=100 + seed)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_users_dynamic_cache_is_filled_as_by_plain_generation(
+    tiny: Tiny, spec: Spec, architecture: str
+) -> None:
+    model = tiny(architecture)
+    for inputs in ({"input_ids": prompt()}, ragged()):
+        plain, ours = (DynamicCache(config=model.config) for _ in range(2))
+        expected = model.generate(**inputs, **GREEDY, past_key_values=plain)
+        out = model.generate(
+            **inputs, **GREEDY, **spec, past_key_values=ours, return_dict_in_generate=True
+        )
+        assert out.sequences.tolist() == expected.tolist()
+        assert out.past_key_values is ours
+        assert ours.get_seq_length() == plain.get_seq_length() == 27
+        real = torch.ones(len(expected), 27, dtype=torch.bool)
+        if "attention_mask" in inputs:
+            real[:, :12] = inputs["attention_mask"].bool()
+        for mine, theirs in zip(ours.layers, plain.layers):
+            assert type(mine) is type(theirs)
+            assert mine.keys.shape == theirs.keys.shape
+            mask = real[:, -mine.keys.shape[2] :][:, None, :, None]  # padding may hold anything
+            torch.testing.assert_close(mine.keys * mask, theirs.keys * mask, **CLOSE)
+            torch.testing.assert_close(mine.values * mask, theirs.values * mask, **CLOSE)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_users_dynamic_cache_over_turns(tiny: Tiny, spec: Spec, architecture: str) -> None:
+    """Speculative and plain turns take each other's cache."""
+    model = tiny(architecture)
+    for order in ((spec, spec, spec), ({}, spec, {}), (spec, {}, spec)):
+        ids, cache = prompt(), DynamicCache(config=model.config)
+        for number, strategy in enumerate(order):
+            expected = model.generate(ids, **GREEDY)
+            ours = model.generate(ids, **GREEDY, **strategy, past_key_values=cache)
+            assert ours.tolist() == expected.tolist()
+            ids = torch.cat([ours, turn(number)], dim=1)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
+    model = tiny(architecture)
+    ids, cache = prompt(), None
+    for number in range(3):
+        expected = model.generate(ids, **GREEDY)
+        out = model.generate(
+            ids, **GREEDY, **spec, past_key_values=cache, return_dict_in_generate=True
+        )
+        assert out.sequences.tolist() == expected.tolist()
+        assert isinstance(out.past_key_values, TreeCache)
+        assert cache is None or out.past_key_values is cache
+        cache = out.past_key_values
+        assert cache.get_seq_length() == expected.shape[1] - 1
+        ids = torch.cat([expected, turn(number)], dim=1)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
+    """Rows end at different times, so that padding stands in the middle of the next prompt."""
+    model = tiny(architecture)
+    batch = ragged()
+    free = model.generate(**batch, **GREEDY)
+    settings = {**GREEDY, "eos_token_id": [EOS, int(free[0, 16]), int(free[1, 20])]}
+    out = model.generate(**batch, **settings, **spec, return_dict_in_generate=True)
+    mask = batch["attention_mask"]
+    for number in range(2):
+        new = turn(number, rows=3)
+        ids = torch.cat([out.sequences, new], dim=1)
+        ended = real_until_eos(out.sequences[:, mask.shape[1] :], settings["eos_token_id"])
+        mask = torch.cat([mask, ended, torch.ones_like(new)], dim=1)
+        out = model.generate(
+            ids, attention_mask=mask, past_key_values=out.past_key_values,
+            **settings, **spec, return_dict_in_generate=True,
+        )  # fmt: skip
+        for row in range(3):
+            alone = ids[row, mask[row].bool()][None]
+            # With a mask, since a stray token 0 would be taken for padding.
+            ones = torch.ones_like(alone)
+            expected = model.generate(alone, attention_mask=ones, **settings)[0, alone.shape[1] :]
+            tail = out.sequences[row, ids.shape[1] :]
+            assert tail[: len(expected)].tolist() == expected.tolist()
+            assert (tail[len(expected) :] == PAD).all()
+
+
+def real_until_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:
+    is_eos = torch.isin(tokens, torch.tensor(eos))
+    return (is_eos.long().cumsum(-1) - is_eos.long() == 0).long()
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_only_the_new_tokens(tiny: Tiny, spec: Spec, architecture: str, kind: type) -> None:
+    """New tokens alone, with an attention mask of the full length."""
+    model = tiny(architecture)
+    given = {} if kind is TreeCache else {"past_key_values": DynamicCache(config=model.config)}
+    first = model.generate(prompt(), **GREEDY, **spec, **given, return_dict_in_generate=True)
+    assert isinstance(first.past_key_values, kind)
+    ids = torch.cat([first.sequences, turn(0)], dim=1)
+    expected = model.generate(ids, **GREEDY)
+    cached = first.past_key_values.get_seq_length()
+    out = model.generate(
+        ids[:, cached:], attention_mask=torch.ones_like(ids),
+        past_key_values=first.past_key_values, **GREEDY, **spec,
+    )  # fmt: skip
+    assert out.tolist() == expected[:, cached:].tolist()
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_plain_generation_continues_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
+    model = tiny(architecture)
+    first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, turn(0)], dim=1)
+    expected = model.generate(ids, **GREEDY)
+    cache = first.past_key_values
+    assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == expected.tolist()
+    # ... and ours goes on with what plain generation has appended.
+    ids = torch.cat([expected, turn(1)], dim=1)
+    ours = model.generate(ids, past_key_values=cache, **GREEDY, **spec)
+    assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
+
+
+def test_plain_generation_cannot_use_ragged_rows(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    out = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="rows of different lengths.*one by one"):
+        model.generate(
+            torch.cat([out.sequences, turn(0, rows=3)], dim=1),
+            past_key_values=out.past_key_values, **GREEDY,
+        )  # fmt: skip
+
+
+def test_prompt_shorter_than_the_cache(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="past_key_values holds .27.*whole conversation"):
+        model.generate(prompt(), past_key_values=out.past_key_values, **GREEDY, **spec)
+
+
+def test_cache_of_another_batch_size(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    cache = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="3 rows, the prompt has 1"):
+        model.generate(prompt(40), past_key_values=cache.past_key_values, **GREEDY, **spec)
+
+
+class QuantizedLayer(DynamicLayer):
+    """As in Transformers by name, without its optional dependency."""
+
+
+def test_caches_that_cannot_hold_a_tree(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    quantized = DynamicCache()
+    quantized.layers = [QuantizedLayer() for _ in range(3)]
+    offloaded = DynamicCache()
+    offloaded.offloading = True
+    for cache, name in (
+        (StaticCache(config=model.config, max_cache_len=64), "StaticLayer"),
+        (quantized, "QuantizedLayer"),
+        (offloaded, "offloaded"),
+    ):
+        with pytest.raises(ValueError, match=f"past_key_values.*{name}.*Pass a DynamicCache"):
+            model.generate(prompt(), past_key_values=cache, **GREEDY, **spec)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_prefill_in_chunks(tiny: Tiny, spec: Spec, architecture: str) -> None:
+    model = tiny(architecture)
+    for inputs in ({"input_ids": prompt(21)}, ragged((21, 4))):
+        expected = model.generate(**inputs, **GREEDY)
+        ours = model.generate(**inputs, **GREEDY, **spec, prefill_chunk_size=5)
+        assert ours.tolist() == expected.tolist()
+
+
+def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
+    for architecture in ("llama", "gpt2"):
+        model = tiny(architecture)
+        for inputs in (ragged(), {"input_ids": prompt()}):
+            embeds = {**inputs, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+            expected = model.generate(**embeds, **GREEDY)
+            assert model.generate(**embeds, **GREEDY, **spec).tolist() == expected.tolist()
+            del embeds["input_ids"]
+            expected = model.generate(**embeds, **GREEDY)
+            assert expected.shape[1] == 16  # new tokens only
+            ours = model.generate(**embeds, **GREEDY, **spec, return_dict_in_generate=True)
+            assert ours.sequences.tolist() == expected.tolist()
+            lengths = inputs.get("attention_mask", torch.ones(1, 12)).sum(-1).long() + 15
+            assert ours.past_key_values.host_lengths == lengths.tolist()
+
+
+def test_growth_beyond_the_reserve(tiny: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache doubles on the way when the length is not known."""
+    import hf_spec.decoding.prefill as module
+
+    monkeypatch.setattr(module, "RESERVE", 1)
+    model = tiny()
+    for inputs in ({"input_ids": prompt()}, ragged()):
+        settings = {"max_new_tokens": 60, "do_sample": False}
+        ours = model.generate(**inputs, **settings, **spec)
+        assert ours.tolist() == model.generate(**inputs, **settings).tolist()
+
+
+def test_long_continuation_in_chunks(
+    tiny: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hf_spec.decoding.prefill as module
+
+    monkeypatch.setattr(module, "CHUNK", 4)
+    for architecture in KINDS:
+        model = tiny(architecture)
+        first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, turn(0, 19)], dim=1)
+        ours = model.generate(ids, past_key_values=first.past_key_values, **GREEDY, **spec)
+        assert ours.tolist() == model.generate(ids, **GREEDY).tolist()

@@ -1,0 +1,110 @@
+"""The demo on a tiny model: prompts from held-out modules, files, equality."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_checkpoint import make_tokenizer, save_checkpoint
+
+from hf_spec import cli
+from hf_spec.demo import demo, prompts
+from hf_spec.demo.train_model import HELD_OUT, library_files
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def test_prompts_are_beginnings_of_held_out_code(monkeypatch):
+    monkeypatch.setattr(prompts, "MIN_TOKENS", 40)
+    monkeypatch.setattr(prompts, "PROMPT_TOKENS", 90)
+    found = prompts.demo_prompts(words)
+    assert found == prompts.demo_prompts(words)
+    sources = {path.stem: path.read_text() for path in library_files(held_out=True)}
+    assert set(sources) == set(HELD_OUT)
+    for prompt in found:
+        module, place = str(prompt.question_id).split(".py, ")
+        assert 40 <= words(prompt.text) <= 90
+        assert prompt.text in sources[module] and prompt.text.endswith("\n")
+        if place == "beginning":
+            assert sources[module].startswith(prompt.text)
+        else:
+            first = prompt.text.splitlines()[0].strip()
+            assert first.startswith(("def ", "class ", "async def "))
+    assert len({prompt.text for prompt in found}) == len(found) >= len(HELD_OUT)
+    # A small --limit already sees different modules.
+    assert len({str(p.question_id).split(",")[0] for p in found[:6]}) == 6
+
+
+@pytest.fixture
+def small_prompts(monkeypatch):
+    """Prompts that fit the tiny model, which has a token per byte and a context of 256."""
+    monkeypatch.setattr(prompts, "MIN_TOKENS", 20)
+    monkeypatch.setattr(prompts, "PROMPT_TOKENS", 160)
+
+
+def test_demo_writes_table_chart_and_results(tmp_path, small_prompts, capsys):
+    folder, output = save_checkpoint(tmp_path / "model", chat=False), tmp_path / "out"
+    code = cli.main(
+        [
+            "demo", "--model", str(folder), "--output", str(output), "--limit", "3",
+            "--max-new-tokens", "24", "--dtype", "float32",
+        ]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "Every output equals plain generate's." in printed.out
+    assert "prompt_lookup" in printed.out and "speedup" in printed.out
+    data = json.loads((output / "results.json").read_text())
+    everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
+    assert set(everything) == {"plain", "prompt_lookup"}
+    assert all(row["identical"] == row["prompts"] == 3 for row in everything.values())
+    assert (output / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sample_text_is_a_prompt_and_its_continuation(tmp_path, small_prompts):
+    folder = save_checkpoint(tmp_path / "model", chat=False)
+    result = demo.run_demo(folder, limit=2, max_new_tokens=16, dtype="float32")
+    given, written = result.sample
+    assert given in [prompt.text for prompt in result.bench.prompts]
+    tokenizer = make_tokenizer(chat=False)
+    texts = [
+        tokenizer.decode(m.rows[0], skip_special_tokens=True) for m in result.bench.measurements
+    ]
+    assert written in texts
+
+
+def test_a_difference_is_an_error(tmp_path, small_prompts, monkeypatch, capsys):
+    folder = save_checkpoint(tmp_path / "model", chat=False)
+    monkeypatch.setattr(demo.DemoResult, "all_identical", False)
+    arguments = ["demo", "--model", str(folder), "--output", str(tmp_path), "--limit", "1"]
+    assert cli.main([*arguments, "--max-new-tokens", "4", "--dtype", "float32"]) == 2
+    assert "an output differs from plain generate's" in capsys.readouterr().err
+
+
+def test_the_shipped_model_and_adapters(tmp_path, capsys):
+    folder = demo.model_folder()
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 16 * 2**20
+    arguments = ["demo", "--output", str(tmp_path), "--limit", "2", "--max-new-tokens", "24"]
+    assert cli.main(arguments) == 0, capsys.readouterr().err
+    data = json.loads((tmp_path / "results.json").read_text())
+    names = {row["strategy"] for row in data["runs"]}
+    assert {"plain", "prompt_lookup"} <= names
+    assert len(names) == 2 + len(demo.adapter_folders())
+    assert not any(row["diverged"] for row in data["runs"])
+
+
+def test_a_missing_model_is_explained(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "MODEL_FOLDER", "no_such_model")
+    assert cli.main(["demo", "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "the demo model is missing from" in error and "hf_spec.demo.train_model" in error
+    assert error.count("\n") == 1
+
+
+def test_bad_options(tmp_path, capsys):
+    assert cli.main(["demo", "--dtype", "float3", "--output", str(tmp_path)]) == 2
+    assert "--dtype 'float3'" in capsys.readouterr().err
+    assert cli.main(["demo", "--model", str(tmp_path / "none"), "--output", str(tmp_path)]) == 2
+    assert "there is no such folder" in capsys.readouterr().err

@@ -1,0 +1,282 @@
+"""``prompt_lookup``: the index against rescanning, the tree against continuations written out."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.core.tree import TokenTree
+from hf_spec.methods.base import get_method
+from hf_spec.methods.prompt_lookup.drafter import PromptLookupDrafter
+from hf_spec.methods.prompt_lookup.index import (
+    DECAY,
+    WEIGHT_PER_NGRAM,
+    NgramIndex,
+    continuation_tree,
+)
+from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
+
+Matches = list[tuple[int, int]]
+Path = tuple[int, ...]
+
+
+def rescan(tokens: list[int], smallest: int, largest: int, limit: int) -> Matches:
+    """All earlier places where the sequence's end occurs, found by looking everywhere."""
+    found: dict[int, int] = {}
+    for size in range(largest, smallest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                found.setdefault(end, size)
+    return list(found.items())[:limit]
+
+
+def sequence(rng: random.Random, length: int, alphabet: int) -> list[int]:
+    return [rng.randrange(alphabet) for _ in range(length)]
+
+
+def index_of(tokens: list[int], smallest: int = 1, largest: int = 4) -> NgramIndex:
+    index = NgramIndex(smallest, largest)
+    index.update(tokens)
+    return index
+
+
+# -- the index -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 3), (3, 3)], ids=str)
+@pytest.mark.parametrize("alphabet", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_matches_equal_a_rescan_while_the_sequence_grows(
+    seed: int, alphabet: int, sizes: tuple[int, int]
+) -> None:
+    rng = random.Random(seed)
+    index, tokens = NgramIndex(*sizes), []
+    for _ in range(25):
+        tokens = tokens + sequence(rng, rng.randint(0, 4), alphabet)
+        index.update(tokens)
+        for limit in (1, 3, 100):
+            assert index.matches(tokens, limit) == rescan(tokens, *sizes, limit)
+
+
+def test_longest_first_then_latest_and_each_place_once() -> None:
+    tokens = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3, 7, 3, 6, 1, 2, 3]
+    matches = index_of(tokens).matches(tokens, 100)
+    assert matches == [(10, 3), (3, 3), (6, 2), (12, 1)]
+
+
+def test_the_sequence_does_not_match_its_own_end() -> None:
+    assert index_of([1, 2, 3]).matches([1, 2, 3], 10) == []
+    assert index_of([]).matches([], 10) == []
+
+
+def test_matches_may_overlap_the_end() -> None:
+    tokens = [5, 5, 5]
+    assert index_of(tokens).matches(tokens, 10) == [(2, 2), (1, 1)]
+
+
+class CountingDict(dict):
+    """Counts insertions."""
+
+    insertions = 0
+
+    def setdefault(self, *args: Any) -> Any:
+        self.insertions += 1
+        return super().setdefault(*args)
+
+
+@pytest.mark.parametrize("before", [10, 1000])
+def test_an_update_costs_one_insertion_per_new_token_and_size(before: int) -> None:
+    tokens = sequence(random.Random(0), before, 3)
+    index = index_of(tokens, 1, 4)
+    index._ends = CountingDict(index._ends)
+    index.update(tokens)
+    assert index._ends.insertions == 0
+    index.update([*tokens, 1, 2])
+    assert index._ends.insertions == 2 * 4
+
+
+# -- the tree ------------------------------------------------------------------------------------
+
+
+def continuation(tokens: list[int], end: int, depth: int) -> list[int]:
+    """What followed at ``end``; past the sequence's end, what was just copied there."""
+    longer = list(tokens)
+    for step in range(depth):
+        longer.append(longer[end + step])
+    return longer[len(tokens) :]
+
+
+def weights_of(tokens: list[int], matches: Matches, depth: int) -> dict[Path, float]:
+    weights: dict[Path, float] = {}
+    for order, (end, size) in enumerate(matches):
+        copied = continuation(tokens, end, depth)
+        for level in range(1, depth + 1):
+            path = tuple(copied[:level])
+            weight = WEIGHT_PER_NGRAM**size / (1 + order) * DECAY**level
+            weights[path] = weights.get(path, 0.0) + weight
+    return weights
+
+
+def token_paths(tree: TokenTree, candidates: list[int]) -> list[Path]:
+    paths: list[Path] = [()]
+    for node in range(1, len(tree)):
+        paths.append((*paths[tree.parents[node]], candidates[node - 1]))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("max_nodes", [1, 4, 15, 1000])
+@pytest.mark.parametrize("max_depth", [1, 3, 10])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_tree_holds_the_heaviest_continuations(
+    seed: int, max_depth: int, max_nodes: int
+) -> None:
+    rng = random.Random(seed)
+    tokens = sequence(rng, rng.randint(2, 40), rng.choice([1, 2, 4]))
+    matches = rescan(tokens, 1, 4, limit=8)
+    tree, candidates = continuation_tree(tokens, matches, max_depth, max_nodes)
+    paths = token_paths(tree, candidates)
+    weights = weights_of(tokens, matches, max_depth)
+
+    assert len(candidates) == tree.num_candidates == min(max_nodes, len(weights))
+    assert tree.max_depth <= max_depth
+    assert len(set(paths)) == len(paths)  # no two siblings carry the same token
+    assert set(paths) <= set(weights)
+    for path in paths:
+        if len(path) > 1:
+            assert path[:-1] in paths
+            assert weights[path[:-1]] > weights[path]
+    kept = sorted((weights[path] for path in paths), reverse=True)
+    assert kept == pytest.approx(sorted(weights.values(), reverse=True)[: len(kept)])
+
+
+def test_no_matches_give_the_root_alone() -> None:
+    assert continuation_tree([1, 2, 3], [], 5, 5) == (TokenTree.chain(0), [])
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_a_loop_is_continued_at_any_depth(period: int) -> None:
+    loop = [7, 8, 9][:period]
+    tokens = [1, 2, *loop * 3]
+    matches = index_of(tokens).matches(tokens, 1)
+    tree, candidates = continuation_tree(tokens, matches, 10, 10)
+    assert tree == TokenTree.chain(10)
+    assert candidates == (loop * 10)[:10]
+
+
+def test_agreeing_continuations_share_their_start() -> None:
+    tokens = [5, 1, 2, 3, 5, 1, 2, 4, 5]
+    tree, candidates = continuation_tree(tokens, [(5, 1), (1, 1)], 3, 10)
+    assert token_paths(tree, candidates) == [(1,), (1, 2), (1, 2, 4), (1, 2, 3)]
+
+
+def test_longer_matches_weigh_more_than_several_shorter_ones() -> None:
+    tokens = [4, 3, 8, 3, 9, 6, 3, 9, 4, 3]
+    index = index_of(tokens)
+    tree, candidates = continuation_tree(tokens, index.matches(tokens, 8), 1, 1)
+    assert candidates == [8]  # once after (4, 3), while 9 follows 3 twice
+
+
+# -- the drafter ---------------------------------------------------------------------------------
+
+
+def drafter(**options: int) -> PromptLookupDrafter:
+    return PromptLookupDrafter(model=None, options=PromptLookupOptions(**options))
+
+
+def state_of(rows: list[list[int]], active: list[bool], max_depth: int) -> Any:
+    """As much of a DecodingState as drafting looks at."""
+    root = torch.tensor([row[-1] for row in rows])
+    return SimpleNamespace(tokens=rows, active=active, max_depth=max_depth, root=root)
+
+
+def test_rows_are_drafted_for_themselves() -> None:
+    rng = random.Random(1)
+    rows = [sequence(rng, length, 3) for length in (20, 9, 1, 14)]
+    active = [True, True, True, False]
+    one = drafter(max_depth=6, max_nodes=7)
+    state = state_of(rows, active, max_depth=4)
+    one.start(state)
+    for _ in range(5):
+        draft = one.propose(state)
+        assert draft.distributions is None
+        assert draft.tokens.dtype == torch.long
+        assert draft.tokens.shape == (4, draft.tree.num_nodes)
+        assert draft.tokens[:, 0].tolist() == state.root.tolist()
+        for row, tokens in enumerate(rows):
+            matches = rescan(tokens, 1, 4, 8) if active[row] else []
+            tree, candidates = continuation_tree(tokens, matches, 4, 7)
+            n = len(tree)
+            assert draft.tree.parents[row, :n].tolist() == list(tree.parents)
+            assert draft.tokens[row, 1:n].tolist() == candidates
+            assert draft.tree.valid[row].tolist() == [
+                node < n for node in range(draft.tree.num_nodes)
+            ]
+        for row, tokens in enumerate(rows):
+            if active[row]:
+                tokens += sequence(rng, rng.randint(1, 3), 3)
+        state = state_of(rows, active, max_depth=4)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 50])
+def test_drafts_go_no_deeper_than_the_budget(left: int) -> None:
+    one, rows = drafter(max_depth=5), [[1, 2, 1, 2, 1, 2]]
+    state = state_of(rows, [True], max_depth=left)
+    one.start(state)
+    assert one.propose(state).tree.max_depth == min(left, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32])
+def test_get_candidates_appends_the_best_chain(dtype: torch.dtype) -> None:
+    rng, one = random.Random(3), drafter(max_depth=6)
+    tokens = [4, 5, 6]
+    for _ in range(12):
+        ids = torch.tensor([tokens], dtype=dtype)
+        candidates, logits = one.get_candidates(ids)
+        matches = rescan(tokens, 1, 4, 1)
+        chain = continuation(tokens, matches[0][0], 6) if matches else []
+        assert logits is None
+        assert candidates.dtype == dtype
+        assert candidates.shape == (1, len(tokens) + len(chain))
+        assert candidates[0].tolist() == tokens + chain
+        tokens = tokens + sequence(rng, rng.randint(1, 3), 4)
+
+
+def test_get_candidates_without_a_match_returns_the_ids() -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    candidates, logits = drafter().get_candidates(ids)
+    assert torch.equal(candidates, ids)
+    assert logits is None
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_ngram": 0}, "max_ngram=0: must be a whole number of at least 1"),
+        ({"min_ngram": 1.5}, "min_ngram=1.5: must be a whole number"),
+        ({"max_nodes": True}, "max_nodes=True: must be a whole number"),
+        ({"max_depth": -1}, "max_depth=-1"),
+        ({"max_matches": "8"}, "max_matches='8'"),
+        ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower it"),
+        ({"acceptance": "rejection"}, "acceptance='rejection'.*Use acceptance='match'"),
+        ({"acceptance": "greedy"}, "acceptance='greedy': choose one of auto, match"),
+        ({"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
+        ({"ngram": 2}, "'prompt_lookup' has no option 'ngram'; its options are acceptance, max_d"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_method("prompt_lookup").parse_options(options)
+
+
+def test_only_typical_acceptance_is_lossy() -> None:
+    lossless = {
+        rule: PromptLookupOptions(acceptance=rule).lossless for rule in ("auto", "match", "typical")
+    }
+    assert lossless == {"auto": True, "match": True, "typical": False}

@@ -1,0 +1,303 @@
+"""``hf-spec``: help, results, and one clear line on bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny_checkpoint import save_checkpoint, write_prompts
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.bench import runner
+
+COMMANDS = ["demo", "bench", "strategies", "serve"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    rows = [
+        {"turns": ["abab" * 4], "category": "writing", "question_id": 7},
+        {"prompt": "xyz xyz xyz", "category": "qa"},
+        {"question": "one one one", "category": "qa"},
+    ]
+    return write_prompts(tmp_path / "prompts.jsonl", rows)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Loading a model fails the test."""
+
+    def refuse(*_, **__):
+        pytest.fail("a model was loaded before the input was checked")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+
+
+def bench(checkpoint: Path, prompts: Path, output: Path, *more: str) -> int:
+    return cli.main(
+        [
+            "bench", "--model", str(checkpoint), "--prompts", str(prompts), "--dtype", "float32",
+            "--max-new-tokens", "12", "--output", str(output), "--device", "cpu", *more,
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_has_examples(command, capsys, monkeypatch):
+    fake_transformers_cli(monkeypatch)
+    assert cli.main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Examples:" in out and f"hf-spec {command}".strip() in out
+
+
+def fake_transformers_cli(monkeypatch) -> list[list[str]]:
+    """Stand-in for Transformers' own command line; returns the arguments it is given."""
+    given: list[list[str]] = []
+    fake = SimpleNamespace(app=lambda arguments, **_: given.append(arguments))
+    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", fake)
+    return given
+
+
+def test_without_arguments_the_help_is_shown(capsys):
+    assert cli.main([]) == 2
+    assert "Usage: hf-spec" in capsys.readouterr().out
+
+
+def test_strategies_are_listed(capsys):
+    assert cli.main(["strategies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(hf_spec.strategies())
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hf-spec ")
+
+
+def test_bench_prints_a_table_and_writes_everything(checkpoint, prompts, tmp_path, capsys):
+    code = bench(
+        checkpoint, prompts, tmp_path / "out",
+        "--strategies", "prompt_lookup,transformers:prompt_lookup,layer_skip",
+        "--strategy-kwargs", 'layer_skip={"skip_attention": [1]}', "--batch-size", "1,2",
+        "--spec-bench-output", str(tmp_path / "answers.jsonl"),
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    for expected in ("prompt_lookup", "transformers:prompt_lookup", "layer_skip", "speedup"):
+        assert expected in printed.out
+    assert "left out at batch size 2" in printed.out
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    environment = data["environment"]
+    assert environment["model"] == str(checkpoint) and environment["prompts"] == str(prompts)
+    assert environment["dtype"] == "float32" and environment["settings"]["batch_sizes"] == [1, 2]
+    everything = [row for row in data["runs"] if row["task"] == "all"]
+    assert [row["strategy"] for row in everything] == [
+        "plain", "prompt_lookup", "transformers:prompt_lookup", "layer_skip",
+        "plain", "prompt_lookup", "layer_skip",
+    ]  # fmt: skip
+    assert all(row["identical"] == row["prompts"] == 3 for row in everything)
+    assert (tmp_path / "answers-plain.jsonl").is_file()
+    first = json.loads((tmp_path / "answers-layer_skip.jsonl").read_text().splitlines()[0])
+    assert first["question_id"] == 7
+
+
+def test_bench_limit_and_sampling(checkpoint, prompts, tmp_path):
+    more = ("--limit", "2", "--do-sample", "--temperature", "0.7", "--top-k", "20", "--seed", "3")
+    assert bench(checkpoint, prompts, tmp_path, *more) == 0
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert {row["prompts"] for row in data["runs"] if row["task"] == "all"} == {2}
+    assert {row["identical"] for row in data["runs"]} == {None}
+    settings = data["environment"]["settings"]
+    assert (settings["temperature"], settings["top_k"], settings["seed"]) == (0.7, 20, 3)
+
+
+def test_bench_with_an_assistant_model(checkpoint, prompts, tmp_path):
+    name = f"transformers:assisted={checkpoint}"
+    assert bench(checkpoint, prompts, tmp_path, "--strategies", name) == 0
+    data = json.loads((tmp_path / "results.json").read_text())
+    row = next(row for row in data["runs"] if (row["strategy"], row["task"]) == (name, "all"))
+    assert row["identical"] == 3 and row["tau"] > 1.0
+
+
+def test_bench_with_an_assistant_that_is_not_there(checkpoint, prompts, tmp_path, capsys):
+    assert bench(checkpoint, prompts, tmp_path, "--strategies", "transformers:assisted=/no") == 2
+    assert "cannot load model '/no': there is no such folder" in capsys.readouterr().err
+
+
+def test_bench_with_an_adapter(checkpoint, prompts, tmp_path):
+    adapter = save_layer_skip(checkpoint, tmp_path / "adapter", [1])
+    assert bench(checkpoint, prompts, tmp_path / "out", "--adapter", str(adapter)) == 0
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    rows = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
+    assert set(rows) == {"plain", "layer_skip"}  # the adapter's strategy, without naming it
+    assert rows["layer_skip"]["identical"] == 3
+    assert rows["layer_skip"]["stats"]["num_draft_forwards"] > 0
+
+
+def test_bench_with_two_adapters_of_one_strategy(checkpoint, prompts, tmp_path):
+    first = save_layer_skip(checkpoint, tmp_path / "first", [0])
+    second = save_layer_skip(checkpoint, tmp_path / "second", [1])
+    more = ("--adapter", str(first), "--adapter", str(second), "--strategies")
+    assert bench(checkpoint, prompts, tmp_path / "out", *more, "layer_skip,prompt_lookup") == 0
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    names = [row["strategy"] for row in data["runs"] if row["task"] == "all"]
+    assert names == ["plain", "layer_skip@first", "layer_skip@second", "prompt_lookup"]
+
+
+def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = hf_spec.LayerSkipConfig(skip_attention=skip, skip_mlp=[])
+    get_peft_model(model, config).save_pretrained(folder)
+    hf_spec.SpecConfig(assistant_strategy="layer_skip").save_pretrained(folder)
+    return folder
+
+
+def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, monkeypatch, capsys):
+    original, calls = runner._Session.generate, 0
+
+    def interrupt(self, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 6:  # two warm-up calls, one whole batch, one call
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(runner._Session, "generate", interrupt)
+    assert bench(checkpoint, prompts, tmp_path) == 130
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["environment"]["interrupted"] is True
+    assert {row["prompts"] for row in data["runs"]} == {1}
+    assert "interrupted after 3 of 6 calls" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--strategies", "fastest"], "unknown strategy 'fastest'; choose from"),
+        (["--strategies", "transformers:assisted="], "unknown strategy"),
+        (["--dtype", "int3"], "--dtype 'int3': choose from auto, bfloat16"),
+        (["--batch-size", "0"], "--batch-size '0': must be numbers from 1"),
+        (["--batch-size", "two"], "--batch-size 'two'"),
+        (["--limit", "0"], "--limit"),
+        (["--temperature", "0.7"], "--temperature needs --do-sample"),
+        (["--strategy-kwargs", "prompt_lookup={"], "not JSON"),
+        (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
+        (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),
+        (["--adapter", "/nowhere"], "cannot read adapter '/nowhere'"),
+        (["--batch-size", "2", "--spec-bench-output", "a"], "needs batch size 1"),
+        (["--frobnicate"], "No such option: --frobnicate"),
+    ],
+)
+def test_bad_options_end_in_one_line(no_model, prompts, tmp_path, capsys, more, message):
+    code = bench(Path("/nowhere"), prompts, tmp_path, *more)
+    error = capsys.readouterr().err
+    assert code == 2
+    assert message in error and error.startswith("hf-spec: ")
+    assert error.count("\n") == 1
+
+
+def test_bad_files_end_in_one_line(no_model, prompts, tmp_path, capsys):
+    assert bench(Path("/nowhere"), tmp_path / "none.jsonl", tmp_path) == 2
+    assert "none.jsonl': No such file" in capsys.readouterr().err
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "x"}\n{"promt": "y"}\n')
+    assert bench(Path("/nowhere"), bad, tmp_path) == 2
+    assert "bad.jsonl, line 2: needs one of the fields" in capsys.readouterr().err
+    assert bench(Path("/nowhere"), prompts, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error == "hf-spec: cannot load model '/nowhere': there is no such folder\n"
+    assert bench(Path("/nowhere"), prompts, prompts) == 2
+    assert "cannot write to --output" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model(prompts, tmp_path, capsys):
+    assert bench(tmp_path, prompts, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf-spec: cannot load model '{tmp_path}': ")
+    assert error.count("\n") == 1
+
+
+def test_a_device_that_is_not_there(checkpoint, prompts, tmp_path, capsys):
+    assert bench(checkpoint, prompts, tmp_path, "--device", "warp") == 2
+    assert "cannot load model" in capsys.readouterr().err
+
+
+def test_a_strategy_that_refuses(checkpoint, prompts, tmp_path, capsys):
+    assert bench(checkpoint, prompts, tmp_path, "--strategies", "layer_skip") == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("hf-spec: layer_skip: ") and "\n" not in error
+
+
+def test_adapter_of_a_strategy_that_does_not_take_part(no_model, prompts, tmp_path, capsys):
+    hf_spec.SpecConfig(assistant_strategy="layer_skip").save_pretrained(tmp_path)
+    more = ("--adapter", str(tmp_path), "--strategies", "prompt_lookup")
+    assert bench(Path("/nowhere"), prompts, tmp_path, *more) == 2
+    assert "is for strategy 'layer_skip', which does not take part" in capsys.readouterr().err
+
+
+def test_missing_option(capsys):
+    assert cli.main(["bench"]) == 2
+    assert "Missing option '--model'" in capsys.readouterr().err
+
+
+def test_serve_says_what_is_missing(monkeypatch, capsys):
+    fake_transformers_cli(monkeypatch)
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    assert cli.main(["serve", "some/model", "--port", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "pip install 'hf_spec[serve]'" in error and error.count("\n") == 1
+    # None in sys.modules makes the import fail.
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", None)
+    assert cli.main(["serve", "some/model"]) == 2
+    assert "pip install 'hf_spec[serve]'" in capsys.readouterr().err
+
+
+def test_serve_hands_all_arguments_over(monkeypatch):
+    given = fake_transformers_cli(monkeypatch)
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
+    assert cli.main(["serve", "some/model", "--port", "1"]) == 0
+    assert cli.main(["serve", "--help"]) == 0
+    assert given == [["serve", "some/model", "--port", "1"], ["serve", "--help"]]
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
+    def fail():
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(hf_spec, "strategies", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        cli.main(["strategies"])
+
+
+def test_in_a_process_of_its_own(prompts, tmp_path):
+    """Exit code and stderr as a shell sees them; nothing heavy is imported for the help."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    arguments = [sys.executable, "-m", "hf_spec.cli", "bench", "--model", "/nowhere"]
+    done = subprocess.run(
+        [*arguments, "--prompts", str(prompts), "--output", str(tmp_path)],
+        capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "hf-spec: cannot load model '/nowhere': there is no such folder\n"
+    code = (
+        "import sys; from hf_spec import cli; cli.main(['--help']); "
+        "print([m for m in ('matplotlib', 'optuna', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("[]"), done.stderr

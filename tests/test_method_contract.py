@@ -1,0 +1,407 @@
+"""What every strategy must do, whatever it is: found by discovery, nothing here names its inside.
+
+Equality is token for token, in fp32 and fp64: a tiny random model's two best logits lie far apart
+compared with rounding, so a single differing token is a bug.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+import hf_spec
+from hf_spec.core.cache import TreeCache
+from hf_spec.methods.base import Method, methods
+
+#: Options worth a run of their own; a strategy that is not named here runs with its defaults.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "prompt_lookup": {
+        "tree": {},
+        "chain": {"max_matches": 1, "max_ngram": 2, "max_depth": 4},
+    },
+    "layer_skip": {
+        "first_layer": {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"},
+        "adaptive": {"skip_attention": [1], "skip_mlp": [2], "threshold": 0.2, "max_draft": 4},
+    },
+}
+CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
+IDS = ["-".join(case) for case in CASES]
+#: One case per strategy, for what does not depend on its options.
+FIRST = [next(case for case in CASES if case[0] == name) for name in methods()]
+ADAPTERS = [name for name, method in methods().items() if method.adapter_config]
+
+every_case = pytest.mark.parametrize(("name", "variant"), CASES, ids=IDS)
+every_strategy = pytest.mark.parametrize(
+    ("name", "variant"), FIRST, ids=[name for name, _ in FIRST]
+)
+
+NEW = 20
+
+
+def options(name: str, variant: str) -> dict[str, Any]:
+    return VARIANTS.get(name, {"default": {}})[variant]
+
+
+def strategy(name: str, variant: str) -> dict[str, Any]:
+    return {"assistant_strategy": name, "assistant_kwargs": options(name, variant)}
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, method: Method, given: dict[str, Any]) -> Any:
+    """The model with an untrained adapter of the method's own, where it cannot run without one."""
+    alone = not method.needs_adapter
+    if alone or given:
+        yield model
+        return
+    torch.manual_seed(2)
+    model.add_adapter(method.adapter_config(), "contract")
+    try:
+        yield model
+    finally:
+        model.delete_adapter("contract")
+
+
+def back_ends(architecture: str) -> list[str]:
+    """The architecture's attention implementations, its default last."""
+    return ["eager"] if architecture in EAGER_ONLY else ["eager", "sdpa"]
+
+
+@cache
+def plain(architecture: str, attention: str, dtype: torch.dtype, row: int | None) -> list:
+    """What plain generation makes of the ragged batch, or of one of its rows alone."""
+    from conftest import _build
+
+    model = _build(architecture, attention, dtype)
+    return model.generate(**inputs(row), max_new_tokens=NEW, do_sample=False).tolist()
+
+
+def inputs(row: int | None = None, lengths: tuple[int, ...] = (12, 5, 9)) -> dict[str, Any]:
+    """The ragged batch, or one of its rows without padding."""
+    batch = ragged(lengths)
+    if row is None:
+        return batch
+    real = batch["attention_mask"][row].bool()
+    return {key: value[row : row + 1, real] for key, value in batch.items()}
+
+
+# -- options ---------------------------------------------------------------------------------
+
+
+@every_case
+def test_options_round_trip(name: str, variant: str, tmp_path: Any) -> None:
+    given = options(name, variant)
+    method = methods()[name]
+    full = dataclasses.asdict(method.parse_options(given))
+    for kwargs in (given, full):
+        config = hf_spec.SpecConfig(name, kwargs, max_new_tokens=7, temperature=0.5, do_sample=True)
+        config.save_pretrained(tmp_path)
+        ours = hf_spec.SpecConfig.from_pretrained(tmp_path)
+        stock = GenerationConfig.from_pretrained(tmp_path)
+        for loaded in (ours, stock):
+            assert loaded.assistant_strategy == name
+            assert loaded.assistant_kwargs == kwargs
+            assert (loaded.max_new_tokens, loaded.temperature, loaded.do_sample) == (7, 0.5, True)
+        assert type(ours) is hf_spec.SpecConfig
+        assert dataclasses.asdict(method.parse_options(ours.assistant_kwargs)) == full
+
+
+@pytest.mark.parametrize("name", methods())
+def test_unknown_option_names_the_known(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}.*no option 'no_such_option'.*acceptance"):
+        hf_spec.SpecConfig(name, {"no_such_option": 1})
+
+
+@pytest.mark.parametrize("name", methods())
+def test_described(name: str) -> None:
+    summary = hf_spec.strategies()[name]
+    assert summary and "\n" not in summary and len(summary) <= 100
+    assert methods()[name].options.__doc__ and "Attributes:" in methods()[name].options.__doc__
+
+
+# -- greedy equality -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "architecture", "attention"),
+    [
+        (*case, architecture, attention)
+        for case in CASES
+        for architecture in ARCHITECTURES
+        for attention in back_ends(architecture)
+        # Options have nothing to do with the back end: one of them will do.
+        if case in FIRST or attention == back_ends(architecture)[-1]
+    ],
+)
+def test_greedy_equals_plain(
+    tiny: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    variant: str,
+    architecture: str,
+    attention: str,
+) -> None:
+    """A ragged batch, left padded, and a row alone; the cache is checked on the way."""
+    model = tiny(architecture, attention)
+    steps = watch_cache_lengths(monkeypatch, methods()[name])
+    with adapted(model, methods()[name], options(name, variant)):
+        for row in (None, 1):
+            out = model.generate(
+                **inputs(row), **strategy(name, variant),
+                max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
+            )  # fmt: skip
+            assert out.sequences.tolist() == plain(architecture, attention, torch.float32, row)
+            check_cache(model, out, inputs(row))
+    assert steps
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])
+@every_strategy
+def test_greedy_equals_plain_in_fp64(
+    tiny: Callable[..., PreTrainedModel], architecture: str, name: str, variant: str
+) -> None:
+    attention = back_ends(architecture)[-1]
+    model = tiny(architecture, attention, torch.float64)
+    with adapted(model, methods()[name], options(name, variant)):
+        out = model.generate(
+            **inputs(), **strategy(name, variant), max_new_tokens=NEW, do_sample=False
+        )
+    assert out.tolist() == plain(architecture, attention, torch.float64, None)
+
+
+@every_case
+def test_candidates_are_accepted_and_rejected(
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str
+) -> None:
+    """The comparisons above mean something: drafts hit and miss."""
+    model = tiny("llama_tied")
+    with adapted(model, methods()[name], options(name, variant)):
+        model.generate(
+            **inputs(), **strategy(name, variant), max_new_tokens=2 * NEW, do_sample=False
+        )
+    stats = hf_spec.last_stats(model)
+    assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
+
+
+def test_batch_rows_equal_rows_alone(tiny: Callable[..., PreTrainedModel]) -> None:
+    """Also said by the above, through plain generation: here directly, for many rows."""
+    model = tiny("llama")
+    lengths = (12, 1, 5, 9, 2, 11)
+    for name, variant in FIRST:
+        with adapted(model, methods()[name], options(name, variant)):
+            settings = {**strategy(name, variant), "max_new_tokens": NEW, "do_sample": False}
+            batch = model.generate(**inputs(None, lengths), **settings)
+            for row in range(len(lengths)):
+                alone = model.generate(**inputs(row, lengths), **settings)
+                assert batch[row, 12:].tolist() == alone[0, lengths[row] :].tolist()
+
+
+# -- the cache -------------------------------------------------------------------------------
+
+
+def watch_cache_lengths(monkeypatch: pytest.MonkeyPatch, method: Method) -> list[list[int]]:
+    """After every step each row's cache holds its tokens but the last; returns lengths seen."""
+    seen: list[list[int]] = []
+    observe = method.drafter.observe
+
+    def checked(self: Any, state: Any, draft: Any, counts: Any) -> None:
+        expected = [len(tokens) - 1 for tokens in state.tokens]
+        assert state.cache.host_lengths == expected
+        assert state.cache.lengths.tolist() == expected
+        assert state.cache.block is None
+        seen.append(expected)
+        observe(self, state, draft, counts)
+
+    monkeypatch.setattr(method.drafter, "observe", checked)
+    return seen
+
+
+def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]) -> None:
+    """Every layer's keys and values are those of one plain forward over the accepted tokens."""
+    cache = out.past_key_values
+    assert isinstance(cache, TreeCache)
+    width = given["input_ids"].shape[1]
+    windows = [
+        getattr(layer, "sliding_window", None) for layer in DynamicCache(config=model.config).layers
+    ]
+    for row, mask in enumerate(given["attention_mask"].bool()):
+        tokens = torch.cat([given["input_ids"][row, mask], out.sequences[row, width:]])[:-1]
+        assert cache.host_lengths[row] == len(tokens)
+        alone = DynamicCache()
+        with torch.no_grad():
+            model(tokens[None], past_key_values=alone, use_cache=True)
+        for index, (layer, window) in enumerate(zip(alone.layers, windows)):
+            # A sliding layer keeps the prompt's last window - 1 tokens only.
+            dropped = 0 if window is None else max(width - (window - 1), 0)
+            first = max(dropped - int((~mask).sum()), 0)
+            for ours, theirs in zip(cache.row(row, index), (layer.keys[0], layer.values[0])):
+                # fp32 with other reduction orders: a few ulps of values up to about 10.
+                torch.testing.assert_close(ours[:, first:], theirs[:, first:], rtol=1e-4, atol=2e-4)
+
+
+# -- sampling --------------------------------------------------------------------------------
+
+WARPERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.7, "top_k": 0},
+    "top_k": {"temperature": 3.0, "top_k": 3},
+    "top_p": {"temperature": 2.0, "top_k": 0, "top_p": 0.7},
+    "all": {"temperature": 2.5, "top_k": 4, "top_p": 0.9},
+}
+
+
+def matching(name: str, variant: str) -> dict[str, Any]:
+    """The strategy with the match rule, for which drafts must not be sampled."""
+    chosen = strategy(name, variant)
+    if methods()[name].options.samples_drafts:
+        chosen["assistant_kwargs"] = {**chosen["assistant_kwargs"], "acceptance": "match"}
+    return chosen
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt"])
+@every_case
+def test_seeded_sampling_equals_plain(
+    tiny: Callable[..., PreTrainedModel], architecture: str, name: str, variant: str
+) -> None:
+    """The match rule draws once per emitted token, as plain generation does, in the same order."""
+    model = tiny(architecture)
+    for seed, settings in enumerate(WARPERS.values()):
+        settings = {**settings, "do_sample": True, "max_new_tokens": NEW}
+        with adapted(model, methods()[name], options(name, variant)):
+            torch.manual_seed(seed)
+            ours = model.generate(prompt(), **settings, **matching(name, variant))
+        torch.manual_seed(seed)
+        assert ours.tolist() == model.generate(prompt(), **settings).tolist()
+
+
+#: Sampling is restricted to these tokens, and the prompt consists of them: drafts always hit.
+ALLOWED = (5, 17, 23, 42)
+SAMPLES = 2000
+#: A right program fails one of these tests with at most this probability; the seed is fixed, so it
+#: can happen after a change of the program only.
+FALSE_ALARM = 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "warper"),
+    [(*case, w) for case in CASES for w in WARPERS if case in FIRST or w == "all"],
+)
+def test_sampling_follows_the_plain_distribution(
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str, warper: str
+) -> None:
+    """Chi-square of the first three tokens' joint distribution, 64 cells, against enumeration."""
+    model = tiny("llama_tied")
+    ids = torch.tensor([ALLOWED + ALLOWED[::2] + ALLOWED[::-1] + ALLOWED[1::2] + ALLOWED[:2]])
+    others = [token for token in range(VOCAB) if token not in ALLOWED]
+    settings = {**WARPERS[warper], "do_sample": True, "suppress_tokens": others}
+    expected = enumerate_three(model, ids, settings)
+    torch.manual_seed(11)
+    with adapted(model, methods()[name], options(name, variant)):
+        out = model.generate(
+            ids, **settings, **strategy(name, variant),
+            max_new_tokens=4, num_return_sequences=SAMPLES,
+        )  # fmt: skip
+    drawn = out[:, ids.shape[1] : ids.shape[1] + 3]
+    place = torch.tensor([ALLOWED.index(t) if t in ALLOWED else -1 for t in range(VOCAB)])[drawn]
+    assert (place >= 0).all()
+    counts = torch.bincount(place @ torch.tensor([16, 4, 1]), minlength=64).double()
+    assert chi_square(counts, expected) > FALSE_ALARM
+    stats = hf_spec.last_stats(model)
+    assert stats.num_generated_tokens > stats.num_row_steps  # drafts took part
+
+
+def test_the_chi_square_test_has_power() -> None:
+    """An eighth of the cells half again too likely: seen with this many samples."""
+    torch.manual_seed(0)
+    expected = torch.rand(64, dtype=torch.double)
+    expected /= expected.sum()
+    draws = torch.multinomial(expected, SAMPLES, replacement=True)
+    assert chi_square(torch.bincount(draws, minlength=64).double(), expected) > 1e-3
+    biased = expected.clone()
+    biased[:8] *= 1.6
+    draws = torch.multinomial(biased / biased.sum(), SAMPLES, replacement=True)
+    assert chi_square(torch.bincount(draws, minlength=64).double(), expected) < FALSE_ALARM
+
+
+def enumerate_three(
+    model: PreTrainedModel, ids: torch.Tensor, settings: dict[str, Any]
+) -> torch.Tensor:
+    """(64,) exact probabilities of the next three tokens under plain sampling."""
+    first = torch.tensor(ALLOWED)
+    grid = torch.cartesian_prod(first, first)  # (16, 2): all first two tokens
+    rows = torch.cat([ids.expand(16, -1), grid], dim=1)
+    width = ids.shape[1]
+    chances = []
+    for length in (width, width + 1, width + 2):
+        # One plain step's processed scores.
+        out = model.generate(
+            rows[:, :length], **settings,
+            max_new_tokens=1, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        chances.append(out.scores[0].double().softmax(-1)[:, list(ALLOWED)])  # (16, 4)
+    first_p = chances[0][0]
+    joint = [
+        first_p[i] * chances[1][4 * i, j] * chances[2][4 * i + j, k]
+        for i in range(4) for j in range(4) for k in range(4)
+    ]  # fmt: skip
+    return torch.stack(joint)
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """p-value; cells that expect fewer than 5 counts are put together, impossible ones are empty."""
+    assert counts[expected == 0].sum() == 0, "drawn although impossible"
+    expected = expected * counts.sum()
+    small = expected < 5
+    counts = torch.cat([counts[~small], counts[small].sum()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    assert len(expected) > 4
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    half = torch.tensor((len(expected) - 1) / 2, dtype=torch.double)
+    return float(torch.special.gammaincc(half, statistic / 2))
+
+
+# -- adapters --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapter_in_a_fresh_process(
+    fresh: Callable[..., PreTrainedModel], tmp_path: Any, name: str
+) -> None:
+    """Saved beside a SpecConfig and loaded elsewhere, the adapter drafts what it drafted here."""
+    model = fresh("llama")
+    model.save_pretrained(tmp_path / "base")
+    config = methods()[name].adapter_config()
+    torch.manual_seed(3)
+    model.add_adapter(config)
+    model.save_pretrained(tmp_path / "adapter")
+    hf_spec.SpecConfig(name, max_new_tokens=NEW, do_sample=False).save_pretrained(
+        tmp_path / "adapter"
+    )
+    here = model.generate(prompt(), assistant_strategy=name, max_new_tokens=NEW, do_sample=False)
+    drafted = hf_spec.last_stats(model).num_drafted_tokens
+    program = f"""
+        import torch, hf_spec
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "base")!r})
+        model.load_adapter({str(tmp_path / "adapter")!r})
+        config = hf_spec.SpecConfig.from_pretrained({str(tmp_path / "adapter")!r})
+        out = model.generate(torch.tensor({prompt().tolist()}), generation_config=config)
+        print(out.tolist(), hf_spec.last_stats(model).num_drafted_tokens)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f"{here.tolist()} {drafted}"
+    assert here.tolist() == model.generate(prompt(), max_new_tokens=NEW, do_sample=False).tolist()
