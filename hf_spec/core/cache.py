@@ -148,6 +148,7 @@ class TreeCache(Cache):
             mask: ``(batch, seq)`` bool over the slots to write, True where a slot holds the row's
                 next accepted token; None if all do. Other slots are zero.
         """
+        self._absorb_appended()
         batch = len(self.host_lengths)
         if mask is None:
             seq = self.max_length
@@ -252,7 +253,7 @@ class TreeCache(Cache):
     def _absorb_appended(self) -> None:
         """Count what was appended outside blocks (by plain generation) into the lengths."""
         appended = {layer.appended for layer in self.layers if layer.is_initialized}
-        if appended != {0}:
+        if appended and appended != {0}:
             if len(appended) > 1:
                 raise ValueError(f"TreeCache: layers hold {sorted(appended)} more tokens each.")
             self._set_lengths([length + max(appended) for length in self.host_lengths])
@@ -339,6 +340,7 @@ class TreeCache(Cache):
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep at most ``lengths[row]`` tokens of each row."""
+        self._absorb_appended()
         self._set_lengths([min(have, keep) for have, keep in zip(self.host_lengths, lengths)])
 
     def reset(self) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,29 +71,8 @@ class TokenTree:
         Raises:
             ValueError: on an empty path, a negative rank, a duplicate, or a missing parent.
         """
-        keys = []
-        for path in paths:
-            key = tuple(int(rank) for rank in path)
-            if not key:
-                raise ValueError("path []: the root is implied; give paths of candidates only.")
-            if min(key) < 0:
-                raise ValueError(f"path {list(key)}: ranks count from 0.")
-            keys.append(key)
-        keys.sort(key=lambda key: (len(key), key))
-        index: dict[tuple[int, ...], int] = {(): 0}
-        parents, ranks = [-1], [0]
-        for key in keys:
-            if key in index:
-                raise ValueError(f"path {list(key)} is given twice.")
-            if key[:-1] not in index:
-                raise ValueError(
-                    f"path {list(key)}: its parent {list(key[:-1])} is missing. Add it, since a "
-                    "candidate can only be accepted after its parent."
-                )
-            index[key] = len(parents)
-            parents.append(index[key[:-1]])
-            ranks.append(key[-1])
-        return cls(tuple(parents), tuple(ranks))
+        keys = [_checked_path(path) for path in paths]
+        return _from_keys(cls, sorted(keys, key=lambda key: (len(key), key)))
 
     @classmethod
     def chain(cls, length: int) -> TokenTree:
@@ -115,16 +95,19 @@ class TokenTree:
         Raises:
             ValueError: if the text is not JSON with ``version`` 1 and ``paths``.
         """
+        form = 'expected {"version": 1, "paths": [[0], [0, 0], ...]}.'
         try:
             data = json.loads(text)
-            version, paths = data["version"], data["paths"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a tree: {form} It is no JSON: {error}.") from error
+        whole = isinstance(data, dict) and "version" in data
+        if not whole or not isinstance(data.get("paths"), list):
+            raise ValueError(f"not a tree: {form}")
+        if data.get("version") != 1:
             raise ValueError(
-                'not a tree: expected {"version": 1, "paths": [[0], [0, 0], ...]}.'
-            ) from error
-        if version != 1:
-            raise ValueError(f"tree format version {version!r}: this hf_spec reads version 1.")
-        return cls.from_paths(paths)
+                f"tree format version {data.get('version')!r}: this hf_spec reads version 1."
+            )
+        return _from_keys(cls, [_checked_path(path) for path in data["paths"]])
 
     # -- shape -------------------------------------------------------------------------------
 
@@ -249,6 +232,39 @@ class TreeBatch:
             row_candidates=tuple(one.num_nodes - 1 for one in rows),
             is_chain=all(one.is_chain for one in rows),
         )  # fmt: skip
+
+
+def _checked_path(path: Any) -> tuple[int, ...]:
+    """A rank path as a tuple, or a ValueError."""
+    if isinstance(path, str) or not isinstance(path, Iterable):
+        raise ValueError(f"path {path!r}: give a list of ranks.")
+    key = tuple(path)
+    if not key:
+        raise ValueError("path []: the root is implied; give paths of candidates only.")
+    for rank in key:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise ValueError(f"path {list(key)}: ranks are whole numbers, {rank!r} is not.")
+    if min(key) < 0:
+        raise ValueError(f"path {list(key)}: ranks count from 0.")
+    return key
+
+
+def _from_keys(cls: type[TokenTree], keys: Sequence[tuple[int, ...]]) -> TokenTree:
+    """The tree whose nodes are these paths, in this order."""
+    index: dict[tuple[int, ...], int] = {(): 0}
+    parents, ranks = [-1], [0]
+    for key in keys:
+        if key in index:
+            raise ValueError(f"path {list(key)} is given twice.")
+        if key[:-1] not in index:
+            raise ValueError(
+                f"path {list(key)}: its parent {list(key[:-1])} is missing. Add it, since a "
+                "candidate can only be accepted after its parent."
+            )
+        index[key] = len(parents)
+        parents.append(index[key[:-1]])
+        ranks.append(key[-1])
+    return cls(tuple(parents), tuple(ranks))
 
 
 def _sibling_order(parents: tuple[int, ...]) -> tuple[int, ...]:

@@ -224,3 +224,14 @@ def test_tensors_of_a_tree_are_made_once() -> None:
     assert tree.batch(1).ancestors is tree.batch(1).ancestors
     assert tree.batch(4).ancestors.data_ptr() == tree.batch(1).ancestors.data_ptr()
     assert TreeBatch.stack([tree, tree]).parents.dtype == torch.long
+
+
+@pytest.mark.parametrize("paths", ["5", "[5]", "[[null]]", "[[0.5]]", '["01"]', '{"0": 1}'])
+def test_paths_of_the_wrong_type_are_refused(paths: str) -> None:
+    with pytest.raises(ValueError):
+        TokenTree.from_json(f'{{"version": 1, "paths": {paths}}}')
+
+
+def test_json_keeps_the_order_of_nodes() -> None:
+    tree = TokenTree((-1, 0, 1, 0))
+    assert TokenTree.from_json(tree.to_json()) == tree

@@ -13,8 +13,8 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.methods.base import get_method
 from hf_spec.methods.prompt_lookup.drafter import PromptLookupDrafter
 from hf_spec.methods.prompt_lookup.index import (
-    DECAY,
     WEIGHT_PER_NGRAM,
+    Confidence,
     NgramIndex,
     continuation_tree,
 )
@@ -110,15 +110,27 @@ def continuation(tokens: list[int], end: int, depth: int) -> list[int]:
     return longer[len(tokens) :]
 
 
-def weights_of(tokens: list[int], matches: Matches, depth: int) -> dict[Path, float]:
-    weights: dict[Path, float] = {}
-    for order, (end, size) in enumerate(matches):
+def probabilities(
+    tokens: list[int], matches: Matches, depth: int, first: float, deeper: float
+) -> dict[Path, float]:
+    """Estimated probability of every candidate path."""
+    shares = [WEIGHT_PER_NGRAM**size / (1 + order) for order, (_, size) in enumerate(matches)]
+    result: dict[Path, float] = {}
+    for (end, _), share in zip(matches, shares):
         copied = continuation(tokens, end, depth)
         for level in range(1, depth + 1):
             path = tuple(copied[:level])
-            weight = WEIGHT_PER_NGRAM**size / (1 + order) * DECAY**level
-            weights[path] = weights.get(path, 0.0) + weight
-    return weights
+            part = first * deeper ** (level - 1) * share / sum(shares)
+            result[path] = result.get(path, 0.0) + part
+    return result
+
+
+def learned(seed: int) -> Confidence:
+    rng, confidence = random.Random(seed), Confidence()
+    for _ in range(rng.randint(0, 6)):
+        depth = rng.randint(1, 8)
+        confidence.observe(rng.randint(1, 4), rng.randint(0, depth), depth)
+    return confidence
 
 
 def token_paths(tree: TokenTree, candidates: list[int]) -> list[Path]:
@@ -128,20 +140,25 @@ def token_paths(tree: TokenTree, candidates: list[int]) -> list[Path]:
     return paths[1:]
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.05])
 @pytest.mark.parametrize("max_nodes", [1, 4, 15, 1000])
 @pytest.mark.parametrize("max_depth", [1, 3, 10])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_tree_holds_the_heaviest_continuations(
-    seed: int, max_depth: int, max_nodes: int
+@pytest.mark.parametrize("seed", range(6))
+def test_the_tree_holds_the_most_probable_continuations(
+    seed: int, max_depth: int, max_nodes: int, floor: float
 ) -> None:
-    rng = random.Random(seed)
+    rng, confidence = random.Random(seed), learned(seed)
     tokens = sequence(rng, rng.randint(2, 40), rng.choice([1, 2, 4]))
     matches = rescan(tokens, 1, 4, limit=8)
-    tree, candidates = continuation_tree(tokens, matches, max_depth, max_nodes)
+    tree, candidates = continuation_tree(
+        tokens, matches, max_depth, max_nodes, confidence, min_probability=floor
+    )
     paths = token_paths(tree, candidates)
-    weights = weights_of(tokens, matches, max_depth)
+    first = confidence.first(matches[0][1]) if matches else 0.0
+    weights = probabilities(tokens, matches, max_depth, first, confidence.deeper)
+    likely = sorted((w for w in weights.values() if w >= floor), reverse=True)
 
-    assert len(candidates) == tree.num_candidates == min(max_nodes, len(weights))
+    assert len(candidates) == tree.num_candidates == min(max_nodes, len(likely))
     assert tree.max_depth <= max_depth
     assert len(set(paths)) == len(paths)  # no two siblings carry the same token
     assert set(paths) <= set(weights)
@@ -150,7 +167,49 @@ def test_the_tree_holds_the_heaviest_continuations(
             assert path[:-1] in paths
             assert weights[path[:-1]] > weights[path]
     kept = sorted((weights[path] for path in paths), reverse=True)
-    assert kept == pytest.approx(sorted(weights.values(), reverse=True)[: len(kept)])
+    assert kept == pytest.approx(likely[: len(kept)])
+
+
+def test_a_tree_needs_no_confidence_to_start_with() -> None:
+    tokens = [1, 2, 1, 3, 1]
+    matches = rescan(tokens, 1, 4, 8)
+    assert continuation_tree(tokens, matches, 4, 9) == continuation_tree(
+        tokens, matches, 4, 9, Confidence()
+    )
+
+
+def test_equally_probable_nodes_still_form_a_tree() -> None:
+    """After a long perfect run a child is as probable as its parent, to the last bit."""
+    confidence = Confidence()
+    for _ in range(1000):
+        confidence.observe(1, 5, 5)
+    assert confidence.deeper == 1.0
+    tree, candidates = continuation_tree([1, 2, 3, 1], [(1, 1)], 6, 3, confidence)
+    assert (tree, candidates) == (TokenTree.chain(3), [2, 3, 1])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_confidence_follows_what_was_accepted(seed: int) -> None:
+    rng, confidence = random.Random(seed), Confidence()
+    steps: list[tuple[int, int, int]] = []
+    for _ in range(30):
+        depth = rng.randint(1, 6)
+        steps.append((rng.randint(1, 3), rng.randint(0, depth), depth))
+        confidence.observe(*steps[-1])
+        for size in (1, 2, 3, 4):  # one success in two trials, and those seen
+            seen = [accepted > 0 for n, accepted, _ in steps if n == size]
+            assert confidence.first(size) == (sum(seen) + 1) / (len(seen) + 2)
+        assert 0.0 < confidence.deeper <= 1.0
+
+
+def test_what_was_right_to_the_end_is_trusted_further_than_what_broke_off() -> None:
+    start, whole, broken = Confidence().deeper, Confidence(), Confidence()
+    whole.observe(2, 6, 6)
+    broken.observe(2, 1, 6)
+    assert broken.deeper < start < whole.deeper
+    missed = Confidence()
+    missed.observe(2, 0, 6)  # says nothing about going deeper
+    assert missed.deeper == start
 
 
 def test_no_matches_give_the_root_alone() -> None:
@@ -183,7 +242,7 @@ def test_longer_matches_weigh_more_than_several_shorter_ones() -> None:
 # -- the drafter ---------------------------------------------------------------------------------
 
 
-def drafter(**options: int) -> PromptLookupDrafter:
+def drafter(**options: float) -> PromptLookupDrafter:
     return PromptLookupDrafter(model=None, options=PromptLookupOptions(**options))
 
 
@@ -198,26 +257,32 @@ def test_rows_are_drafted_for_themselves() -> None:
     rows = [sequence(rng, length, 3) for length in (20, 9, 1, 14)]
     active = [True, True, True, False]
     one = drafter(max_depth=6, max_nodes=7)
+    confidences = [Confidence() for _ in rows]
     state = state_of(rows, active, max_depth=4)
     one.start(state)
-    for _ in range(5):
+    for _ in range(6):
         draft = one.propose(state)
         assert draft.distributions is None
         assert draft.tokens.dtype == torch.long
         assert draft.tokens.shape == (4, draft.tree.num_nodes)
         assert draft.tokens[:, 0].tolist() == state.root.tolist()
+        counts = []
         for row, tokens in enumerate(rows):
             matches = rescan(tokens, 1, 4, 8) if active[row] else []
-            tree, candidates = continuation_tree(tokens, matches, 4, 7)
+            tree, candidates = continuation_tree(
+                tokens, matches, 4, 7, confidences[row], one.options.min_probability
+            )
             n = len(tree)
             assert draft.tree.parents[row, :n].tolist() == list(tree.parents)
             assert draft.tokens[row, 1:n].tolist() == candidates
-            assert draft.tree.valid[row].tolist() == [
-                node < n for node in range(draft.tree.num_nodes)
-            ]
-        for row, tokens in enumerate(rows):
-            if active[row]:
-                tokens += sequence(rng, rng.randint(1, 3), 3)
+            assert int(draft.tree.valid[row].sum()) == n
+            accepted = rng.randint(0, tree.max_depth)
+            counts.append(accepted + 1 if active[row] else 0)
+            if active[row] and n > 1:
+                confidences[row].observe(matches[0][1], accepted, tree.max_depth)
+        one.observe(state, draft, counts)
+        for tokens, count in zip(rows, counts):
+            tokens += sequence(rng, count, 3)
         state = state_of(rows, active, max_depth=4)
 
 
@@ -227,6 +292,15 @@ def test_drafts_go_no_deeper_than_the_budget(left: int) -> None:
     state = state_of(rows, [True], max_depth=left)
     one.start(state)
     assert one.propose(state).tree.max_depth == min(left, 5)
+
+
+def test_min_probability_prunes_drafts() -> None:
+    rows = [[1, 2, 1, 3, 1]]
+    for floor, candidates in ((0.0, 12), (0.3, 1), (1.0, 0)):
+        one = drafter(max_depth=6, max_nodes=20, min_probability=floor)
+        state = state_of(rows, [True], max_depth=9)
+        one.start(state)
+        assert one.propose(state).tree.row_candidates == (candidates,)
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.int32])
@@ -266,6 +340,7 @@ def test_get_candidates_without_a_match_returns_the_ids() -> None:
         ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower it"),
         ({"acceptance": "rejection"}, "acceptance='rejection'.*Use acceptance='match'"),
         ({"acceptance": "greedy"}, "acceptance='greedy': choose one of auto, match"),
+        ({"min_probability": 1.5}, r"min_probability=1.5: must be a number in \[0.0, 1.0\]"),
         ({"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
         ({"ngram": 2}, "'prompt_lookup' has no option 'ngram'; its options are acceptance, max_d"),
     ],

@@ -111,7 +111,11 @@ def continuation_tree(
         return TokenTree.chain(0), []
     confidence = confidence or Confidence()
     chance, deeper = confidence.first(matches[0][1]), confidence.deeper
-    shares = [WEIGHT_PER_NGRAM**size / (1 + order) for order, (_, size) in enumerate(matches)]
+    longest = matches[0][1]
+    shares = [
+        WEIGHT_PER_NGRAM ** (size - longest) / (1 + order)
+        for order, (_, size) in enumerate(matches)
+    ]
     total = sum(shares)
     # A trie of (parent, token, depth); children are found by (parent, token).
     trie: list[tuple[int, int, int]] = [(-1, -1, 0)]

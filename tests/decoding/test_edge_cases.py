@@ -1,0 +1,284 @@
+"""Short prompts, short budgets, full contexts, other dtypes, compiled and dispatched models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import PAD, STRATEGIES, VOCAB, prompt, ragged
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_spec
+from modeling_patches import attention_masks
+
+Tiny = Callable[..., PreTrainedModel]
+Spec = dict[str, Any]
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+
+def check_same(model: Any, spec: Spec, **kwargs: Any) -> torch.Tensor:
+    settings = {**GREEDY, **kwargs}
+    plain = model.generate(**settings)
+    assert model.generate(**settings, **spec).tolist() == plain.tolist()
+    return plain
+
+
+# -- lengths ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom", "gpt_neo"])
+def test_prompt_of_one_token(tiny: Tiny, spec: Spec, architecture: str) -> None:
+    model = tiny(architecture)
+    check_same(model, spec, input_ids=prompt(1))
+    check_same(model, spec, **ragged((1, 7, 1)))
+    check_same(model, spec, input_ids=prompt(1), forced_bos_token_id=9)
+    check_same(model, spec)  # the BOS token alone
+
+
+@pytest.mark.parametrize("inputs", [{"input_ids": prompt()}, ragged()], ids=["one", "batch"])
+def test_one_new_token(tiny: Tiny, spec: Spec, inputs: dict[str, Any]) -> None:
+    model = tiny()
+    plain = check_same(model, spec, **inputs, max_new_tokens=1)
+    assert plain.shape[1] == 13
+    out = model.generate(
+        **inputs, **spec, max_new_tokens=1, do_sample=False,
+        return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    assert len(out.scores) == 1
+    assert out.spec_stats.num_steps == out.spec_stats.mean_accepted_tokens == 1
+    lengths = inputs.get("attention_mask", torch.ones(1, 12)).sum(-1).long()
+    assert out.past_key_values.host_lengths == lengths.tolist()
+
+
+def test_two_new_tokens(tiny: Tiny, spec: Spec) -> None:
+    for inputs in ({"input_ids": prompt()}, ragged()):
+        check_same(tiny(), spec, **inputs, max_new_tokens=2)
+        check_same(tiny(), spec, **inputs, max_new_tokens=None, max_length=14)
+
+
+def test_eos_anywhere_in_a_draft(tiny: Tiny, spec: Spec) -> None:
+    """Each token that is emitted serves as EOS once, so that it falls on every place of a draft."""
+    model = tiny("bloom" if spec["assistant_strategy"] == "prompt_lookup" else "llama_tied")
+    free = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    assert max(free.spec_stats.accepted_histogram) >= 3
+    for eos in set(free.sequences[0, 12:].tolist()):
+        check_same(model, spec, input_ids=prompt(), eos_token_id=eos)
+        out = model.generate(
+            **ragged(), **GREEDY, **spec, eos_token_id=eos, return_dict_in_generate=True
+        )
+        for row, tokens in enumerate(out.sequences[:, 12:].tolist()):
+            end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
+            assert set(tokens[end:]) <= {PAD}
+            length = int(ragged()["attention_mask"][row].sum())
+            assert out.past_key_values.host_lengths[row] == length + end - 1
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "gpt_neo", "llama"])
+def test_context_filled_to_the_last_position(tiny: Tiny, spec: Spec, architecture: str) -> None:
+    """128 positions: prompt and output fill them; a candidate behind them must not be looked up."""
+    model = tiny(architecture)
+    for width, new in ((112, 16), (125, 3), (127, 1)):
+        check_same(model, spec, input_ids=prompt(width), max_new_tokens=new)
+        check_same(model, spec, **ragged((width, 9, width - 3)), max_new_tokens=new)
+
+
+def test_empty_drafts(tiny: Tiny) -> None:
+    model = tiny()
+    ids = torch.arange(3, 13)[None]  # nothing repeats
+    unmatched = {
+        "assistant_strategy": "prompt_lookup",
+        "assistant_kwargs": {"min_ngram": 6, "max_ngram": 6},
+    }
+    check_same(model, unmatched, input_ids=ids)
+    stats = hf_spec.last_stats(model)
+    assert stats.num_drafted_tokens == 0 and stats.mean_accepted_tokens == 1
+    assert stats.acceptance_per_position == []
+
+
+@pytest.mark.parametrize("new", [2, 3, 5])
+def test_drafts_longer_than_the_budget(tiny: Tiny, new: int) -> None:
+    long = {
+        "prompt_lookup": {"max_depth": 50, "max_nodes": 60},
+        "layer_skip": {"skip_attention": [], "draft_exit": "fixed", "max_draft": 50},
+    }
+    for name, kwargs in long.items():
+        spec = {"assistant_strategy": name, "assistant_kwargs": kwargs}
+        for architecture in ("llama", "bloom"):
+            for inputs in ({"input_ids": prompt(24)}, ragged((24, 6, 15))):
+                check_same(tiny(architecture), spec, **inputs, max_new_tokens=new)
+
+
+def test_skipping_nothing_accepts_everything(tiny: Tiny) -> None:
+    """A draft by the model itself, unchanged: every candidate is accepted, on every row."""
+    model = tiny()
+    spec = {
+        "assistant_strategy": "layer_skip",
+        "assistant_kwargs": {"skip_attention": [], "draft_exit": "fixed", "max_draft": 4},
+    }
+    check_same(model, spec, **ragged(), max_new_tokens=16)
+    stats = hf_spec.last_stats(model)
+    assert stats.acceptance_per_position == [1.0] * 4
+    assert stats.accepted_histogram == {1: 3, 5: 9}  # the prefill's token, then three full steps
+
+
+# -- dtypes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom", "gpt_neo"])
+def test_half_precision(tiny: Tiny, spec: Spec, architecture: str, dtype: torch.dtype) -> None:
+    """A row may leave plain generation's only where the two best logits lie within rounding."""
+    model = tiny(architecture, dtype=dtype)
+    settings = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    # Three steps of rounding between two forwards of other widths, on logits of the largest size.
+    slack = 8 * torch.finfo(dtype).eps
+    for inputs in ({"input_ids": prompt()}, ragged()):
+        plain = model.generate(**inputs, **settings)
+        ours = model.generate(**inputs, **settings, **spec)
+        assert ours.logits[0].dtype == torch.float32
+        for row in range(len(plain.sequences)):
+            differs = (plain.sequences[row] != ours.sequences[row]).nonzero()
+            if len(differs):
+                logits = plain.logits[int(differs[0]) - 12][row]
+                first, second = logits.topk(2).values
+                assert first - second <= slack * logits.abs().max()
+
+
+# -- models that are wrapped, compiled or dispatched -----------------------------------------
+
+
+def test_compiled_in_place(fresh: Tiny, spec: Spec) -> None:
+    model = fresh()
+    plain = model.generate(prompt(), **GREEDY)
+    model.compile(backend="eager")
+    assert model.generate(prompt(), **GREEDY, **spec).tolist() == plain.tolist()
+    torch._dynamo.reset()
+
+
+def test_compiled_wrapper(fresh: Tiny, spec: Spec) -> None:
+    model = fresh()
+    plain = model.generate(prompt(), **GREEDY)
+    compiled = torch.compile(model, backend="eager")
+    assert compiled.generate(prompt(), **GREEDY, **spec).tolist() == plain.tolist()
+    assert hf_spec.last_stats(compiled) is hf_spec.last_stats(model) is not None
+    torch._dynamo.reset()
+
+
+def test_device_map(fresh: Tiny, spec: Spec, tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    fresh().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
+    assert model.hf_device_map
+    check_same(model, spec, **ragged())
+
+
+def test_dispatched_with_hooks(fresh: Tiny, spec: Spec) -> None:
+    """Accelerate's hooks replace every module's forward."""
+    accelerate = pytest.importorskip("accelerate")
+    model = fresh()
+    plain = model.generate(**ragged(), **GREEDY)
+    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert hasattr(model, "_hf_hook")
+    assert model.generate(**ragged(), **GREEDY, **spec).tolist() == plain.tolist()
+
+
+def test_model_in_training_mode(fresh: Tiny, spec: Spec) -> None:
+    """Plain generation runs in it, too, and it stays on."""
+    model = fresh().train()
+    check_same(model, spec, **ragged())
+    assert model.training
+
+
+def test_within_inference_mode_and_with_gradients(tiny: Tiny, spec: Spec) -> None:
+    model = tiny()
+    plain = model.generate(prompt(), **GREEDY)
+    with torch.inference_mode():
+        out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    assert out.sequences.tolist() == plain.tolist()
+    # The cache made there serves outside.
+    ids = torch.cat([plain, prompt(4, seed=9)], dim=1)
+    ours = model.generate(ids, past_key_values=out.past_key_values, **GREEDY, **spec)
+    assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
+
+
+# -- attention back ends ---------------------------------------------------------------------
+
+
+def test_flex_attention(tiny: Tiny, spec: Spec) -> None:
+    """On a CPU as on an accelerator, unless this torch cannot run it there at all."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 4, 3, 16)
+    try:
+        torch.compile(flex_attention)(q, q, q)
+    except Exception as error:
+        pytest.skip(f"no flex attention on this machine: {type(error).__name__}")
+    model = tiny("llama", attention="flex_attention")
+    assert model.generate(prompt(), **GREEDY).tolist() == check_same(
+        tiny("llama"), spec, input_ids=prompt()
+    ).tolist()
+    check_same(model, spec, input_ids=prompt())
+    check_same(model, spec, **ragged())
+
+
+def test_flash_is_switched_to_sdpa_for_the_call(
+    fresh: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernels a prefill cannot run, so the switch is looked at by itself."""
+    monkeypatch.setattr(attention_masks, "_warned", set())
+    model = fresh("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with attention_masks.tree_attention(model, [None] * 3) as attention:
+                assert model.config._attn_implementation == attention_masks.GROUPED_SDPA
+                converted = attention.convert({"": torch.tensor([[[[True, False]]]])}, torch.half)
+                assert converted.tolist() == [[[[0, torch.finfo(torch.half).min]]]]
+            assert model.config._attn_implementation == "flash_attention_2"
+    warnings = [r.getMessage() for r in caplog.records if "flash_attention_2" in r.getMessage()]
+    assert len(warnings) == 1 and "use sdpa instead" in warnings[0]
+
+
+def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
+    model = fresh("gptj")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with (
+        pytest.raises(ValueError, match="flash_attention_2.*attn_implementation='eager'"),
+        attention_masks.tree_attention(model, [None] * 3),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_as_before_after_a_call(tiny: Tiny, spec: Spec, attention: str) -> None:
+    model = tiny("llama", attention)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    model.generate(prompt(), **GREEDY, **spec)
+    assert model.config._attn_implementation == attention
+    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+
+
+def test_grouped_sdpa_is_sdpa() -> None:
+    """Folding a group's query heads into the queries changes nothing; masks of any row differ."""
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal, module.training = 3, True, False
+    q, k, v = (torch.randn(2, heads, n, 8) for heads, n in ((6, 5), (2, 11), (2, 11)))
+    mask = torch.rand(2, 1, 5, 11) < 0.6
+    mask[..., 0] = True
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    ours, _ = attention_masks.grouped_sdpa(module, q, k, v, additive, scaling=0.3)
+    stock, _ = attention_masks.ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, q, k, v, additive, scaling=0.3
+    )
+    torch.testing.assert_close(ours, stock)  # the default tolerance of fp32
+
+
+def test_prompts_reach_every_token() -> None:
+    """The fixtures' prompts hold no special token, so nothing is taken for padding."""
+    assert prompt(120).min() >= 3 and prompt(120).max() < VOCAB
+    assert STRATEGIES.keys() == hf_spec.strategies().keys() or len(STRATEGIES) == 2

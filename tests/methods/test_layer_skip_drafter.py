@@ -1,0 +1,430 @@
+"""``layer_skip``: draft exit by hand, drafts against a stock cache, layer 0 left out, options."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.methods.base import DecodingState, Draft, get_method
+from hf_spec.methods.forward import TreeForward
+from hf_spec.methods.layer_skip.drafter import DraftExit, LayerSkipDrafter
+from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from modeling_patches.attention_masks import tree_attention
+from modeling_patches.layer_skip import LayerSkipper
+
+Tiny = Callable[..., PreTrainedModel]
+
+# -- draft exit, eqs. (2)-(4) --------------------------------------------------------------------
+
+
+def test_three_stages_recomputed_by_hand() -> None:
+    """gamma0 0.6, eps 0.01, beta1 0.5 (0 at the first stage), beta2 0.9, alpha 0.85."""
+    one = DraftExit(LayerSkipOptions())
+    assert one.gamma == 0.6
+    one.update(0.5)  # AR = 0.5 <= alpha: 0.9 * 0.6 + 0.1 * 0.61
+    assert one.gamma == pytest.approx(0.601, abs=1e-12)
+    one.update(1.0)  # AR = 0.5 * 0.5 + 0.5 * 1 = 0.75 <= alpha: 0.9 * 0.601 + 0.1 * 0.611
+    assert one.gamma == pytest.approx(0.602, abs=1e-12)
+    one.update(1.0)  # AR = 0.875 > alpha: 0.9 * 0.602 + 0.1 * 0.592
+    assert one.gamma == pytest.approx(0.601, abs=1e-12)
+    assert one.acceptance == pytest.approx(0.875, abs=1e-12)
+
+
+def test_beta1_is_zero_at_the_first_stage() -> None:
+    """With beta1 0.5, AR would be 0.45 and gamma would rise; it is 0.9 and gamma falls."""
+    one = DraftExit(LayerSkipOptions())
+    one.update(0.9)
+    assert one.acceptance == 0.9
+    assert one.gamma == pytest.approx(0.599, abs=1e-12)
+
+
+def test_a_first_acceptance_rate_of_zero_is_remembered() -> None:
+    one = DraftExit(LayerSkipOptions())
+    one.update(0.0)
+    one.update(1.0)
+    assert one.acceptance == 0.5
+
+
+def test_gamma_rises_at_exactly_the_target() -> None:
+    one = DraftExit(LayerSkipOptions(target_acceptance=0.75))
+    one.update(0.75)
+    assert one.gamma > 0.6
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_adaptation_equals_the_equations(seed: int) -> None:
+    rng = random.Random(seed)
+    gamma, epsilon, beta1, beta2, alpha = (rng.random() for _ in range(5))
+    options = LayerSkipOptions(
+        threshold=gamma, threshold_step=epsilon, beta1=beta1, beta2=beta2, target_acceptance=alpha
+    )
+    one, smoothed = DraftExit(options), 0.0
+    for stage in range(1, 20):
+        rate = rng.choice([0.0, 1.0, rng.random()])
+        b = 0.0 if stage == 1 else beta1
+        smoothed = b * smoothed + (1 - b) * rate  # (2)
+        tilde = gamma + epsilon if smoothed <= alpha else gamma - epsilon  # (3)
+        gamma = beta2 * gamma + (1 - beta2) * tilde  # (4)
+        one.update(rate)
+        assert one.gamma == pytest.approx(gamma, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "threshold", "fixed"])
+def test_what_each_mode_does(mode: str) -> None:
+    one = DraftExit(LayerSkipOptions(draft_exit=mode, threshold=0.5))
+    assert [one.go_on(p) for p in (0.4, 0.5, 0.6)] == [mode == "fixed", True, True]
+    one.update(0.0)
+    assert (one.gamma == 0.5) == (mode != "adaptive")
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_papers() -> None:
+    options = LayerSkipOptions()
+    assert (options.draft_exit, options.max_draft, options.threshold) == ("adaptive", 12, 0.6)
+    assert (options.threshold_step, options.beta1, options.beta2) == (0.01, 0.5, 0.9)
+    assert options.lossless
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_exit": "never"}, "draft_exit='never': choose one of adaptive, threshold, fixed"),
+        ({"draft_tokens": "beam"}, "draft_tokens='beam': choose one of auto, greedy, sampled"),
+        ({"max_draft": 0}, "max_draft=0: must be a whole number of at least 1"),
+        ({"max_draft": 2.0}, "max_draft=2.0: must be a whole number"),
+        ({"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
+        ({"threshold_step": -0.1}, "threshold_step=-0.1"),
+        ({"beta1": "half"}, "beta1='half'"),
+        ({"beta2": True}, "beta2=True"),
+        ({"target_acceptance": float("nan")}, "target_acceptance=nan"),
+        ({"skip_attention": 3}, "skip_attention=3: give a list of layer numbers"),
+        ({"skip_mlp": "12"}, "skip_mlp='12': give a list of layer numbers"),
+        ({"skip_mlp": [1, -1]}, "skip_mlp entry=-1: must be a whole number of at least 0"),
+        ({"skip_attention": [1.0]}, "skip_attention entry=1.0"),
+        (
+            {"acceptance": "rejection", "draft_tokens": "greedy"},
+            "acceptance='rejection' with draft_tokens='greedy'.*Use acceptance='match'",
+        ),
+        (
+            {"acceptance": "match", "draft_tokens": "sampled"},
+            "acceptance='match' with draft_tokens='sampled'.*Use acceptance='rejection'",
+        ),
+        ({"skip": [1]}, "'layer_skip' has no option 'skip'; its options are .*skip_attention"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_method("layer_skip").parse_options(options)
+
+
+def test_without_layers_to_skip_the_error_says_where_to_get_them(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match=r"skip_attention.*load a LAYER_SKIP adapter.*hf-spec se"):
+        LayerSkipDrafter(tiny(), LayerSkipOptions())
+
+
+def test_a_layer_that_the_model_lacks_is_named(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match=r"skip_mlp.*got 7"):
+        LayerSkipDrafter(tiny(), LayerSkipOptions(skip_mlp=[7]))
+
+
+def test_empty_lists_skip_nothing(tiny: Tiny) -> None:
+    skipper = LayerSkipDrafter(tiny(), LayerSkipOptions(skip_attention=[])).skipper
+    assert (skipper.skip_attention, skipper.skip_mlp) == ((), ())
+
+
+# -- drafting ------------------------------------------------------------------------------------
+
+#: name -> what is skipped; layer 0 among it, since a stock cache takes its length from there.
+SKIPS: dict[str, dict[str, list[int]]] = {
+    "nothing": {"skip_attention": [], "skip_mlp": []},
+    "attention 0": {"skip_attention": [0], "skip_mlp": []},
+    "layer 0": {"skip_attention": [0], "skip_mlp": [0]},
+    "middle": {"skip_attention": [1], "skip_mlp": [2]},
+    "first two": {"skip_attention": [0, 1], "skip_mlp": [0, 1]},
+}
+
+
+def rows_of(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    vocab = model.config.vocab_size
+    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+class Setting:
+    """A decoding state after a prefill of ``rows``, whose last tokens are the roots."""
+
+    def __init__(self, model: PreTrainedModel, rows: list[list[int]], stack: ExitStack):
+        self.model, self.rows = model, rows
+        width = max(map(len, rows)) - 1
+        ids = torch.tensor([[0] * (width + 1 - len(row)) + row[:-1] for row in rows])
+        mask = torch.tensor([[0] * (width + 1 - len(row)) + [1] * (len(row) - 1) for row in rows])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+        cache = TreeCache.pack(prefilled.past_key_values, mask, width + 16, "cpu")
+        windows: list[int | None] = [None] * len(cache)
+        attention = stack.enter_context(tree_attention(model, windows))
+        zero = torch.zeros(len(rows), dtype=torch.long)
+        forward = TreeForward(model, cache, attention, zero + 1000, zero)
+        self.state = DecodingState(
+            model, forward, cache, rows, [len(row) - 1 for row in rows],
+            root=torch.tensor([row[-1] for row in rows]), active=[True] * len(rows),
+            remaining=[50] * len(rows), do_sample=False,
+            process=lambda logits, suffixes, active: logits.float(),
+        )  # fmt: skip
+
+    def verify(self, draft: Draft) -> Tensor:
+        return self.state.forward(draft.tokens, draft.tree)
+
+
+@pytest.fixture
+def setting(tiny: Tiny):
+    with ExitStack() as stack, torch.no_grad():
+        yield lambda lengths: Setting(
+            tiny("llama", dtype=torch.float64), rows_of(tiny("llama"), lengths), stack
+        )
+
+
+def draft_by_stock_cache(
+    model: PreTrainedModel, row: list[int], skips: dict[str, list[int]], length: int
+) -> tuple[list[int], list[Tensor]]:
+    """Prefix states of the full model, then greedy tokens of the skipping model one by one."""
+    cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True).past_key_values
+    tokens, logits = [row[-1]], []
+    with LayerSkipper(model, **skips):
+        for step in range(length):
+            place = len(row) - 1 + step
+            visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
+            out = model(
+                torch.tensor([tokens[-1:]]), past_key_values=cache, attention_mask=visible,
+                position_ids=torch.tensor([[place]]),
+            )  # fmt: skip
+            logits.append(out.logits[0, -1])
+            tokens.append(int(logits[-1].argmax()))
+    return tokens[1:], logits
+
+
+@pytest.mark.parametrize("skips", SKIPS)
+@pytest.mark.parametrize("lengths", [[6], [7, 7], [9, 4, 6]], ids=str)
+def test_drafts_are_those_of_the_skipping_model_behind_the_full_models_cache(
+    setting: Callable[..., Setting], lengths: list[int], skips: str
+) -> None:
+    one = setting(lengths)
+    options = LayerSkipOptions(**SKIPS[skips], draft_exit="fixed", max_draft=5)
+    drafter = LayerSkipDrafter(one.model, options)
+    drafter.start(one.state)
+    draft = drafter.propose(one.state)
+    assert draft.tree.is_chain
+    assert draft.tree.row_depths == (5,) * len(lengths)
+    assert draft.distributions is None
+    assert one.state.stats.num_draft_forwards == 5
+    for row, tokens in enumerate(one.rows):
+        wanted, _ = draft_by_stock_cache(one.model, tokens, SKIPS[skips], 5)
+        assert draft.tokens[row].tolist() == [tokens[-1], *wanted]
+
+
+@pytest.mark.parametrize("skips", SKIPS)
+@pytest.mark.parametrize("lengths", [[6], [9, 4, 6]], ids=str)
+def test_after_verification_every_layer_holds_the_full_models_states(
+    setting: Callable[..., Setting], lengths: list[int], skips: str
+) -> None:
+    one = setting(lengths)
+    cache = one.state.cache
+    options = LayerSkipOptions(**SKIPS[skips], draft_exit="fixed", max_draft=4)
+    drafter = LayerSkipDrafter(one.model, options)
+    drafter.start(one.state)
+    before = list(cache.host_lengths)
+    draft = drafter.propose(one.state)
+    assert (cache.host_lengths, cache.block) == (before, None)  # drafting kept nothing
+
+    logits = one.verify(draft)
+    counts = [3, 1, 5][: len(lengths)]
+    cache.commit(counts)
+    assert cache.host_lengths == [n + count for n, count in zip(before, counts)]
+    for row, tokens in enumerate(one.rows):
+        whole = tokens + draft.tokens[row, 1:].tolist()
+        full = one.model(torch.tensor([whole]), use_cache=True)
+        # float64; forwards of other shapes sum in another order.
+        torch.testing.assert_close(
+            logits[row], full.logits[0, len(tokens) - 1 :], rtol=0, atol=1e-9
+        )
+        for index, layer in enumerate(full.past_key_values.layers):
+            length = before[row] + counts[row]
+            for own, wanted in zip(cache.row(row, index), (layer.keys, layer.values)):
+                torch.testing.assert_close(own, wanted[0, :, :length], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
+def test_each_row_stops_after_its_first_unsure_token(
+    setting: Callable[..., Setting], share: float
+) -> None:
+    one = setting([9, 4, 6, 12])
+    skips = SKIPS["layer 0"]
+    stock = [draft_by_stock_cache(one.model, tokens, skips, 6) for tokens in one.rows]
+    chances = [[float(step.softmax(-1).max()) for step in logits] for _, logits in stock]
+    # Between two of the chances, so that some rows stop early and others do not.
+    ordered = [0.0, *sorted(sum(chances, [])), 1.0]
+    place = int(share * (len(ordered) - 2))
+    threshold = (ordered[place] + ordered[place + 1]) / 2
+
+    options = LayerSkipOptions(**skips, threshold=threshold, draft_exit="threshold", max_draft=6)
+    drafter = LayerSkipDrafter(one.model, options)
+    drafter.start(one.state)
+    draft = drafter.propose(one.state)
+    for row, (wanted, _) in enumerate(stock):
+        sure = [chance >= threshold for chance in chances[row]]
+        length = sure.index(False) + 1 if False in sure else 6
+        assert draft.tree.row_depths[row] == length
+        assert draft.tokens[row, 1 : length + 1].tolist() == wanted[:length]
+    assert one.state.stats.num_draft_forwards == max(draft.tree.row_depths)
+    assert draft.tokens.shape == (4, draft.tree.num_nodes)
+    if share in (0.2, 0.5):
+        assert len(set(draft.tree.row_depths)) > 1
+
+
+def test_each_drafted_token_costs_a_forward_of_one_node(setting: Callable[..., Setting]) -> None:
+    one = setting([9, 4])
+    seen: list[tuple[int, ...]] = []
+    hook = one.model.lm_head.register_forward_hook(lambda m, i, out: seen.append(out.shape[:2]))
+    drafter = LayerSkipDrafter(
+        one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed", max_draft=4)
+    )
+    drafter.start(one.state)
+    drafter.propose(one.state)
+    hook.remove()
+    assert [tuple(shape) for shape in seen] == [(2, 1)] * 4
+
+
+def test_skipping_changes_the_drafts(setting: Callable[..., Setting]) -> None:
+    """Otherwise the tests above would compare the full model with itself."""
+    one = setting([9])
+    drafts = {
+        name: tuple(draft_by_stock_cache(one.model, one.rows[0], skips, 5)[0])
+        for name, skips in SKIPS.items()
+    }
+    assert len(set(drafts.values())) > 2
+
+
+def test_finished_rows_are_not_drafted_for(setting: Callable[..., Setting]) -> None:
+    one = setting([5, 6])
+    one.state.active = [False, True]
+    drafter = LayerSkipDrafter(
+        one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed", max_draft=3)
+    )
+    drafter.start(one.state)
+    assert drafter.propose(one.state).tree.row_depths == (0, 3)
+
+
+@pytest.mark.parametrize("left", [1, 2, 4])
+def test_drafts_go_no_deeper_than_the_budget(setting: Callable[..., Setting], left: int) -> None:
+    one = setting([5])
+    one.state.remaining = [left]
+    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed"))
+    drafter.start(one.state)
+    draft = drafter.propose(one.state)
+    assert draft.tree.row_depths == (left - 1,)
+    assert draft.tokens.shape == (1, left)
+
+
+def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
+    setting: Callable[..., Setting],
+) -> None:
+    one = setting([6, 4])
+    one.state.do_sample = True
+    calls: list[tuple[list[list[int]], Tensor]] = []
+
+    def process(logits: Tensor, suffixes: list[list[int]], active: list[bool]) -> Tensor:
+        scores = logits.float() / 0.7
+        scores[:, : scores.shape[1] // 2] = -torch.inf  # as a warper leaves it
+        calls.append(([list(suffix) for suffix in suffixes], scores))
+        return scores
+
+    one.state.process = process
+    drafter = LayerSkipDrafter(
+        one.model, LayerSkipOptions(**SKIPS["layer 0"], draft_exit="fixed", max_draft=4)
+    )
+    drafter.start(one.state)
+    torch.manual_seed(0)
+    draft = drafter.propose(one.state)
+    assert draft.distributions is not None
+    assert draft.distributions.shape == (2, 5, one.model.config.vocab_size)
+    for node, (suffixes, scores) in enumerate(calls, start=1):
+        assert suffixes == draft.tokens[:, 1:node].tolist()  # processors see what was drafted
+        assert torch.equal(draft.distributions[:, node], scores.softmax(-1))
+        chosen = draft.distributions[:, node].gather(1, draft.tokens[:, node : node + 1])
+        assert (chosen > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("do_sample", "options", "sampled"),
+    [
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"draft_tokens": "greedy"}, False),
+        (True, {"acceptance": "match"}, False),
+        (True, {"acceptance": "rejection"}, True),
+        (False, {"draft_tokens": "sampled"}, False),
+    ],
+)
+def test_when_drafts_are_sampled(
+    setting: Callable[..., Setting], do_sample: bool, options: dict[str, Any], sampled: bool
+) -> None:
+    one = setting([4])
+    one.state.do_sample = do_sample
+    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], max_draft=2, **options))
+    drafter.start(one.state)
+    assert (drafter.propose(one.state).distributions is not None) == sampled
+
+
+def test_rows_adapt_to_their_own_acceptance(setting: Callable[..., Setting]) -> None:
+    one = setting([4, 5, 6, 7])
+    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1]))
+    drafter.start(one.state)
+    tree = TreeBatch.stack([TokenTree.chain(n) for n in (4, 4, 4, 0)])
+    draft = Draft(tree, torch.zeros(4, 5, dtype=torch.long))
+    drafter.observe(one.state, draft, [5, 2, 0, 1])  # all, a quarter, finished, nothing drafted
+    assert [exit_.acceptance for exit_ in drafter.exits] == [1.0, 0.25, None, None]
+    assert drafter.details() == {"threshold": [0.599, 0.601, 0.6, 0.6]}
+
+
+def test_the_model_is_whole_again_after_drafting(setting: Callable[..., Setting]) -> None:
+    one = setting([5])
+    ids = torch.tensor([one.rows[0]])
+    before = one.model(ids).logits
+    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**SKIPS["first two"]))
+    drafter.start(one.state)
+    drafter.propose(one.state)
+    assert torch.equal(one.model(ids).logits, before)
+
+
+# -- stock assisted decoding ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("skips", SKIPS)
+def test_get_candidates_appends_the_skipping_models_own_tokens(
+    tiny: Tiny, skips: str, attention: str
+) -> None:
+    model = tiny("llama", attention=attention)
+    drafter = LayerSkipDrafter(model, LayerSkipOptions(**SKIPS[skips], max_draft=5))
+    for row in rows_of(model, [4, 11]):
+        ids = torch.tensor([row])
+        wanted = ids
+        with drafter.skipper, torch.no_grad():
+            for _ in range(5):  # without any cache
+                following = model(wanted, use_cache=False).logits[:, -1:].argmax(-1)
+                wanted = torch.cat([wanted, following], dim=1)
+        candidates, logits = drafter.get_candidates(ids)
+        assert logits is None
+        assert candidates.shape == (1, len(row) + 5)
+        assert torch.equal(candidates, wanted)

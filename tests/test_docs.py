@@ -1,0 +1,46 @@
+"""What the documentation says runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_spec.methods import base
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_the_example_method_of_the_docs_works(monkeypatch: pytest.MonkeyPatch, tiny) -> None:
+    text = (DOCS / "add_a_method.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    scope: dict = {"__name__": "example"}
+    exec(compile(code, "add_a_method.md", "exec"), scope)
+    found = {**base.methods(), "echo": scope["METHOD"]}
+    monkeypatch.setattr(base, "methods", lambda: found)
+
+    model = tiny("llama")
+    ids = torch.tensor([[5, 9, 7, 7, 7]])
+    plain = model.generate(ids, max_new_tokens=40, do_sample=False)
+    ours = model.generate(
+        ids, max_new_tokens=40, do_sample=False, assistant_strategy="echo",
+        assistant_kwargs={"length": 3},
+    )  # fmt: skip
+    assert torch.equal(plain, ours)
+    candidates, logits = scope["METHOD"].drafter(model, scope["EchoOptions"]()).get_candidates(ids)
+    assert candidates.tolist() == [[5, 9, 7, 7, 7, 7, 7, 7, 7]] and logits is None
+
+
+def test_every_relative_link_of_the_docs_exists() -> None:
+    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_strategy_has_a_page() -> None:
+    for name in base.methods():
+        assert (DOCS / f"{name}.md").is_file()

@@ -1,0 +1,139 @@
+"""``import hf_spec`` is cheap, can be repeated, and touches no generation without a strategy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import STRATEGIES, prompt, ragged
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import utils as generation_utils
+
+import hf_spec
+
+#: What a user of Transformers and PEFT with ``generate`` has loaded already.
+BASELINE = """
+import transformers, peft
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, candidate_generator, utils
+"""
+#: What only some commands need; each is imported where it is used.
+HEAVY = {
+    "IPython", "datasets", "gradio", "matplotlib", "optuna", "pandas", "pyarrow", "rich", "scipy",
+    "sklearn", "sqlalchemy", "tensorflow", "typer", "wandb",
+}  # fmt: skip
+
+
+def modules_after(program: str) -> set[str]:
+    program += "\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=180
+    )
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_nothing_heavy_is_imported() -> None:
+    before = modules_after(BASELINE)
+    new = modules_after(BASELINE + "import hf_spec") - before
+    assert "hf_spec" in new
+    tops = {name.partition(".")[0] for name in new}
+    assert not tops & HEAVY
+    # Nothing of ours beyond the loop and the methods either: no command line, no benchmark.
+    ours = {name for name in new if name.startswith("hf_spec.")}
+    parts = {name.split(".")[1] for name in ours}
+    assert parts <= {"core", "decoding", "methods"}
+    installed = tops - set(sys.stdlib_module_names) - {"hf_spec", "modeling_patches"}
+    before_tops = {name.partition(".")[0] for name in before}
+    assert installed <= before_tops, "third-party packages that transformers and peft don't load"
+
+
+def test_import_is_idempotent(tiny: Callable[..., PreTrainedModel]) -> None:
+    def state() -> tuple:
+        return (
+            GenerationConfig.__init__,
+            GenerationConfig.get_generation_mode,
+            GenerationMixin._hf_spec_decode,
+            GenerationMixin._validate_generation_mode,
+            GenerationMixin.generate_batch,
+            dict(generation_utils.GENERATION_MODES_MAPPING),
+        )
+
+    before = state()
+    module = importlib.reload(hf_spec)
+    assert module is hf_spec and state() == before
+    model = tiny()
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    ours = model.generate(prompt(), **settings, **STRATEGIES["prompt_lookup"])
+    assert ours.tolist() == model.generate(prompt(), **settings).tolist()
+
+
+def test_generation_without_a_strategy_is_stock(
+    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes through stock ``_sample`` and never comes near our loop."""
+
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("a call without a strategy reached hf_spec")
+
+    monkeypatch.setattr(GenerationMixin, "_hf_spec_decode", fail)
+    stock, calls = GenerationMixin._sample, []
+
+    def sample(self: GenerationMixin, *args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "_sample", sample)
+    model = tiny()
+    for kwargs in ({}, {"do_sample": True, "top_k": 5}, {"assistant_strategy": None}):
+        model.generate(prompt(), max_new_tokens=4, **kwargs)
+    model.generate(prompt(), generation_config=GenerationConfig(max_new_tokens=4))
+    assert len(calls) == 4
+    # Other modes are untouched, too.
+    model.generate(prompt(), max_new_tokens=4, num_beams=2)
+    model.generate(prompt(), max_new_tokens=4, prompt_lookup_num_tokens=2)
+    assert len(calls) == 4
+
+
+def test_plain_results_do_not_depend_on_the_import(
+    tiny: Callable[..., PreTrainedModel], tmp_path: object
+) -> None:
+    """The same ids, greedy and sampled, in a process that has never heard of hf_spec."""
+    model = tiny()
+    model.save_pretrained(tmp_path)
+    program = f"""
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+batch = {{k: torch.tensor(v) for k, v in {
+    {key: value.tolist() for key, value in ragged().items()}!r}.items()}}
+torch.manual_seed(0)
+print(model.generate(**batch, max_new_tokens=8, do_sample=False).tolist())
+print(model.generate(**batch, max_new_tokens=8, do_sample=True).tolist())
+assert "hf_spec" not in sys.modules
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=180
+    )
+    assert result.returncode == 0, result.stderr
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": 8}
+    expected = [
+        model.generate(**ragged(), **settings, do_sample=sampled).tolist()
+        for sampled in (False, True)
+    ]
+    assert [json.loads(line) for line in result.stdout.splitlines()[-2:]] == expected
+
+
+def test_public_names() -> None:
+    for name in hf_spec.__all__:
+        assert getattr(hf_spec, name) is not None
+    assert {"SpecConfig", "SpecGenerateOutput", "SpecStats", "TokenTree", "LayerSkipConfig"} <= set(
+        hf_spec.__all__
+    )
+    assert {"prompt_lookup", "layer_skip"} <= hf_spec.strategies().keys()

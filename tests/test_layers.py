@@ -1,0 +1,278 @@
+"""Imports flow one way, as CONTRIBUTING and the design say; every import statement is looked at.
+
+``modeling_patches``, ``core`` -> shared files of ``methods`` -> ``methods.<name>`` -> ``decoding``
+-> the package itself -> ``training``, ``tuning``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+#: Layers from the bottom up. Packages of one layer may import each other, but not in a circle.
+LAYERS: list[set[str]] = [
+    {"modeling_patches", "hf_spec.core"},
+    {"hf_spec.methods"},  # what methods share: base, forward, peft_bridge, ...
+    {"hf_spec.methods.*"},
+    {"hf_spec.decoding"},
+    {"hf_spec"},  # the public names
+    {"hf_spec.training", "hf_spec.tuning", "hf_spec.bench", "hf_spec.hub", "hf_spec.demo"},
+    {"hf_spec.cli"},
+]
+OURS = ("hf_spec", "modeling_patches")
+
+#: Modules of the standard library that read, write, talk or start something.
+IO_MODULES = {
+    "asyncio", "fileinput", "ftplib", "glob", "http", "io", "logging", "mmap", "multiprocessing",
+    "os", "pathlib", "pickle", "shelve", "shutil", "signal", "socket", "sqlite3", "ssl",
+    "subprocess", "sys", "tempfile", "urllib", "zipfile",
+}  # fmt: skip
+IO_NAMES = {"open", "print", "input", "exec", "eval"}
+
+#: (module, what it imports); what is imported may be a module or a name in one.
+Import = tuple[str, str]
+
+
+def module_name(path: Path, root: Path = ROOT) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+    """Everything imported anywhere in the source, lazily or for types only included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                above = package[: len(package) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def all_imports(root: Path = ROOT) -> list[Import]:
+    found = []
+    for package in OURS:
+        for path in sorted((root / package).rglob("*.py")):
+            module = module_name(path, root)
+            names = imports_of(path.read_text("utf-8"), module, path.name == "__init__.py")
+            found += [(module, name) for name in names]
+    return found
+
+
+def unit(name: str, modules: set[str]) -> str | None:
+    """The unit of the layering that a module, or a name in one, belongs to; None if not ours."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    parts = name.split(".")
+    if parts[0] == "modeling_patches":
+        return "modeling_patches"
+    if parts[0] != "hf_spec":
+        return None
+    if parts[1:2] != ["methods"]:
+        return ".".join(parts[:2])
+    is_method = len(parts) > 2 and any(one.startswith(".".join(parts[:3]) + ".") for one in modules)
+    return ".".join(parts[:3]) if is_method else "hf_spec.methods"
+
+
+def rank(name: str) -> int:
+    generic = "hf_spec.methods.*" if name.startswith("hf_spec.methods.") else name
+    for height, layer in enumerate(LAYERS):
+        if generic in layer:
+            return height
+    raise AssertionError(f"{name} has no place in LAYERS: add it where it belongs.")
+
+
+def violations(imports: list[Import], modules: set[str]) -> list[str]:
+    """Every import that goes up, across methods, or in a circle within a layer."""
+    found = []
+    sideways: dict[str, set[str]] = {}
+    for module, imported in imports:
+        here, there = unit(module, modules), unit(imported, modules)
+        if here is None or there is None or here == there:
+            continue
+        if rank(there) > rank(here):
+            found.append(f"{module} imports {imported} from a layer above")
+        elif rank(there) < rank(here):
+            continue
+        elif here.startswith("hf_spec.methods."):
+            found.append(f"{module} imports {imported} of another method")
+        elif rank(here) == 0:
+            found.append(f"{module} imports {imported}: modeling_patches and core stand alone")
+        else:
+            sideways.setdefault(here, set()).add(there)
+    for start in sideways:
+        reached, todo = set(), [start]
+        while todo:
+            for after in sideways.get(todo.pop(), set()) - reached:
+                reached.add(after)
+                todo.append(after)
+        if start in reached:
+            found.append(f"{start} imports itself in a circle through its layer")
+    return found
+
+
+def impurities(source: str, module: str) -> list[str]:
+    """What a module of core must not do: models, adapters, I/O."""
+    found = []
+    for name in imports_of(source, module):
+        top = name.split(".")[0]
+        allowed = top == "torch" or name.startswith("hf_spec.core")
+        if module == "hf_spec.core.cache":
+            allowed = allowed or name.startswith("transformers.cache_utils.")
+        if not allowed and (top in IO_MODULES or top not in sys.stdlib_module_names):
+            found.append(f"{module} imports {name}")
+    for node in ast.walk(ast.parse(source)):
+        written = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+        if written in IO_NAMES or written in ("torch.load", "torch.save", "torch.hub", "torch.nn"):
+            found.append(f"{module} uses {written}")
+    return found
+
+
+def our_modules(imports: list[Import]) -> set[str]:
+    files = {module_name(p) for package in OURS for p in (ROOT / package).rglob("*.py")}
+    return files | {module for module, _ in imports}
+
+
+# -- the project ---------------------------------------------------------------------------------
+
+
+def test_imports_flow_one_way() -> None:
+    imports = all_imports()
+    assert len(imports) > 100  # the files were found
+    assert violations(imports, our_modules(imports)) == []
+
+
+def test_modeling_patches_never_imports_hf_spec() -> None:
+    patches = [(m, name) for m, name in all_imports() if m.startswith("modeling_patches")]
+    assert patches
+    assert [one for one in patches if one[1].split(".")[0] in ("hf_spec", "hub_cards")] == []
+
+
+def test_core_knows_neither_models_nor_files() -> None:
+    files = sorted((ROOT / "hf_spec" / "core").rglob("*.py"))
+    assert len(files) >= 5
+    found = [impurities(path.read_text("utf-8"), module_name(path)) for path in files]
+    assert [line for lines in found for line in lines] == []
+
+
+def test_no_module_names_a_method_but_its_own_folder() -> None:
+    """Nothing outside a method imports from it: all go through discovery."""
+    imports = all_imports()
+    modules = our_modules(imports)
+    for module, imported in imports:
+        target = unit(imported, modules) or ""
+        if target.startswith("hf_spec.methods."):
+            # Below decoding that is the rule of the layers; the config classes are public names.
+            assert unit(module, modules) in (target, "hf_spec"), f"{module} imports {imported}"
+
+
+# -- this test -----------------------------------------------------------------------------------
+
+MODULES = {
+    "hf_spec", "hf_spec.core.tree", "hf_spec.methods", "hf_spec.methods.base",
+    "hf_spec.methods.one", "hf_spec.methods.one.drafter", "hf_spec.methods.two",
+    "hf_spec.methods.two.drafter", "hf_spec.decoding.loop", "hf_spec.bench.runner",
+    "hf_spec.demo.demo", "hf_spec.cli", "modeling_patches", "modeling_patches.alibi",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("modeling_patches.alibi", "import hf_spec"),
+        ("modeling_patches.alibi", "from hf_spec.core.tree import TokenTree"),
+        ("hf_spec.core.tree", "from modeling_patches.alibi import bias"),
+        ("hf_spec.core.tree", "from ..methods import base"),
+        ("hf_spec.core.tree", "def f():\n    from hf_spec.decoding import loop"),
+        ("hf_spec.methods.base", "from hf_spec.methods import one"),
+        ("hf_spec.methods.base", "from hf_spec.methods.one.drafter import D"),
+        ("hf_spec.methods.base", "import hf_spec.methods.two.drafter as d"),
+        ("hf_spec.methods.one.drafter", "from hf_spec.methods.two import METHOD"),
+        ("hf_spec.methods.one.drafter", "from ..two.drafter import D"),
+        ("hf_spec.methods.one.drafter", "from hf_spec.decoding.loop import decode"),
+        ("hf_spec.methods.one.drafter", "import hf_spec"),
+        ("hf_spec.methods.one.drafter", "from hf_spec import TokenTree"),
+        ("hf_spec.decoding.loop", "if TYPE_CHECKING:\n    from hf_spec.bench.runner import run"),
+        ("hf_spec.bench.runner", "from hf_spec.cli import main"),
+        ("hf_spec", "from hf_spec import cli"),
+    ],
+)
+def test_a_backward_import_is_detected(module: str, source: str) -> None:
+    imports = [(module, name) for name in imports_of(source, module)]
+    assert len(violations(imports, MODULES)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("hf_spec.methods.one.drafter", "from hf_spec.methods.base import Drafter"),
+        ("hf_spec.methods.one.drafter", "from .drafter import D"),
+        ("hf_spec.methods.one.drafter", "from ..base import Drafter"),
+        ("hf_spec.methods.base", "import hf_spec.methods as package"),
+        ("hf_spec.decoding.loop", "from hf_spec.methods.base import get_method"),
+        ("hf_spec.bench.runner", "import hf_spec\nfrom hf_spec.core.tree import TokenTree"),
+        ("hf_spec.demo.demo", "from hf_spec.bench.runner import run"),
+        ("hf_spec.cli", "from hf_spec.demo.demo import run_demo\nimport torch"),
+    ],
+)
+def test_a_forward_import_is_not(module: str, source: str) -> None:
+    imports = [(module, name) for name in imports_of(source, module)]
+    assert violations(imports, MODULES) == []
+
+
+def test_relative_imports_of_a_package_start_at_itself() -> None:
+    assert list(imports_of("from .base import D\nfrom . import x", "a.b", is_package=True)) == [
+        "a.b.base.D",
+        "a.b.x",
+    ]
+    assert list(imports_of("from ..c import d", "a.b", is_package=True)) == ["a.c.d"]
+
+
+def test_a_circle_within_a_layer_is_detected() -> None:
+    imports = [
+        ("hf_spec.demo.demo", "hf_spec.bench.runner"),
+        ("hf_spec.bench.runner", "hf_spec.demo.demo"),
+    ]
+    assert violations(imports[:1], MODULES) == []
+    assert len(violations(imports, MODULES)) == 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import transformers",
+        "from transformers import PreTrainedModel",
+        "from transformers.cache_utils import Cache",  # in cache.py only
+        "import peft",
+        "import os",
+        "from pathlib import Path",
+        "def f():\n    import subprocess",
+        "text = open('file').read()",
+        "import torch\ntree = torch.load('file')",
+        "import torch\nlayer = torch.nn.Linear(1, 1)",
+        "from modeling_patches import alibi",
+    ],
+)
+def test_an_impure_core_is_detected(source: str) -> None:
+    assert impurities(source, "hf_spec.core.tree")
+
+
+def test_the_cache_may_know_transformers_caches_and_nothing_else_of_it() -> None:
+    module = "hf_spec.core.cache"
+    assert impurities("from transformers.cache_utils import Cache\nimport json", module) == []
+    assert impurities("from transformers import DynamicCache", module)
+    assert impurities("from transformers.modeling_utils import PreTrainedModel", module)
+
+
+def test_a_package_without_a_place_is_reported() -> None:
+    with pytest.raises(AssertionError, match="hf_spec.extra has no place in LAYERS"):
+        violations([("hf_spec.extra", "hf_spec.core.tree")], MODULES | {"hf_spec.extra"})
