@@ -234,6 +234,31 @@ class TreeBatch:
         )  # fmt: skip
 
 
+def merge(
+    first: TokenTree, first_tokens: Sequence[int], second: TokenTree, candidates: Sequence[int]
+) -> tuple[TokenTree, list[int], list[int]]:
+    """Both trees in one; candidates with the same token path stand in it once.
+
+    Args:
+        first, first_tokens: a tree and the tokens on all its nodes; they keep their places.
+        second, candidates: another tree with the same root, and its candidates' tokens.
+
+    Returns:
+        The tree, the tokens on its nodes, and the place of each of the second tree's candidates.
+    """
+    parents, tokens = list(first.parents), list(first_tokens)
+    child = {(parents[node], tokens[node]): node for node in range(len(parents) - 1, 0, -1)}
+    places = [0]
+    for parent, token in zip(second.parents[1:], candidates):
+        key = (places[parent], token)
+        if key not in child:
+            child[key] = len(parents)
+            parents.append(key[0])
+            tokens.append(token)
+        places.append(child[key])
+    return TokenTree.from_parents(parents), tokens, places[1:]
+
+
 def _checked_path(path: Any) -> tuple[int, ...]:
     """A rank path as a tuple, or a ValueError."""
     if isinstance(path, str) or not isinstance(path, Iterable):

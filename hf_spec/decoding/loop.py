@@ -18,6 +18,7 @@ from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.methods.base import DecodingState, Draft, get_method
+from hf_spec.methods.retrieval import WithRetrieval
 
 
 @torch.no_grad()
@@ -49,6 +50,8 @@ def decode(
     scorer = Scorer(logits_processor, emission.ids, emission.lengths)
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
+    if options.retrieval:
+        drafter = WithRetrieval(drafter)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device)
 
@@ -88,7 +91,7 @@ def decode(
                 choice = chooser.accept(draft, logits, state.active)
             counts = _emit(choice, draft, emission, state)
             cache.commit(counts, _moved(choice, counts))
-            drafter.observe(state, draft, counts)
+            drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
 
     sequences = emission.finish()
     emitted = [length - emission.width for length in emission.lengths]

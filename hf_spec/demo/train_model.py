@@ -156,9 +156,11 @@ def main(output: str) -> None:
         LlamaForCausalLM,
         Trainer,
         TrainerCallback,
+        TrainerState,
         TrainingArguments,
         set_seed,
     )
+    from transformers.trainer_utils import get_last_checkpoint
 
     class StopEarly(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -193,12 +195,17 @@ def main(output: str) -> None:
         eval_dataset=Windows(held_stream, 10**9, random_offsets=False),
         callbacks=[StopEarly()],
     )  # fmt: skip
-    resume = any((target / "checkpoints").glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=resume or None)
+    checkpoints = target / "checkpoints"
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    if last is not None and int(last.rpartition("-")[2]) >= STOP_STEP:  # interrupted after the end
+        model = LlamaForCausalLM.from_pretrained(last)
+        history = TrainerState.load_from_json(str(Path(last) / "trainer_state.json")).log_history
+    else:
+        trainer.train(resume_from_checkpoint=last)
+        history = trainer.state.log_history
 
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
-    history = trainer.state.log_history
     plot_losses(history, target / "loss.png")
     record = {
         "python": platform.python_version(),

@@ -36,9 +36,11 @@ class StrategyOptions:
         acceptance: ``match`` (exact), ``rejection`` (exact, for sampled drafts) or ``typical``
             (lossy). ``auto`` takes ``rejection`` if the draft was sampled, else ``match``.
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+        retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
     """
 
     acceptance: str = "auto"
+    retrieval: bool = False
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
 
@@ -54,6 +56,8 @@ class StrategyOptions:
                 "acceptance='rejection': this strategy's candidates are not sampled from a "
                 "distribution. Use acceptance='match', which is exact for them."
             )
+        if not isinstance(self.retrieval, bool):
+            raise ValueError(f"retrieval={self.retrieval!r}: must be True or False.")
         for name in ("typical_epsilon", "typical_delta"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
 
@@ -163,8 +167,8 @@ class Drafter(CandidateGenerator):
     def propose(self, state: DecodingState) -> Draft:
         """Candidates for the next step; a tree of the root alone if there are none."""
 
-    def observe(self, state: DecodingState, draft: Draft, counts: Sequence[int]) -> None:
-        """Called after each step with the accepted nodes per row (root included)."""
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        """Called after each step with the accepted nodes per row, root first; none if finished."""
 
     def details(self) -> dict[str, Any]:
         """What the drafter reports in ``SpecStats.details``."""

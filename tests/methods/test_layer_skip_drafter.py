@@ -392,7 +392,8 @@ def test_rows_adapt_to_their_own_acceptance(setting: Callable[..., Setting]) -> 
     drafter.start(one.state)
     tree = TreeBatch.stack([TokenTree.chain(n) for n in (4, 4, 4, 0)])
     draft = Draft(tree, torch.zeros(4, 5, dtype=torch.long))
-    drafter.observe(one.state, draft, [5, 2, 0, 1])  # all, a quarter, finished, nothing drafted
+    # All accepted, a quarter, a finished row, nothing drafted.
+    drafter.observe(one.state, draft, [range(count) for count in (5, 2, 0, 1)])
     assert [exit_.acceptance for exit_ in drafter.exits] == [1.0, 0.25, None, None]
     assert drafter.details() == {"threshold": [0.599, 0.601, 0.6, 0.6]}
 

@@ -12,13 +12,13 @@ import torch
 from hf_spec.core.tree import TokenTree
 from hf_spec.methods.base import get_method
 from hf_spec.methods.prompt_lookup.drafter import PromptLookupDrafter
-from hf_spec.methods.prompt_lookup.index import (
+from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
+from hf_spec.methods.retrieval import (
     WEIGHT_PER_NGRAM,
     Confidence,
     NgramIndex,
     continuation_tree,
 )
-from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
 
 Matches = list[tuple[int, int]]
 Path = tuple[int, ...]
@@ -280,7 +280,7 @@ def test_rows_are_drafted_for_themselves() -> None:
             counts.append(accepted + 1 if active[row] else 0)
             if active[row] and n > 1:
                 confidences[row].observe(matches[0][1], accepted, tree.max_depth)
-        one.observe(state, draft, counts)
+        one.observe(state, draft, [range(count) for count in counts])
         for tokens, count in zip(rows, counts):
             tokens += sequence(rng, count, 3)
         state = state_of(rows, active, max_depth=4)

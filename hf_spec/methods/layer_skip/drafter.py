@@ -72,11 +72,10 @@ class LayerSkipDrafter(Drafter):
             stacked = torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1)
         return Draft(tree, tokens, stacked)
 
-    def observe(self, state: DecodingState, draft: Draft, counts: Sequence[int]) -> None:
-        for row, count in enumerate(counts):
-            drafted = draft.tree.row_depths[row]
-            if count and drafted:
-                self.exits[row].update((count - 1) / drafted)
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        for one, path, drafted in zip(self.exits, nodes, draft.tree.row_depths):
+            if path and drafted:
+                one.update((len(path) - 1) / drafted)
 
     def details(self) -> dict[str, Any]:
         exits = getattr(self, "exits", [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_spec.methods.base import StrategyOptions, check_count, check_range
+from hf_spec.methods.retrieval import Limits
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,23 @@ class PromptLookupOptions(StrategyOptions):
         min_probability: candidates whose estimated probability is lower are left out; 0 keeps all.
     """
 
-    max_ngram: int = 4
-    min_ngram: int = 1
-    max_matches: int = 8
-    max_depth: int = 12
-    max_nodes: int = 15
-    min_probability: float = 0.02
+    max_ngram: int = Limits.max_ngram
+    min_ngram: int = Limits.min_ngram
+    max_matches: int = Limits.max_matches
+    max_depth: int = Limits.max_depth
+    max_nodes: int = Limits.max_nodes
+    min_probability: float = Limits.min_probability
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
             check_count(name, getattr(self, name))
         check_range("min_probability", self.min_probability, 0.0, 1.0)
+        if self.retrieval:
+            raise ValueError(
+                "retrieval=True with prompt_lookup: looking up is all that prompt_lookup does. "
+                "Leave it out."
+            )
         if self.min_ngram > self.max_ngram:
             raise ValueError(
                 f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}: lower it."

@@ -1,4 +1,4 @@
-"""An index of n-grams over one growing sequence, and the tree of their continuations.
+"""Candidates found in the sequence itself: n-gram look-up, and merging it into another draft.
 
 Each new token is indexed once per n-gram size; a look-up costs what it returns, however long the
 sequence is. Plain lists and dictionaries: sequences are short and single look-ups dominate.
@@ -6,7 +6,17 @@ sequence is. Plain lists and dictionaries: sequences are short and single look-u
 
 from __future__ import annotations
 
-from hf_spec.core.tree import TokenTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_spec.core.tree import TokenTree, TreeBatch, merge
+from hf_spec.methods.base import DecodingState, Draft, Drafter
+
+#: How much more a match counts per token of its n-gram.
+WEIGHT_PER_NGRAM = 4.0
 
 
 class NgramIndex:
@@ -151,5 +161,109 @@ def continuation_tree(
     return TokenTree.from_parents(parents), kept
 
 
-#: How much more a match counts per token of its n-gram.
-WEIGHT_PER_NGRAM = 4.0
+@dataclass(frozen=True)
+class Limits:
+    """What a look-up may return; the defaults are those of ``prompt_lookup``.
+
+    Attributes:
+        max_ngram, min_ngram: sizes of n-grams looked up, longest first.
+        max_matches: occurrences whose continuations are merged (the tree's width).
+        max_depth: tokens taken from each continuation.
+        max_nodes: most candidates in the tree.
+        min_probability: candidates whose estimated probability is lower are left out.
+    """
+
+    max_ngram: int = 4
+    min_ngram: int = 1
+    max_matches: int = 8
+    max_depth: int = 12
+    max_nodes: int = 15
+    min_probability: float = 0.02
+
+
+class Retrieval:
+    """N-gram look-up in one growing sequence, learning how far to trust itself."""
+
+    def __init__(self, limits: Any):
+        self.limits = limits
+        self.index = NgramIndex(limits.min_ngram, limits.max_ngram)
+        self.confidence = Confidence()
+        self._longest = 0
+
+    def lookup(self, tokens: list[int], max_depth: int) -> tuple[TokenTree, list[int]]:
+        """Tree of continuations of ``tokens`` and its candidates' tokens."""
+        limits = self.limits
+        self.index.update(tokens)
+        matches = self.index.matches(tokens, limits.max_matches)
+        self._longest = matches[0][1] if matches else 0
+        return continuation_tree(
+            tokens, matches, min(limits.max_depth, max_depth), limits.max_nodes, self.confidence,
+            limits.min_probability,
+        )  # fmt: skip
+
+    def observe(self, accepted: int, depth: int) -> None:
+        """Learn how many candidates of the last look-up, a tree of this depth, were accepted."""
+        if depth:
+            self.confidence.observe(self._longest, accepted, depth)
+
+
+class WithRetrieval(Drafter):
+    """Merges look-ups into another drafter's trees (option ``retrieval=True``).
+
+    Candidates that both propose stand in the tree once. Looked-up candidates count as drawn from a
+    distribution that is certain of them, so rejection stays exact.
+    """
+
+    def __init__(self, inner: Drafter):
+        super().__init__(inner.model, inner.options)
+        self.inner = inner
+
+    def start(self, state: DecodingState) -> None:
+        self.inner.start(state)
+        self.rows = [Retrieval(Limits()) for _ in state.tokens]
+
+    def propose(self, state: DecodingState) -> Draft:
+        draft = self.inner.propose(state)
+        own, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
+        device = draft.tokens.device
+        trees, rows, self._found = [], [], []
+        for row, tokens in enumerate(state.tokens):
+            count = draft.tree.row_candidates[row] + 1
+            tree = TokenTree.from_parents(parents[row][:count])
+            merged, depth, found = own[row][:count], 0, set[int]()
+            if state.active[row]:
+                second, candidates = self.rows[row].lookup(tokens, state.max_depth)
+                tree, merged, places = merge(tree, merged, second, candidates)
+                depth, found = second.max_depth, set(places)
+            trees.append(tree)
+            rows.append(merged)
+            self._found.append((depth, found))
+        self._inner_draft = draft
+        nodes = max(map(len, rows))
+        padded = torch.tensor([row + [0] * (nodes - len(row)) for row in rows], device=device)
+        distributions = draft.distributions
+        if distributions is not None:
+            certain = torch.nn.functional.one_hot(padded, distributions.shape[-1])
+            certain = certain.to(distributions.dtype)
+            for row, count in enumerate(draft.tree.row_candidates):
+                certain[row, : count + 1] = distributions[row, : count + 1]
+            distributions = certain
+        return Draft(TreeBatch.stack(trees, device), padded, distributions)
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        # The inner nodes keep their places, so an accepted path is theirs as far as it is in them.
+        inner = [
+            [node for node in path if node <= count]
+            for path, count in zip(nodes, self._inner_draft.tree.row_candidates)
+        ]
+        self.inner.observe(state, self._inner_draft, inner)
+        for row, path in enumerate(nodes):
+            depth, found = self._found[row]
+            if path:
+                self.rows[row].observe(sum(node in found for node in path), depth)
+
+    def details(self) -> dict[str, Any]:
+        return self.inner.details()
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
+        return self.inner.get_candidates(input_ids, **kwargs)
