@@ -10,6 +10,8 @@ import typer
 
 from hf_spec.bench.command import BAD_INPUT, INTERRUPTED, bench
 from hf_spec.demo.command import demo
+from hf_spec.hub.command import card, push
+from hf_spec.tuning.command import plot, search
 
 #: Set to anything to see the whole traceback of an error.
 TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
@@ -24,6 +26,10 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(search)
+app.add_typer(plot, name="plot")
+app.command()(card)
+app.command()(push)
 
 
 def _version(wanted: bool) -> None:

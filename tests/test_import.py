@@ -106,12 +106,12 @@ def test_plain_results_do_not_depend_on_the_import(
     """The same ids, greedy and sampled, in a process that has never heard of hf_spec."""
     model = tiny()
     model.save_pretrained(tmp_path)
+    rows = {key: value.tolist() for key, value in ragged().items()}
     program = f"""
 import sys, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
-batch = {{k: torch.tensor(v) for k, v in {
-    {key: value.tolist() for key, value in ragged().items()}!r}.items()}}
+batch = {{key: torch.tensor(value) for key, value in {rows!r}.items()}}
 torch.manual_seed(0)
 print(model.generate(**batch, max_new_tokens=8, do_sample=False).tolist())
 print(model.generate(**batch, max_new_tokens=8, do_sample=True).tolist())

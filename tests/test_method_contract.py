@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "layer_skip": {
         "first_layer": {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"},
         "adaptive": {"skip_attention": [1], "skip_mlp": [2], "threshold": 0.2, "max_draft": 4},
+        "merged": {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "retrieval": True},
     },
 }
 CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
@@ -249,6 +250,26 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
                 torch.testing.assert_close(ours[:, first:], theirs[:, first:], rtol=1e-4, atol=2e-4)
 
 
+# -- stock assisted decoding ------------------------------------------------------------------
+
+
+@every_case
+def test_candidates_for_stock_assisted_decoding(
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str
+) -> None:
+    """A drafter is a ``CandidateGenerator``: the ids it is given, and a chain behind them."""
+    model = tiny()
+    method = methods()[name]
+    with adapted(model, method, options(name, variant)), torch.no_grad():
+        drafter = method.drafter(model, method.parse_options(options(name, variant)))
+        ids = prompt()
+        candidates, _ = drafter.get_candidates(ids)
+        assert candidates.shape[0] == 1 and candidates.dtype == ids.dtype
+        assert candidates[:, : ids.shape[1]].tolist() == ids.tolist()
+        assert candidates.shape[1] > ids.shape[1]
+        drafter.update_candidate_strategy(candidates, None, 0)
+
+
 # -- sampling --------------------------------------------------------------------------------
 
 WARPERS: dict[str, dict[str, Any]] = {
@@ -299,7 +320,10 @@ def test_sampling_follows_the_plain_distribution(
     tiny: Callable[..., PreTrainedModel], name: str, variant: str, warper: str
 ) -> None:
     """Chi-square of the first three tokens' joint distribution, 64 cells, against enumeration."""
-    model = tiny("llama_tied")
+    assert chi_square_of_run(tiny("llama_tied"), name, variant, warper) > FALSE_ALARM
+
+
+def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: str) -> float:
     ids = torch.tensor([ALLOWED + ALLOWED[::2] + ALLOWED[::-1] + ALLOWED[1::2] + ALLOWED[:2]])
     others = [token for token in range(VOCAB) if token not in ALLOWED]
     settings = {**WARPERS[warper], "do_sample": True, "suppress_tokens": others}
@@ -314,22 +338,36 @@ def test_sampling_follows_the_plain_distribution(
     place = torch.tensor([ALLOWED.index(t) if t in ALLOWED else -1 for t in range(VOCAB)])[drawn]
     assert (place >= 0).all()
     counts = torch.bincount(place @ torch.tensor([16, 4, 1]), minlength=64).double()
-    assert chi_square(counts, expected) > FALSE_ALARM
     stats = hf_spec.last_stats(model)
     assert stats.num_generated_tokens > stats.num_row_steps  # drafts took part
+    return chi_square(counts, expected)
 
 
-def test_the_chi_square_test_has_power() -> None:
-    """An eighth of the cells half again too likely: seen with this many samples."""
-    torch.manual_seed(0)
-    expected = torch.rand(64, dtype=torch.double)
-    expected /= expected.sum()
-    draws = torch.multinomial(expected, SAMPLES, replacement=True)
-    assert chi_square(torch.bincount(draws, minlength=64).double(), expected) > 1e-3
-    biased = expected.clone()
-    biased[:8] *= 1.6
-    draws = torch.multinomial(biased / biased.sum(), SAMPLES, replacement=True)
-    assert chi_square(torch.bincount(draws, minlength=64).double(), expected) < FALSE_ALARM
+def test_the_chi_square_test_sees_a_biased_rule(
+    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling from p instead of the residual after a rejection, as in SPACE's algorithm 1."""
+    from hf_spec.core import verify
+
+    plain_multinomial, rule = torch.multinomial, verify.rejection
+    right = chi_square_of_run(tiny("llama_tied"), "layer_skip", "first_layer", "top_p")
+    assert right > FALSE_ALARM
+
+    def biased(tree: Any, tokens: Any, draft: Any, scores: Any, **kwargs: Any) -> Any:
+        last: dict[str, torch.Tensor] = {}
+
+        def seen(nodes: Any, active: Any) -> Any:
+            result = scores(nodes, active)
+            old = last.get("p", torch.zeros_like(result))
+            last["p"] = torch.where(active[:, None], result.softmax(-1), old)
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "multinomial", lambda p, n, **_: plain_multinomial(last["p"], n))
+            return rule(tree, tokens, draft, seen, **kwargs)
+
+    monkeypatch.setattr(verify, "rejection", biased)
+    assert chi_square_of_run(tiny("llama_tied"), "layer_skip", "first_layer", "top_p") < FALSE_ALARM
 
 
 def enumerate_three(
@@ -357,7 +395,7 @@ def enumerate_three(
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """p-value; cells that expect fewer than 5 counts are put together, impossible ones are empty."""
+    """p-value; cells expecting fewer than 5 counts are put together, impossible ones are empty."""
     assert counts[expected == 0].sum() == 0, "drawn although impossible"
     expected = expected * counts.sum()
     small = expected < 5

@@ -84,6 +84,8 @@ class TreeCache(Cache):
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
         host_lengths: the same as a list, so that no device synchronisation is needed.
         capacity: slots allocated per row.
+        tokens: the tokens whose states each row holds, where the owner knows and noted them; lets
+            a later call tell whether its prompt continues this cache.
     """
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device | str):
@@ -91,6 +93,7 @@ class TreeCache(Cache):
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = 0
+        self.tokens: list[list[int]] | None = None
         self.block: tuple[int, Tensor | None, int] | None = None
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
@@ -186,9 +189,8 @@ class TreeCache(Cache):
             groups.setdefault(signature, []).append(key)
         batch = len(self.host_lengths)
         for (heads, dim, dtype, device), members in groups.items():
-            # Zeros, not empty: a masked slot still meets the softmax, where 0 * NaN would be NaN.
             shape = (len(members), batch, heads, self.capacity, dim)
-            self._groups.append((torch.zeros(shape, dtype=dtype, device=device), members))
+            self._groups.append((_zeros(shape, dtype, device), members))
         self._attach()
 
     def _attach(self) -> None:
@@ -207,7 +209,7 @@ class TreeCache(Cache):
         for index, (storage, members) in enumerate(self._groups):
             shape = list(storage.shape)
             shape[3], old = self.capacity, shape[3]
-            grown = torch.zeros(shape, dtype=storage.dtype, device=storage.device)
+            grown = _zeros(tuple(shape), storage.dtype, storage.device)
             grown[:, :, :, :old] = storage
             self._groups[index] = (grown, members)
         self._attach()
@@ -246,6 +248,7 @@ class TreeCache(Cache):
         return self._copies[key]
 
     def _set_lengths(self, lengths: list[int]) -> None:
+        self.tokens = None
         self.host_lengths = lengths
         self.lengths = torch.tensor(lengths, device=self.lengths.device)
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] == "rows"}
@@ -391,6 +394,13 @@ def check_packable(cache: Cache) -> None:
                 f"past_key_values has a layer of type {type(layer).__name__}: rows cannot be "
                 f"rolled back there. {remedy}"
             )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Zeros, not empty: a masked slot still meets the softmax, where 0 * NaN would be NaN. And no
+    # inference tensor, so that a cache made under inference_mode can be continued outside it.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _aligned(slots: int) -> int:

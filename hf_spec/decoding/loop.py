@@ -96,6 +96,8 @@ def decode(
     sequences = emission.finish()
     emitted = [length - emission.width for length in emission.lengths]
     cache.truncate([start + max(count - 1, 0) for start, count in zip(prompt, emitted)])
+    if all(len(row) > length for row, length in zip(emission.tokens, cache.host_lengths)):
+        cache.tokens = [row[:n] for row, n in zip(emission.tokens, cache.host_lengths)]
     past = prefilled.hand_back(emitted)
     stats.details = drafter.details()
     watch.stop()

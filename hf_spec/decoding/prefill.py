@@ -177,6 +177,13 @@ def _extend(
                 f"holds {lengths}: give the whole conversation, at least one token more than the "
                 "cache."
             )
+        for row, (new, known) in enumerate(zip(rows, cache.tokens or [])):
+            if new[: len(known)] != known:
+                raise ValueError(
+                    f"row {row} of the prompt does not start with the tokens in past_key_values. "
+                    "Give the whole conversation, with its attention_mask (without one, generate "
+                    "takes pad tokens for padding), or leave past_key_values out."
+                )
         rows = [row[length:] for row, length in zip(rows, lengths)]
     last: list[Tensor | None] = [None] * len(rows)
     longest = max(len(row) for row in rows)

@@ -214,7 +214,7 @@ def test_processors_see_the_true_prefix(tiny: Tiny) -> None:
 
 
 def test_processors_of_a_batch_see_whole_batches(tiny: Tiny, spec: Spec) -> None:
-    """Padding included, one length for all rows, and every emitted token's true prefix among them."""
+    """Padding included, one length for all rows; each token's true prefix is among them."""
     shown = Shown()
     out = tiny().generate(
         **ragged(), **GREEDY, **spec, logits_processor=LogitsProcessorList([shown])

@@ -240,3 +240,33 @@ def test_long_continuation_in_chunks(
         ids = torch.cat([first.sequences, turn(0, 19)], dim=1)
         ours = model.generate(ids, past_key_values=first.past_key_values, **GREEDY, **spec)
         assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
+
+
+def test_a_cache_made_under_inference_mode_is_continued_outside(tiny) -> None:
+    model = tiny("llama")
+    ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(0))
+    common = {"assistant_strategy": "prompt_lookup", "return_dict_in_generate": True}
+    with torch.inference_mode():
+        first = model.generate(ids, max_new_tokens=8, do_sample=False, **common)
+    turn = torch.cat([first.sequences.clone(), ids], 1)
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(turn)}
+    plain = model.generate(turn, **settings)
+    ours = model.generate(turn, **settings, past_key_values=first.past_key_values, **common)
+    assert torch.equal(plain, ours.sequences)
+
+
+def test_a_prompt_that_does_not_continue_the_cache_is_refused(tiny) -> None:
+    """Also what a pad token in the conversation becomes when no attention_mask is given."""
+    model = tiny("llama")
+    pad = model.generation_config.pad_token_id
+    common = {"assistant_strategy": "prompt_lookup", "max_new_tokens": 4, "do_sample": False}
+    for start in ([5, 6, 7, 8], [5, pad, 7, 8]):
+        ids = torch.tensor([start])
+        first = model.generate(
+            ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **common
+        )
+        turn = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], 1)
+        if pad not in start:
+            turn[0, 2] += 1
+        with pytest.raises(ValueError, match="does not start with the tokens in past_key_values"):
+            model.generate(turn, past_key_values=first.past_key_values, **common)

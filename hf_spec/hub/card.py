@@ -1,0 +1,164 @@
+"""The card of an adapter folder: rendered from its configs and from what was measured.
+
+Frame: ``hub_cards/adapter_card.md``. Each method adds a section, ``card.md`` in its folder, which
+sees ``adapter`` (the adapter's config), ``options``, ``search`` (``search.json``, or None) and
+``files`` (names in the folder). The same folder always gives the same card.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hf_spec.bench.report import write_atomically
+from hf_spec.hub.folder import CARD, CONFIG, is_repository, read_json, read_spec_config, write_shim
+from hf_spec.methods.base import Method
+
+RESULTS, SEARCH = "results.json", "search.json"
+
+
+def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
+    """The card's text.
+
+    Args:
+        folder: the adapter folder.
+        repository: its name on the Hub; the folder's name unless told.
+        base_model: the base model's name; that of ``adapter_config.json`` unless told.
+
+    Raises:
+        ValueError: a file of the folder is missing or wrong.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    method, options = read_spec_config(folder)
+    adapter = read_json(folder / CONFIG)
+    base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
+    public = is_repository(base_model) and base_model != "the base model"
+    search = read_json(folder / SEARCH) if (folder / SEARCH).is_file() else None
+    repository = repository or folder.resolve().name
+    data = ModelCardData(
+        base_model=base_model if public else None,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["hf_spec", "speculative-decoding", method.name],
+    )
+    parsed = method.parse_options(options)
+    section = _section(
+        method, adapter=adapter, options=options, search=search,
+        files=sorted(path.name for path in folder.iterdir()),
+    )  # fmt: skip
+    card = ModelCard.from_template(
+        data,
+        template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
+        title=repository.rpartition("/")[2],
+        summary=method.summary,
+        peft_type=adapter.get("peft_type"),
+        base_model=base_model,
+        base_is_repository=public,
+        lossless=parsed.lossless,
+        acceptance=parsed.acceptance,
+        repository=repository,
+        strategy=method.name,
+        options=options,
+        figures=_figures(folder, method, search),
+        section=section,
+    )
+    return str(card).rstrip() + "\n"
+
+
+def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
+    """Render ``README.md``, and ``custom_generate/generate.py`` beside it; returns the card."""
+    text = render_card(folder, repository, base_model)
+    write_shim(folder)
+    write_atomically(folder / CARD, text.rstrip("\n"))
+    return folder / CARD
+
+
+def _section(method: Method, **values: Any) -> str:
+    """The method's own section; empty if it has none."""
+    from jinja2 import Environment
+
+    # A method lives where its options are defined: hf_spec.methods.<name>.
+    package = sys.modules[method.options.__module__].__package__ or ""
+    source = files(package) / "card.md"
+    if not source.is_file():
+        return ""
+    environment = Environment(trim_blocks=False, lstrip_blocks=False, autoescape=False)
+    return environment.from_string(source.read_text(encoding="utf-8")).render(**values).strip()
+
+
+def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What ``results.json`` (as ``hf-spec bench`` writes it) says about the strategy."""
+    if not (folder / RESULTS).is_file():
+        return None
+    data = read_json(folder / RESULTS)
+    try:
+        runs, environment = data["runs"], data["environment"]
+        size = runs[0]["batch_size"]
+        rows = [
+            row for row in runs
+            if row["strategy"].partition("@")[0] == method.name and row["batch_size"] == size
+        ]  # fmt: skip
+        plain = {r["task"]: r for r in runs if r["strategy"] == "plain" and r["batch_size"] == size}
+        if not rows:
+            raise ValueError(f"no rows of strategy {method.name!r}")
+        rows = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
+        several = len(rows) > 2  # a single task repeats the row "all"
+        shown = [
+            {
+                "task": row["task"],
+                "prompts": row["prompts"],
+                "plain": f"{plain[row['task']]['tokens_per_second']:.1f}",
+                "speed": f"{row['tokens_per_second']:.1f}",
+                "speedup": f"{row['speedup']:.2f}",
+                "tau": f"{row['tau']:.2f}",
+                "output": _output(row),
+            }
+            for row in rows
+            if several or row["task"] == "all"
+        ]
+        same = search is not None and search["environment"].get(
+            "prompts_sha256"
+        ) == environment.get("prompts_sha256")
+        return {
+            "rows": shown,
+            "by_task": several,
+            "development": same,
+            "setting": _setting(environment, size),
+        }
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for this adapter: {reason}"
+        ) from error
+
+
+def _output(row: dict[str, Any]) -> str:
+    """How the outputs compare with plain decoding's."""
+    if row["identical"] is None:
+        return "sampled"
+    parts = [f"{row['identical']} of {row['prompts']} identical"]
+    if row["diverged_at_tie"]:
+        parts.append(f"{row['diverged_at_tie']} differ at a tie")
+    if row["diverged"]:
+        parts.append(f"{row['diverged']} differ")
+    return ", ".join(parts)
+
+
+def _setting(environment: dict[str, Any], batch_size: int) -> str:
+    """Machine, numbers and versions in a sentence."""
+    device = environment["device_name"]
+    if environment["device"] == "cpu":
+        device += f", {environment['threads']} thread" + "s" * (environment["threads"] != 1)
+    settings = environment.get("settings", {})
+    names = ("hf_spec", "transformers", "peft", "torch")
+    versions = ", ".join(f"{name} {environment[name]}" for name in names)
+    mode = "sampling" if settings.get("do_sample") else "greedy"
+    prompts = environment.get("prompts")
+    source = f"Prompts: `{Path(prompts).name}`. " if prompts else ""
+    return (
+        f"{source}{device}; {environment['dtype']}, batch size {batch_size}, {mode}, at most "
+        f"{settings.get('max_new_tokens', '?')} new tokens; {versions}."
+    )

@@ -1,0 +1,59 @@
+"""``hf-spec card`` and ``hf-spec push``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def card(
+    folder: Annotated[Path, typer.Argument(help="Adapter folder.")],
+    repository: Annotated[
+        str | None, typer.Option(help="Name on the Hub.  [default: the folder's name]")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Name of the base model.  [default: that of the adapter]")
+    ] = None,
+) -> None:
+    """Write the card of an adapter folder.
+
+    README.md is rendered anew from the adapter's configs, search.json, and results.json as
+    'hf-spec bench' writes it; custom_generate/generate.py is renewed, too.
+
+    \b
+    Examples:
+      hf-spec card ./skip
+      hf-spec bench --model M --adapter ./skip --prompts P.jsonl --output ./skip
+      hf-spec card ./skip --repository org/name
+    """
+    from hf_spec.hub.card import write_card
+
+    typer.echo(f"card: {write_card(folder, repository, base_model)}")
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="Adapter folder.")],
+    repository: Annotated[str, typer.Argument(help="owner/name on the Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Name of the base model on the Hub, if the adapter names a folder."),
+    ] = None,
+) -> None:
+    """Upload an adapter folder to the Hub.
+
+    The folder must be complete, as 'hf-spec search' writes it. A card that was edited by hand is
+    uploaded as it is. The study of a search stays here. Log in with 'hf auth login' before.
+
+    \b
+    Examples:
+      hf-spec push ./skip org/qwen3-0.6b-layer-skip
+      hf-spec push ./skip org/name --private --revision v2
+    """
+    from hf_spec.hub.push import push as upload
+
+    address = upload(folder, repository, private=private, revision=revision, base_model=base_model)
+    typer.echo(f"uploaded: {address}")

@@ -1,0 +1,186 @@
+"""Adapter folders: how one is written, and what a complete one holds.
+
+Every file is put in place in one step, so that no reader ever sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import hf_spec
+from hf_spec.bench.report import write_atomically
+from hf_spec.methods.base import Method, get_method
+
+CONFIG, WEIGHTS, GENERATION = (
+    "adapter_config.json", "adapter_model.safetensors", "generation_config.json",
+)  # fmt: skip
+TREE, CARD, SHIM = "tree.json", "README.md", "custom_generate/generate.py"
+REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD, SHIM)
+#: What is uploaded beside the required files, where it is there.
+OPTIONAL = (TREE, "search.json", "results.json", "*.png", "LICENSE")
+#: Weights in formats that run code when they are loaded.
+UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+
+
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A temporary folder; at the end of the block, if all went well, its files move to ``folder``.
+
+    Subfolders move along.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                target = folder / path.relative_to(temporary)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.chmod(path, 0o666 & ~umask)  # some writers make private files
+                os.replace(path, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
+    """Write the adapter of a config that needs no training; ``model`` is left as it was.
+
+    PEFT does the writing: the adapter is attached, saved, and taken off again.
+    """
+    from peft import get_peft_model
+
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
+        attached = get_peft_model(model, adapter_config)
+    try:
+        with staging(folder) as temporary:
+            attached.save_pretrained(temporary, save_embedding_layers=False)
+            (temporary / CARD).unlink(missing_ok=True)  # PEFT's; ours is rendered later
+    finally:
+        attached.unload()
+        for parameter, before in zip(model.parameters(), trainable):
+            parameter.requires_grad_(before)
+
+
+def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
+    """Write ``generation_config.json`` and the shim that says the same."""
+    config = hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options)
+    with staging(folder) as temporary:
+        config.save_pretrained(temporary)
+    write_shim(folder)
+
+
+def write_shim(folder: Path) -> None:
+    """Write ``custom_generate/generate.py`` with the strategy and options of the folder."""
+    write_atomically(folder / SHIM, _shim(folder).rstrip("\n"))
+
+
+def _shim(folder: Path) -> str:
+    """The shim's text. Transformers runs a copy of it elsewhere, so it cannot read its folder."""
+    method, options = read_spec_config(folder)
+    text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
+    for name, value in (("STRATEGY", method.name), ("OPTIONS", options)):
+        found = re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
+        if found is None:
+            raise RuntimeError(f"hub_cards/{SHIM} has no line for {name}")
+        text = text[: found.start(1)] + repr(value) + text[found.end(1) :]
+    return text
+
+
+def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
+    """The strategy and options that ``generation_config.json`` names.
+
+    Raises:
+        ValueError: there is no such file, it cannot be read, or names no strategy.
+    """
+    data = read_json(folder / GENERATION)
+    strategy, options = data.get("assistant_strategy"), data.get("assistant_kwargs") or {}
+    if not strategy:
+        raise ValueError(f"{str(folder / GENERATION)!r} names no assistant_strategy")
+    method = get_method(strategy)
+    method.parse_options(options)
+    return method, options
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object")
+    return data
+
+
+def check_complete(folder: Path) -> None:
+    """Raise unless the folder holds a whole adapter repository whose parts fit together.
+
+    Raises:
+        ValueError: naming what is missing or wrong and what to do.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}")
+    missing = [name for name in REQUIRED if not (folder / name).is_file()]
+    remedy = ""
+    if CARD in missing or SHIM in missing:
+        remedy = f"; 'hf-spec card {folder}' writes {CARD} and {SHIM}"
+    if missing:
+        raise ValueError(f"{str(folder)!r} is no complete adapter: no {', '.join(missing)}{remedy}")
+    unsafe = sorted(path.name for kind in UNSAFE for path in folder.glob(kind))
+    if unsafe:
+        raise ValueError(
+            f"{str(folder)!r} holds weights that can run code when loaded ({', '.join(unsafe)}): "
+            f"weights belong into {WEIGHTS}; remove them"
+        )
+    method, _ = read_spec_config(folder)
+    peft_type = read_json(folder / CONFIG).get("peft_type")
+    expected = getattr(method.adapter_config, "type_name", None)
+    if peft_type != expected:
+        raise ValueError(
+            f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
+            f"whose adapters are of type {expected!r}"
+        )
+    _check_weights(folder / WEIGHTS)
+    if (folder / SHIM).read_text(encoding="utf-8").rstrip() != _shim(folder).rstrip():
+        raise ValueError(
+            f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"
+        )
+
+
+def _check_weights(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            empty = not list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{str(path)!r} is no safetensors file: {error}") from error
+    if empty:
+        raise ValueError(f"{str(path)!r} holds no tensors; PEFT would not load it")
+
+
+def is_repository(name: str | None) -> bool:
+    """Whether a model's name is one on the Hub, ``name`` or ``owner/name``, and no local folder."""
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return False
+    return not Path(name).is_dir()

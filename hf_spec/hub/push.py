@@ -1,0 +1,103 @@
+"""Upload an adapter folder as a repository of the Hub."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hf_spec.bench.report import write_atomically
+from hf_spec.hub.card import render_card
+from hf_spec.hub.folder import (
+    CARD,
+    CONFIG,
+    OPTIONAL,
+    REQUIRED,
+    check_complete,
+    is_repository,
+    read_json,
+)
+
+
+def push(
+    folder: Path,
+    repository: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    base_model: str | None = None,
+) -> str:
+    """Upload a complete adapter folder; what else lies in it (the study, logs) stays.
+
+    A card that nobody has edited is rendered anew with the repository's name; an edited one is
+    uploaded as it is. The folder itself is not changed.
+
+    Args:
+        folder: the adapter folder.
+        repository: ``owner/name``; made if it does not exist.
+        private: for a new repository.
+        revision: branch to upload to; made if it does not exist.
+        base_model: the base model's name on the Hub, if ``adapter_config.json`` names a folder.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        ValueError: the folder is not complete, a name is wrong, or the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    if repository.count("/") != 1:
+        raise ValueError(f"{repository!r} is no repository: give owner/name")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ValueError(f"{repository!r} is no repository: {error}") from error
+    check_complete(folder)
+    with tempfile.TemporaryDirectory() as name:
+        staged = Path(name)
+        _stage(folder, staged, repository, base_model)
+        api = HfApi()
+        try:
+            api.create_repo(repository, private=private, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repository, branch=revision, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repository, folder_path=staged, revision=revision,
+                commit_message="Upload adapter with hf_spec",
+            )  # fmt: skip
+        except LocalTokenNotFoundError as error:
+            raise ValueError("not logged in to the Hub: run 'hf auth login'") from error
+        except HfHubHTTPError as error:
+            reason = (error.server_message or str(error)).strip().splitlines()[0]
+            status = error.response.status_code if error.response is not None else None
+            if status in (401, 403):
+                reason += " (is your token valid, and may it write there? 'hf auth login')"
+            raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
+    return str(commit.commit_url)
+
+
+def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) -> None:
+    """Copy what is uploaded, with the names that hold on the Hub."""
+    for pattern in (*REQUIRED, *OPTIONAL):
+        for source in folder.glob(pattern):
+            target = staged / source.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    named = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not is_repository(base_model or named):
+        raise ValueError(
+            f"the base model of this adapter is {base_model or named!r}, which nobody else has: "
+            "name its repository on the Hub with --base-model owner/name"
+        )
+    edited = (folder / CARD).read_text(encoding="utf-8").strip() != render_card(folder).strip()
+    if base_model is not None and base_model != named:
+        # Only this name is replaced: the file may hold fields of a newer release.
+        import json
+
+        config = {**read_json(folder / CONFIG), "base_model_name_or_path": base_model}
+        write_atomically(staged / CONFIG, json.dumps(config, indent=2, sort_keys=True))
+    if not edited:
+        write_atomically(staged / CARD, render_card(staged, repository).rstrip("\n"))
