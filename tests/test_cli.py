@@ -16,7 +16,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.bench import runner
 
-COMMANDS = ["demo", "bench", "strategies", "serve"]
+COMMANDS = ["demo", "bench", "strategies", "serve", "search", "plot search", "card", "push"]
 
 
 @pytest.fixture(scope="module")

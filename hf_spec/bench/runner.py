@@ -162,7 +162,7 @@ def run(
         plan += [(size, taking_part, part) for part in parts]
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
-    with _own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
+    with own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
         session = _Session(model, options, any(item.adapter for item in lineup))
         try:
             if warmup:
@@ -194,7 +194,7 @@ def _plain_options(contender: Contender) -> dict[str, Any]:
 
 
 @contextmanager
-def _own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[None]:
+def own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[None]:
     """For the block, a generation config without a strategy and, if greedy, without sampling."""
     saved = model.generation_config
     config = copy.deepcopy(saved)

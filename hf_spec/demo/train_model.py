@@ -34,7 +34,7 @@ SEQ_LENGTH = 1024
 BATCH_SIZE = 8
 #: The cosine schedule spans SCHEDULE_STEPS; training stops earlier, at STOP_STEP.
 SCHEDULE_STEPS = 1200
-STOP_STEP = 800
+STOP_STEP = 1000
 LEARNING_RATE = 2e-3
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 
@@ -137,10 +137,8 @@ def plot_losses(history: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 4))
     train = [(row["step"], row["loss"]) for row in history if "loss" in row]
     held = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
-    for rows, label, marker in ((train, "training modules", ""), (held, "held-out modules", "o")):
-        axes.plot(
-            [step for step, _ in rows], [loss for _, loss in rows], marker, ls="-", label=label
-        )
+    for rows, label, style in ((train, "training modules", "-"), (held, "held-out modules", "o-")):
+        axes.plot([row[0] for row in rows], [row[1] for row in rows], style, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title="Demo model")
     axes.set_ylim(1, 5)
     axes.legend()

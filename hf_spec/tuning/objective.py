@@ -18,7 +18,7 @@ import torch
 
 import hf_spec
 from hf_spec.bench.prompts import Prompt, context_limit, encode_within
-from hf_spec.bench.runner import _own_generation_config
+from hf_spec.bench.runner import own_generation_config
 from hf_spec.core.stats import SpecStats
 from hf_spec.tuning.costs import ForwardTimer, Skip, StepCosts, Sublayers
 
@@ -196,7 +196,7 @@ class Evaluator:
     def own_defaults(self) -> AbstractContextManager[None]:
         """For a block, defaults of the model that name no strategy and fit the sampling."""
         greedy = not self.options["do_sample"]
-        return _own_generation_config(self.model, self.tokenizer, greedy=greedy)
+        return own_generation_config(self.model, self.tokenizer, greedy=greedy)
 
     # -- decoding ----------------------------------------------------------------------------
 

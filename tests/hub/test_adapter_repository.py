@@ -1,0 +1,410 @@
+"""The adapter repository: its files, its card, the custom_generate shim, and the upload."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_checkpoint import save_checkpoint
+from transformers import AutoModelForCausalLM, GenerationMixin
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.hub import folder as folder_module
+from hf_spec.hub.card import render_card, write_card
+from hf_spec.hub.folder import check_complete, save_spec_config, save_weightless
+from hf_spec.hub.push import push
+
+OPTIONS = {"draft_exit": "fixed", "max_draft": 3}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("base") / "m")
+
+
+def load(checkpoint: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> dict[str, Any]:
+    """As ``hf-spec bench`` writes them."""
+    runs = [
+        {
+            "strategy": name, "task": task, "batch_size": 1, "prompts": 4,
+            "tokens_per_second": speed, "speedup": speed / 50, "tau": tau, "identical": 3,
+            "diverged_at_tie": 1, "diverged": 0,
+        }
+        for name, speed, tau in (("plain", 50.0, 1.0), (strategy, 61.7, 1.8125))
+        for task in (*tasks, "all")
+    ]  # fmt: skip
+    environment = {
+        "device": "cpu", "device_name": "Abacus 3000", "threads": 2, "dtype": "bfloat16",
+        "torch": "2.13.0", "transformers": "5.23.0", "peft": "0.21.2", "hf_spec": "0.1.0",
+        "prompts": "some/where/test.jsonl", "prompts_sha256": "ab12",
+        "settings": {"max_new_tokens": 64, "do_sample": False},
+    }  # fmt: skip
+    return {"environment": environment, "runs": runs}
+
+
+@pytest.fixture
+def adapter(checkpoint: Path, tmp_path: Path) -> Path:
+    """A complete adapter folder."""
+    model = load(checkpoint)
+    config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[])
+    save_weightless(model, config, tmp_path / "skip")
+    save_spec_config(tmp_path / "skip", "layer_skip", OPTIONS)
+    (tmp_path / "skip" / "results.json").write_text(json.dumps(results()))
+    write_card(tmp_path / "skip")
+    return tmp_path / "skip"
+
+
+def edit(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_saving_leaves_the_model_as_it_was(checkpoint: Path, tmp_path: Path) -> None:
+    model = load(checkpoint)
+    before = ([name for name, _ in model.named_modules()], set(model.__dict__))
+    save_weightless(model, hf_spec.LayerSkipConfig(skip_attention=[1]), tmp_path / "skip")
+    assert ([name for name, _ in model.named_modules()], set(model.__dict__)) == before
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert {path.name for path in (tmp_path / "skip").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors",
+    }  # fmt: skip
+    assert len(load_file(tmp_path / "skip" / "adapter_model.safetensors")) == 1
+
+
+def test_nothing_half_written_stays(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), folder_module.staging(tmp_path / "out") as staged:
+        (staged / "half").write_text("x")
+        raise RuntimeError
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_complete_folder(adapter: Path) -> None:
+    check_complete(adapter)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "README.md").unlink(), r"no README.md; 'hf-spec card"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors$"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"xx"), "is no safetensors file"),
+        (lambda f: (f / "adapter_model.bin").write_bytes(b""), "can run code when loaded"),
+        (lambda f: (f / "generation_config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
+        (lambda f: (f / "generation_config.json").write_text("{}"), "names no assistant_strategy"),
+        (
+            lambda f: edit(f / "generation_config.json", assistant_kwargs={"max_draft": 0}),
+            "max_draft=0",
+        ),
+        (
+            lambda f: edit(f / "generation_config.json", assistant_kwargs={"max_draft": 4}),
+            "does not say what generation_config.json says",
+        ),
+        (
+            lambda f: edit(f / "generation_config.json", assistant_strategy="prompt_lookup",
+                           assistant_kwargs={}),
+            "is of type 'LAYER_SKIP', but generation_config.json names strategy 'prompt_lookup'",
+        ),
+    ],
+)  # fmt: skip
+def test_incomplete_folders(adapter: Path, spoil: Any, message: str) -> None:
+    spoil(adapter)
+    with pytest.raises(ValueError, match=message):
+        check_complete(adapter)
+    with pytest.raises(ValueError, match=message):
+        push(adapter, "org/name", base_model="org/base")
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_complete(tmp_path / "none")
+
+
+# -- card ----------------------------------------------------------------------------------------
+
+
+def test_the_card_holds_what_was_measured(adapter: Path) -> None:
+    card = (adapter / "README.md").read_text()
+    row = "| 4 | 50.0 | 61.7 | 1.23x | 1.81 | 3 of 4 identical, 1 differ at a tie |"
+    assert row in card
+    for word in (
+        "Abacus 3000, 2 threads", "bfloat16", "torch 2.13.0", "transformers 5.23.0", "`test.jsonl`",
+        "**Lossless.**", "| `max_draft` | `3` |", "| attention skipped | 1 |",
+        "| MLP skipped | none |", "`LAYER_SKIP`", "some layers left out",
+    ):  # fmt: skip
+        assert word in card, word
+    assert "some/where" not in card and "development prompts" not in card
+    assert "\n\n\n" not in card and "None" not in card
+
+
+def test_the_same_folder_gives_the_same_card(adapter: Path) -> None:
+    assert render_card(adapter) == render_card(adapter) == (adapter / "README.md").read_text()
+
+
+def test_card_by_task(adapter: Path) -> None:
+    (adapter / "results.json").write_text(json.dumps(results(tasks=("qa", "math"))))
+    card = render_card(adapter)
+    for task in ("qa", "math", "all"):
+        assert f"| {task} | 4 | 50.0 | 61.7 |" in card
+
+
+def test_card_on_development_prompts(adapter: Path) -> None:
+    search = {
+        "environment": {"prompts_sha256": "ab12"}, "identity": {"prompts": 4},
+        "settings": {"objective": "modelled", "sampler": "tpe", "seed": 0}, "trials": [{}] * 7,
+        "best": {"value": 1.1}, "baselines": None, "draft_exit": [],
+    }  # fmt: skip
+    (adapter / "search.json").write_text(json.dumps(search))
+    card = render_card(adapter)
+    assert "the development prompts that the settings were searched on" in card
+    assert "best of 7 trials over 4 prompts" in card
+    assert "No trial was faster than plain decoding" in card
+
+
+def test_card_without_measurements(adapter: Path) -> None:
+    (adapter / "results.json").unlink()
+    assert "Not measured yet" in render_card(adapter)
+
+
+@pytest.mark.parametrize("text", ['{"runs": []}', json.dumps(results("medusa")), "{}"])
+def test_card_with_results_of_something_else(adapter: Path, text: str) -> None:
+    (adapter / "results.json").write_text(text)
+    with pytest.raises(ValueError, match="is not what hf-spec bench writes for this adapter"):
+        render_card(adapter)
+
+
+def test_a_lossy_card_says_so(adapter: Path) -> None:
+    edit(adapter / "generation_config.json", assistant_kwargs={"acceptance": "typical"})
+    card = render_card(adapter)
+    assert "**Lossy.**" in card and "Lossless" not in card and 'acceptance="typical"' in card
+
+
+def test_card_metadata(adapter: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    local = ModelCard(render_card(adapter)).data
+    assert local.base_model is None and "layer_skip" in local.tags
+    named = ModelCard(render_card(adapter, "org/skip", "org/base")).data
+    assert named.base_model == "org/base" and named.library_name == "peft"
+    named.to_yaml()
+
+
+def test_the_cards_example_runs(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Install line first, then code that starts with ``import hf_spec``."""
+    card = (adapter / "README.md").read_text()
+    blocks = re.findall(r"```(\w+)\n(.*?)```", card, re.DOTALL)
+    assert blocks[0] == ("bash", "pip install hf_spec\n")
+    language, code = blocks[1]
+    assert language == "python" and code.startswith("import hf_spec")
+    monkeypatch.chdir(adapter.parent)  # the folder's name stands for the repository's
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {"__name__": "card"})
+    tau = float(capsys.readouterr().out.splitlines()[-1].split()[0])
+    assert tau >= 1.0
+
+
+def test_hf_spec_card(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (adapter / "README.md").unlink()
+    shutil.rmtree(adapter / "custom_generate")
+    assert cli.main(["card", str(adapter), "--repository", "org/skip"]) == 0
+    assert "README.md" in capsys.readouterr().out
+    assert 'model.load_adapter("org/skip")' in (adapter / "README.md").read_text()
+    check_complete(adapter)
+    assert cli.main(["card", str(adapter / "none")]) == 2
+    error = capsys.readouterr().err
+    assert "cannot read" in error and error.count("\n") == 1
+
+
+# -- custom_generate -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers copies remote code into a folder of its own."""
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.setattr(sys, "path", [cache, *sys.path])
+
+
+@pytest.mark.usefixtures("modules_cache")
+def test_custom_generate(adapter: Path, checkpoint: Path, decoded: list[str]) -> None:
+    model = load(checkpoint)
+    ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(ids, **options)
+    custom = {"custom_generate": str(adapter), "trust_remote_code": True, **options}
+    with pytest.raises(ValueError, match="load a LAYER_SKIP adapter"):
+        model.generate(ids, **custom)
+    model.load_adapter(str(adapter))
+    decoded.clear()
+    assert torch.equal(model.generate(ids, **custom), plain)
+    assert decoded == ["layer_skip"]
+    assert max(hf_spec.last_stats(model).offered) == 3  # max_draft of the repository
+    model.generate(ids, **custom, assistant_kwargs={"max_draft": 2})
+    assert max(hf_spec.last_stats(model).offered) == 2
+    # A call that names a strategy itself is left alone.
+    model.generate(ids, **custom, assistant_strategy="prompt_lookup")
+    config = hf_spec.SpecConfig(assistant_strategy="prompt_lookup", **options)
+    model.generate(ids, **custom, generation_config=config)
+    assert decoded == ["layer_skip"] * 2 + ["prompt_lookup"] * 2
+
+
+def test_a_model_whose_generate_is_the_shim(adapter: Path, checkpoint: Path) -> None:
+    """As Transformers makes it when a model is loaded from a repository with custom_generate."""
+    model = load(checkpoint)
+    ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    model.load_adapter(str(adapter))
+    ours = shim(adapter / "custom_generate" / "generate.py")["generate"]
+    model.generate = functools.partial(ours, model=model)
+    assert torch.equal(model.generate(inputs=ids, max_new_tokens=12, do_sample=False), plain)
+    assert max(hf_spec.last_stats(model).offered) == 3
+
+
+def shim(path: Path) -> dict[str, Any]:
+    scope: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    return scope
+
+
+def test_the_shim_says_what_the_config_says(adapter: Path) -> None:
+    scope = shim(adapter / "custom_generate" / "generate.py")
+    assert (scope["STRATEGY"], scope["OPTIONS"]) == ("layer_skip", OPTIONS)
+    ast.parse((adapter / "custom_generate" / "generate.py").read_text())
+
+
+def test_the_shim_without_hf_spec(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = shim(adapter / "custom_generate" / "generate.py")
+    monkeypatch.setitem(sys.modules, "hf_spec", None)  # None makes the import fail
+    with pytest.raises(ImportError, match="pip install hf_spec"):
+        scope["generate"](None)
+
+
+def test_the_bare_shim_names_no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parent.parent.parent / "hub_cards" / "custom_generate" / "generate.py"
+    with pytest.raises(ValueError, match="names no strategy"):
+        shim(path)["generate"](None)
+    monkeypatch.setattr(GenerationMixin, "generate", lambda model, **kwargs: kwargs)
+    given = shim(path)["generate"](None, assistant_strategy="bita", assistant_kwargs={"a": 1})
+    assert given == {"assistant_strategy": "bita", "assistant_kwargs": {"a": 1}}
+
+
+# -- push ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The calls that reach the Hub; an upload with the texts of its files."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def record(name: str) -> Any:
+        def call(self: Any, repo_id: str, **kwargs: Any) -> Any:
+            folder = kwargs.pop("folder_path", None)
+            if folder is not None:
+                paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+                kwargs["files"] = {str(p.relative_to(folder)): p.read_bytes() for p in paths}
+            calls.append((name, {"repo_id": repo_id, **kwargs}))
+            return SimpleNamespace(commit_url="https://hub/commit/1")
+
+        return call
+
+    for name in ("create_repo", "create_branch", "upload_folder"):
+        monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", record(name))
+    return calls
+
+
+def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> None:
+    (adapter / "study.db").write_text("stays here")
+    (adapter / "layers.png").write_bytes(b"png")
+    write_card(adapter)
+    before = {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()}
+    more = ["--private", "--revision", "v2", "--base-model", "org/base"]
+    assert cli.main(["push", str(adapter), "org/skip", *more]) == 0
+    assert capsys.readouterr().out == "uploaded: https://hub/commit/1\n"
+    assert [name for name, _ in hub] == ["create_repo", "create_branch", "upload_folder"]
+    assert hub[0][1] == {"repo_id": "org/skip", "private": True, "exist_ok": True}
+    assert hub[1][1] == {"repo_id": "org/skip", "branch": "v2", "exist_ok": True}
+    assert hub[2][1]["revision"] == "v2"
+    files = hub[2][1]["files"]
+    assert set(files) == {
+        "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
+        "custom_generate/generate.py", "results.json", "layers.png",
+    }  # fmt: skip
+    card = files["README.md"].decode()
+    assert 'model.load_adapter("org/skip")' in card and "base_model: org/base" in card
+    assert "![skipped sublayers](layers.png)" in card and str(adapter.parent) not in card
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
+    assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
+
+
+def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:
+    (adapter / "README.md").write_text("# Mine\n")
+    push(adapter, "org/skip", base_model="org/base")
+    assert [name for name, _ in hub] == ["create_repo", "upload_folder"]
+    assert hub[1][1]["files"]["README.md"] == b"# Mine\n"
+
+
+def test_push_of_a_base_that_nobody_has(adapter: Path, hub: list, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"which nobody else has: .* --base-model owner/name"):
+        push(adapter, "org/skip")
+    with pytest.raises(ValueError, match="which nobody else has"):
+        push(adapter, "org/skip", base_model=str(checkpoint))
+    assert hub == []
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "org/na me", "org/-x"])
+def test_push_to_a_bad_name(adapter: Path, hub: list, name: str) -> None:
+    with pytest.raises(ValueError, match="is no repository"):
+        push(adapter, name, base_model="org/base")
+    assert hub == []
+
+
+@pytest.mark.parametrize(("status", "message"), [(403, "hf auth login"), (500, "out of order")])
+def test_push_refused(
+    adapter: Path, hub: list, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], status: int, message: str,
+) -> None:  # fmt: skip
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def refuse(*_: Any, **__: Any) -> None:
+        response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+        raise HfHubHTTPError("x", response=response, server_message="out of order\nand more")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", refuse)
+    assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "cannot upload to 'org/skip'" in error and error.count("\n") == 1
+
+
+def test_push_without_a_token(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LocalTokenNotFoundError("no token")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 2
+    assert capsys.readouterr().err == "hf-spec: not logged in to the Hub: run 'hf auth login'\n"
