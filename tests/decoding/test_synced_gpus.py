@@ -1,0 +1,47 @@
+"""Two processes that must call the model equally often, as sharded models (FSDP, ZeRO-3) need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def worker(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    from conftest import _build
+
+    import hf_spec
+
+    torch.set_num_threads(1)
+    model = _build("llama", "sdpa", torch.float32)
+    calls = 0
+
+    def count(*args: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    ids = torch.tensor([[5, 9, 7, 11, 5, 9]])
+    settings = {"max_new_tokens": 5 if rank else 30, "do_sample": False}
+    plain = model.generate(ids, **settings)
+    model.register_forward_hook(count)
+    ours = model.generate(ids, **settings, assistant_strategy="prompt_lookup", synced_gpus=True)
+    torch.save(
+        {
+            "equal": torch.equal(plain, ours),
+            "calls": calls,
+            "steps": hf_spec.last_stats(model).num_steps,
+        },
+        f"{folder}/{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+def test_ranks_that_finish_early_keep_calling_the_model(tmp_path: Path) -> None:
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    long, short = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert long["equal"] and short["equal"]
+    assert long["calls"] == short["calls"], "a rank that calls less often leaves the other waiting"
+    assert short["steps"] < long["steps"], "the extra calls are no steps"
