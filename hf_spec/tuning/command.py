@@ -12,7 +12,7 @@ import typer
 from hf_spec.bench.command import DTYPES, INTERRUPTED, check_writable, load_model, progress_bar
 
 if TYPE_CHECKING:
-    from hf_spec.tuning.search import Trial
+    from hf_spec.tuning.study import Trial
 
 DEFAULT_TRIALS, DEFAULT_LIMIT = 100, 8
 
@@ -70,8 +70,8 @@ def search(
     import torch
 
     from hf_spec.bench.prompts import read_prompts, spread
-    from hf_spec.tuning.search import Settings
     from hf_spec.tuning.search import search as run_search
+    from hf_spec.tuning.study import Settings
 
     # Everything that can be checked without a model comes first.
     if dtype not in DTYPES:

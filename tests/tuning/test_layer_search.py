@@ -14,19 +14,17 @@ import pytest
 import torch
 from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 
-from hf_spec.tuning import search as search_module
+from hf_spec.tuning import study
 from hf_spec.tuning.costs import Skip, Sublayers
 from hf_spec.tuning.objective import Evaluator
 from hf_spec.tuning.search import (
-    LayerStudy,
     SearchResult,
-    Settings,
     baseline_choices,
     exit_choices,
-    fingerprint,
     search,
     starting_points,
 )
+from hf_spec.tuning.study import LayerStudy, Settings, fingerprint
 
 pytest.importorskip("optuna")
 
@@ -162,7 +160,7 @@ def test_a_killed_search_ends_like_one_that_ran_through(
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    before = LayerStudy(tmp_path, search_module.study_identity(
+    before = LayerStudy(tmp_path, study.study_identity(
         planted_model()[0], PROMPTS, SETTINGS
     ))  # fmt: skip
     finished = before.trials

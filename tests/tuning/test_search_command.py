@@ -215,7 +215,7 @@ def test_progress_tells_of_better_choices(made: Path, capsys: pytest.CaptureFixt
     """Where there is no terminal: a line for each, and nothing else."""
     from hf_spec.tuning.costs import Skip
     from hf_spec.tuning.objective import Counts, Evaluation
-    from hf_spec.tuning.search import Trial
+    from hf_spec.tuning.study import Trial
 
     counts = Counts(1, 12, 4)
     best = Trial(0, "complete", Skip((1,), ()), Evaluation(0.5, counts), "start", False, 1, 0.1)
