@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from hf_spec.methods import base
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_the_example_method_of_the_docs_works(monkeypatch: pytest.MonkeyPatch, tiny) -> None:
+def test_the_example_method_of_the_docs_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny
+) -> None:
     text = (DOCS / "add_a_method.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
-    scope: dict = {"__name__": "example"}
-    exec(compile(code, "add_a_method.md", "exec"), scope)
+    (tmp_path / "echo_of_the_docs.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    scope = vars(importlib.import_module("echo_of_the_docs"))
     found = {**base.methods(), "echo": scope["METHOD"]}
     monkeypatch.setattr(base, "methods", lambda: found)
 

@@ -86,18 +86,24 @@ def run_demo(
 
 
 def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
-    """The prompt on which speculation accepted most per step, and its continuation."""
+    """The prompt that the model continues with the least repetition, and the continuation.
+
+    A small model's greedy continuations often loop; those say little about what it can write.
+    """
     best: Measurement | None = None
     for item in bench.measurements:
-        if item.stats is not None and (
-            best is None or item.new_tokens * best.row_steps > best.new_tokens * item.row_steps
-        ):
+        if item.stats is not None and (best is None or _variety(item) > _variety(best)):
             best = item
     if best is None:
         return "", ""
     return bench.prompts[best.prompts[0]].text, tokenizer.decode(
         best.rows[0], skip_special_tokens=True
     )
+
+
+def _variety(item: Measurement) -> float:
+    """Share of distinct tokens in the first row's new tokens."""
+    return len(set(item.rows[0])) / max(len(item.rows[0]), 1)
 
 
 def write_chart(path: Path, bench: BenchResult) -> None:

@@ -239,9 +239,9 @@ def test_another_instance_is_not_touched(model):
         assert fingerprint(other) == untouched
 
 
-def test_applies_with_local_layers_only():
+def test_applies_to_every_gpt_neo():
     assert local_attention.applies(build())
-    assert not local_attention.applies(build(layers=("global", "global")))
+    assert local_attention.applies(build(layers=("global", "global")))
     assert frozenset({"gpt_neo"}) == local_attention.MODEL_TYPES
 
 
