@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, GPTNeoConfig, GPTNeoForCausalLM
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from tree_oracle import (
+    Decoding,
+    additive,
+    assert_same,
+    expected,
+    fingerprint,
+    padded_prompt,
+    random_tokens,
+)
 
 from modeling_patches import local_attention
-
-#      0        a path of three, siblings at each level,
-#     / \       nodes not in depth-first order
-#    1   2
-#   / \   \
-#  3   4   5
-#  |
-#  6
-PARENTS = [-1, 0, 0, 1, 1, 2, 3]
-STALE = 10**6  # position of slots that nobody attends
 
 
 def build(layers=("global", "local", "local"), window=4, max_positions=20):
@@ -36,110 +35,6 @@ def build(layers=("global", "local", "local"), window=4, max_positions=20):
 @pytest.fixture(params=[3, 4, 8], ids="window={}".format)
 def model(request):
     return build(window=request.param)
-
-
-def random_tokens(*shape, seed):
-    return torch.randint(1, 128, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def padded_prompt():
-    """Two prompts of 9 and 5 tokens, left-padded: ids, 2-D mask, positions, all (2, 9)."""
-    ids, mask = random_tokens(2, 9, seed=1), torch.ones(2, 9, dtype=torch.long)
-    ids[1, :4], mask[1, :4] = 0, 0
-    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def path_to(node):
-    return [*path_to(PARENTS[node]), node] if node >= 0 else []
-
-
-def additive(visible):
-    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-
-
-class Decoding:
-    """Prompts in a cache, tree after tree behind them; rejected nodes stay as unseen slots."""
-
-    def __init__(self, model):
-        self.model, self.cache = model, DynamicCache()
-        ids, mask, self.positions = padded_prompt()
-        self.seen = mask.bool()  # (batch, slots)
-        self.rows = [row[keep].tolist() for row, keep in zip(ids, self.seen)]
-        self.prefill = self.forward(ids, mask, self.positions)
-
-    @torch.no_grad()
-    def forward(self, ids, mask, positions):
-        return self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits
-
-    def tree(self, tokens, set_positions):
-        """Logits (batch, nodes, vocab) of one forward over a tree behind each row."""
-        depths = torch.tensor([len(path_to(node)) - 1 for node in range(len(PARENTS))])
-        lengths = torch.tensor([len(row) for row in self.rows])
-        ancestors = torch.zeros(len(PARENTS), len(PARENTS), dtype=torch.bool)
-        for node in range(len(PARENTS)):
-            ancestors[node, path_to(node)] = True
-
-        queries = lengths[:, None] + depths
-        visible = torch.cat(
-            [
-                self.seen[:, None].expand(-1, len(PARENTS), -1),
-                ancestors.expand(len(self.rows), -1, -1),
-            ],
-            dim=-1,
-        )
-        keys = torch.cat([self.positions.masked_fill(~self.seen, STALE), queries], dim=-1)
-        set_positions(queries, keys)
-        self.positions = keys
-        return self.forward(tokens, additive(visible[:, None]), queries)
-
-    def accept(self, tokens, paths):
-        kept = torch.zeros(len(self.rows), len(PARENTS), dtype=torch.bool)
-        for row, path in enumerate(paths):
-            kept[row, path] = True
-        self.seen = torch.cat([self.seen, kept], dim=-1)
-        self.rows = [
-            row + tokens[i, path].tolist() for i, (row, path) in enumerate(zip(self.rows, paths))
-        ]
-
-
-@torch.no_grad()
-def expected(model, rows, tokens):
-    """The oracle: every path of the tree as a sequence of its own, no cache, mask or padding."""
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    model(torch.tensor([row + tokens[i, path_to(node)].tolist()])).logits[0, -1]
-                    for node in range(len(PARENTS))
-                ]
-            )
-            for i, row in enumerate(rows)
-        ]
-    )
-
-
-def assert_same(got, want):
-    # fp32: sums over 20 keys and 48 channels in another order; logits are of the order of 10.
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    assert torch.equal(got.argmax(-1), want.argmax(-1))
-
-
-def fingerprint(model):
-    """Every attribute and hook of every module, by identity."""
-    return {
-        name: (
-            {key: id(value) for key, value in vars(module).items()},
-            list(module._forward_pre_hooks),
-            list(module._forward_hooks),
-        )
-        for name, module in model.named_modules()
-    }
 
 
 def test_tree_logits_equal_plain_forwards_of_each_path(model):
