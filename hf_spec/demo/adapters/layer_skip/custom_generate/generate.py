@@ -10,8 +10,13 @@ The shorter way, which runs no code of the repository, is its model card's: ``im
 from typing import Any
 
 # As in generation_config.json; filled in when a repository is written.
-STRATEGY: str | None = 'layer_skip'
-OPTIONS: dict[str, Any] = {'draft_exit': 'adaptive', 'max_draft': 12, 'target_acceptance': 0.85, 'threshold': 0.6}
+STRATEGY: str | None = "layer_skip"
+OPTIONS: dict[str, Any] = {
+    "draft_exit": "adaptive",
+    "max_draft": 12,
+    "target_acceptance": 0.85,
+    "threshold": 0.6,
+}
 
 
 def generate(model: Any, **kwargs: Any) -> Any:
