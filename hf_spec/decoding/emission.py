@@ -159,12 +159,11 @@ class Emission:
         takes = self.active
         unfinished = [length for length, active in zip(self.lengths, takes) if active]
         end = min(unfinished) if unfinished else self._end()
-        for column in range(self._streamed, end):
-            values = [
-                ids[column] if column < length else self._pad
-                for ids, length in zip(self.ids.tolist(), self.lengths)
-            ]
-            self.streamer.put(torch.tensor(values, dtype=self.ids.dtype))
+        new = self.ids[:, self._streamed : end].to("cpu", copy=True)
+        for row, length in enumerate(self.lengths):
+            new[row, max(length - self._streamed, 0) :] = self._pad
+        for values in new.unbind(1):
+            self.streamer.put(values)
         self._streamed = max(end, self._streamed)
 
     # -- finishing ---------------------------------------------------------------------------
