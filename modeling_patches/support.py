@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from transformers import DynamicCache
 
 from modeling_patches import alibi
@@ -58,3 +59,26 @@ def check_model(model: Any) -> None:
             f"{name}.forward takes no position_ids, so siblings in a tree cannot share a position. "
             f"{remedy}"
         )
+
+
+@torch.no_grad()
+def kv_shape(model: Any) -> tuple[int, int, int]:
+    """Layers, key-value heads and head dimension of the model's cache, by running one token.
+
+    Raises:
+        ValueError: if the weights are not loaded, or layers or keys and values differ in shape.
+    """
+    weight = model.get_input_embeddings().weight
+    if weight.device.type == "meta":
+        raise ValueError(f"{type(model).__name__} has no weights: load it before the adapter.")
+    cache = DynamicCache()
+    token = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+    model(input_ids=token, past_key_values=cache, use_cache=True)
+    shapes = {part.shape for layer in cache.layers for part in (layer.keys, layer.values)}
+    if len(shapes) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has keys and values of several shapes "
+            f"({sorted(tuple(shape) for shape in shapes)}): learned states in every layer need one."
+        )
+    _, heads, _, dim = shapes.pop()
+    return len(cache.layers), heads, dim

@@ -5,6 +5,9 @@ and without holes; what a forward writes behind them (candidates) counts only on
 has kept the accepted part. Nothing is concatenated and nothing is copied but the accepted slots.
 All layers of equal shape share one buffer, so that a commit is one gather and one scatter.
 
+Slots in *front* of the rows' tokens can hold learned keys and values, the same for every row, for
+forwards that ask for them; slot numbers and lengths count from the first token all the same.
+
 Outside a speculative block the cache serves as an ordinary Transformers cache, as long as all rows
 have the same length.
 """
@@ -23,7 +26,10 @@ ALIGNMENT = 16
 
 
 class TreeLayer(CacheLayerMixin):
-    """Keys and values of one layer: views ``(batch, kv_heads, capacity, head_dim)`` of a buffer."""
+    """Keys and values of one layer: views ``(batch, kv_heads, capacity, head_dim)`` of a buffer.
+
+    ``with_front`` are the same keys and values with the slots in front of them.
+    """
 
     is_croppable = True
 
@@ -31,6 +37,7 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()
         self.cache = cache
         self.appended = 0  # tokens appended outside a block, not yet counted in cache.lengths
+        self.with_front: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise RuntimeError(
@@ -63,6 +70,9 @@ class TreeLayer(CacheLayerMixin):
             rows, slots = cache.on(self.keys.device, "rows"), slots.to(self.keys.device)
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
+        if cache.block is not None and cache.shows_front:
+            end += cache.front
+            return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self) -> int:
@@ -83,7 +93,8 @@ class TreeCache(Cache):
     Attributes:
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
         host_lengths: the same as a list, so that no device synchronisation is needed.
-        capacity: slots allocated per row.
+        capacity: slots allocated per row, those in front left out.
+        front: slots in front of the tokens.
         tokens: the tokens whose states each row holds, where the owner knows and noted them; lets
             a later call tell whether its prompt continues this cache.
     """
@@ -93,6 +104,8 @@ class TreeCache(Cache):
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = 0
+        self.front = 0
+        self.shows_front = False
         self.tokens: list[list[int]] | None = None
         self.block: tuple[int, Tensor | None, int] | None = None
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
@@ -102,7 +115,12 @@ class TreeCache(Cache):
 
     @classmethod
     def pack(
-        cls, source: DynamicCache, mask: Tensor | None, capacity: int, device: torch.device | str
+        cls,
+        source: DynamicCache,
+        mask: Tensor | None,
+        capacity: int,
+        device: torch.device | str,
+        front: int = 0,
     ) -> TreeCache:
         """Take over what a prefill wrote; ``source`` is emptied layer by layer.
 
@@ -112,6 +130,7 @@ class TreeCache(Cache):
                 it stands, is dropped.
             capacity: slots to allocate per row (rounded up).
             device: where ``lengths`` lives.
+            front: slots to allocate in front of the tokens (rounded up); see :meth:`set_front`.
         """
         seq = source.get_seq_length()
         filled = [layer for layer in source.layers if getattr(layer, "keys", None) is not None]
@@ -126,6 +145,7 @@ class TreeCache(Cache):
             # Real tokens first, in order: slot j of a row takes its j-th real token.
             order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(cache.host_lengths)]
         cache.lengths = torch.tensor(cache.host_lengths, device=device)
+        cache.front = _aligned(front)
         cache._allocate(
             {
                 (index, name): tensor
@@ -189,7 +209,7 @@ class TreeCache(Cache):
             groups.setdefault(signature, []).append(key)
         batch = len(self.host_lengths)
         for (heads, dim, dtype, device), members in groups.items():
-            shape = (len(members), batch, heads, self.capacity, dim)
+            shape = (len(members), batch, heads, self.front + self.capacity, dim)
             self._groups.append((_zeros(shape, dtype, device), members))
         self._attach()
 
@@ -197,6 +217,8 @@ class TreeCache(Cache):
         for storage, members in self._groups:
             for view, (index, name) in zip(storage.unbind(0), members):
                 layer = self.layers[index]
+                layer.with_front[name] = view
+                view = view[:, :, self.front :]
                 setattr(layer, name, view)
                 layer.is_initialized = True
                 layer.dtype, layer.device = view.dtype, view.device
@@ -205,14 +227,49 @@ class TreeCache(Cache):
         """Make room for ``slots`` slots per row; grows by doubling, so copies stay rare."""
         if slots <= self.capacity:
             return
-        self.capacity = _aligned(max(slots, 2 * self.capacity))
+        self._resize(self.front, _aligned(max(slots, 2 * self.capacity)))
+
+    def _resize(self, front: int, capacity: int) -> None:
+        """Move everything to buffers of this many slots in front and behind."""
+        kept = min(front, self.front)
         for index, (storage, members) in enumerate(self._groups):
             shape = list(storage.shape)
-            shape[3], old = self.capacity, shape[3]
+            shape[3] = front + capacity
             grown = _zeros(tuple(shape), storage.dtype, storage.device)
-            grown[:, :, :, :old] = storage
+            start = front - kept
+            stop = start + kept + self.capacity
+            grown[:, :, :, start:stop] = storage[:, :, :, self.front - kept :]
             self._groups[index] = (grown, members)
+        self.front, self.capacity = front, capacity
         self._attach()
+
+    def set_front(self, states: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put learned keys and values into the last slots in front of the tokens.
+
+        They are seen by forwards whose block was begun with ``front=True``, where the mask allows.
+
+        Args:
+            states: per layer, keys and values ``(kv_heads, slots, head_dim)``, the same number of
+                slots in every layer.
+
+        Raises:
+            ValueError: if they do not have the cache's layers, heads and dimensions.
+        """
+        count = states[0][0].shape[1] if states else 0
+        if _aligned(count) > self.front:
+            self._resize(_aligned(count), self.capacity)
+        if len(states) != len(self.layers):
+            raise ValueError(f"{len(states)} layers of learned states for {len(self.layers)}.")
+        for index, (layer, pair) in enumerate(zip(self.layers, states)):
+            for name, state in zip(("keys", "values"), pair):
+                have = layer.with_front[name]
+                place = have[:, :, self.front - count : self.front]
+                if place.shape[1:] != state.shape:
+                    raise ValueError(
+                        f"layer {index}: learned {name} of shape {tuple(state.shape)}, the model's "
+                        f"have {have.shape[1]} heads of dimension {have.shape[3]}."
+                    )
+                place.copy_(state.to(place.dtype))
 
     # -- lengths -----------------------------------------------------------------------------
 
@@ -265,17 +322,20 @@ class TreeCache(Cache):
 
     # -- a speculative block -----------------------------------------------------------------
 
-    def begin(self, num_nodes: int, offset: int = 0) -> int:
+    def begin(self, num_nodes: int, offset: int = 0, front: bool = False) -> int:
         """Open a block: the next forward writes ``num_nodes`` nodes behind each row's length.
 
         Args:
             num_nodes: query rows of the forward.
             offset: slots to leave free before them (nodes written earlier in this step).
+            front: let attention see the slots in front of the tokens, too.
 
         Returns:
-            The number of slots that attention will see (the mask's last dimension).
+            The number of slots that attention will see (the mask's last dimension), without those
+            in front.
         """
         self._absorb_appended()
+        self.shows_front = front
         end = self.max_length + offset + num_nodes
         self.reserve(end)
         if min(self.host_lengths) == self.max_length:
@@ -303,7 +363,8 @@ class TreeCache(Cache):
     def _move(self, path: Tensor) -> None:
         depth = path.shape[1]
         uniform = min(self.host_lengths) == self.max_length
-        for storage, _ in self._groups:
+        for buffer, _ in self._groups:
+            storage = buffer[:, :, :, self.front :]
             nodes = path.to(storage.device)
             if self.batch_size == 1:
                 start = self.max_length

@@ -18,6 +18,7 @@ from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.methods.base import DecodingState, Draft, get_method
+from hf_spec.methods.forward import TreeOutput
 from hf_spec.methods.retrieval import WithRetrieval
 
 
@@ -58,7 +59,14 @@ def decode(
     with ExitStack() as stack:
         with watch.phase("forward"):
             prefilled = stack.enter_context(
-                prefill(model, input_ids, config, model_kwargs, emission.max_length)
+                prefill(
+                    model,
+                    input_ids,
+                    config,
+                    model_kwargs,
+                    emission.max_length,
+                    drafter.probe_inputs,
+                )
             )
         forward, cache = prefilled.forward, prefilled.forward.cache
         prompt = cache.host_lengths
@@ -86,11 +94,12 @@ def decode(
             with watch.phase("draft"):
                 draft = _within_budget(drafter.propose(state), state)
             with watch.phase("forward"):
-                logits = forward(draft.tokens, draft.tree)
+                output = forward(draft.tokens, draft.tree, probes=draft.probes)
             with watch.phase("verify"):
-                choice = chooser.accept(draft, logits, state.active)
+                choice = chooser.accept(draft, output.logits, state.active)
             counts = _emit(choice, draft, emission, state)
             cache.commit(counts, _moved(choice, counts))
+            state.probe_hidden = _answered(choice, counts, draft, output)
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
 
     sequences = emission.finish()
@@ -146,3 +155,13 @@ def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
         nodes[:count] == list(range(count)) for nodes, count in zip(choice.nodes, counts)
     )
     return None if in_place else choice.path
+
+
+def _answered(choice: Choice, counts: list[int], draft: Draft, output: TreeOutput) -> Tensor | None:
+    """Hidden states of the probes under each row's last accepted node, if there are probes."""
+    if draft.probes is None or output.probe_hidden is None:
+        return None
+    hidden = output.probe_hidden
+    last = [nodes[count - 1] if count else 0 for nodes, count in zip(choice.nodes, counts)]
+    under = draft.probes.under(torch.tensor(last, device=draft.tokens.device)).to(hidden.device)
+    return hidden.gather(1, under[:, :, None].expand(-1, -1, hidden.shape[-1]))

@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.forward import TreeForward
+from hf_spec.methods.forward import ProbeInputs, TreeForward
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.support import sliding_windows
 
@@ -95,6 +95,7 @@ def prefill(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     max_length: int,
+    probe_inputs: ProbeInputs | None = None,
 ) -> Iterator[Prefilled]:
     """Run the prompt and yield a tree forward behind it; the model is patched until the exit."""
     given = model_kwargs.get("past_key_values")
@@ -119,7 +120,7 @@ def prefill(
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, attention, limit, shift, extra)
+        return TreeForward(model, cache, attention, limit, shift, extra, probe_inputs)
 
     if isinstance(given, TreeCache):
         with tree_attention(model, windows) as attention:
@@ -139,7 +140,8 @@ def prefill(
     mask = None if mask is None else mask.bool()
     logits = outputs.logits[:, -1]
     length = source.get_seq_length()
-    cache = TreeCache.pack(source, mask, length + min(budget, RESERVE), logits.device)
+    front = 0 if probe_inputs is None else probe_inputs.num_front
+    cache = TreeCache.pack(source, mask, length + min(budget, RESERVE), logits.device, front)
     with tree_attention(model, windows) as attention:
         forward = make_forward(cache, None if positions is None else positions[:, -1])
         # generate() makes a cache where the caller gave none; only the caller's is filled again.
@@ -194,7 +196,7 @@ def _extend(
             [part + [0] * (size - len(part)) for part in parts], device=cache.lengths.device
         )
         tree = TokenTree.chain(size - 1).batch(len(rows), cache.lengths.device)
-        logits = forward(tokens, tree)
+        logits = forward(tokens, tree).logits
         cache.commit([len(part) for part in parts])
         for row, part in enumerate(parts):
             if part and start + len(part) == len(rows[row]):

@@ -51,7 +51,7 @@ def check_tree_forward(model: Any) -> None:
     with tree_attention(model, sliding_windows(model)) as attention:
         last = torch.tensor([length], device=device)
         forward = TreeForward(model, packed, attention, last, torch.zeros_like(last))
-        tree_logits = forward(nodes, _TREE.batch(1, device))[0].float()
+        tree_logits = forward(nodes, _TREE.batch(1, device)).logits[0].float()
     for node in range(len(_TREE)):
         path = [at for at in range(len(_TREE)) if bool(_TREE.batch().ancestors[0, node, at])]
         plain = model(input_ids=torch.cat([prompt, nodes[:, path]], 1), use_cache=False)

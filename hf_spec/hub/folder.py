@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import hf_spec
 from hf_spec.bench.report import write_atomically
 from hf_spec.methods.base import Method, get_method
+from hf_spec.methods.companions import GENERATION, SHIM, shim_text
+from hf_spec.methods.stored_weights import WEIGHTS, StoredWeights
 
-CONFIG, WEIGHTS, GENERATION = (
-    "adapter_config.json", "adapter_model.safetensors", "generation_config.json",
-)  # fmt: skip
-TREE, CARD, SHIM = "tree.json", "README.md", "custom_generate/generate.py"
+CONFIG, TREE, CARD = "adapter_config.json", "tree.json", "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD, SHIM)
 #: What is uploaded beside the required files, where it is there.
 OPTIONAL = (TREE, "search.json", "results.json", "*.png", "LICENSE")
@@ -54,6 +51,18 @@ def staging(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def save_adapter(model: Any, folder: Path, strategy: str, options: dict[str, Any]) -> None:
+    """Write a ``PeftModel``'s adapter with its ``SpecConfig``: all of a folder but the card.
+
+    Args:
+        model: holds one adapter of ours, named ``default``.
+        folder: the adapter folder.
+        strategy, options: what ``generation_config.json`` shall say.
+    """
+    _save_weights(model, folder)
+    save_spec_config(folder, strategy, options)
+
+
 def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
     """Write the adapter of a config that needs no training; ``model`` is left as it was.
 
@@ -66,13 +75,19 @@ def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
         attached = get_peft_model(model, adapter_config)
     try:
-        with staging(folder) as temporary:
-            attached.save_pretrained(temporary, save_embedding_layers=False)
-            (temporary / CARD).unlink(missing_ok=True)  # PEFT's; ours is rendered later
+        _save_weights(attached, folder)
     finally:
         attached.unload()
         for parameter, before in zip(model.parameters(), trainable):
             parameter.requires_grad_(before)
+
+
+def _save_weights(model: Any, folder: Path) -> None:
+    """Write what PEFT writes of an adapter; card and strategy are not its business here."""
+    with staging(folder) as temporary:
+        model.save_pretrained(temporary, save_embedding_layers=False)
+        for path in (CARD, GENERATION, SHIM):
+            (temporary / path).unlink(missing_ok=True)
 
 
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
@@ -85,19 +100,8 @@ def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> No
 
 def write_shim(folder: Path) -> None:
     """Write ``custom_generate/generate.py`` with the strategy and options of the folder."""
-    write_atomically(folder / SHIM, _shim(folder).rstrip("\n"))
-
-
-def _shim(folder: Path) -> str:
-    """The shim's text. Transformers runs a copy of it elsewhere, so it cannot read its folder."""
     method, options = read_spec_config(folder)
-    text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
-    for name, value in (("STRATEGY", method.name), ("OPTIONS", options)):
-        found = re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
-        if found is None:
-            raise RuntimeError(f"hub_cards/{SHIM} has no line for {name}")
-        text = text[: found.start(1)] + repr(value) + text[found.end(1) :]
-    return text
+    write_atomically(folder / SHIM, shim_text(method.name, options).rstrip("\n"))
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
@@ -152,7 +156,7 @@ def check_complete(folder: Path) -> None:
             f"{str(folder)!r} holds weights that can run code when loaded ({', '.join(unsafe)}): "
             f"weights belong into {WEIGHTS}; remove them"
         )
-    method, _ = read_spec_config(folder)
+    method, options = read_spec_config(folder)
     peft_type = read_json(folder / CONFIG).get("peft_type")
     expected = getattr(method.adapter_config, "type_name", None)
     if peft_type != expected:
@@ -160,23 +164,13 @@ def check_complete(folder: Path) -> None:
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
             f"whose adapters are of type {expected!r}"
         )
-    _check_weights(folder / WEIGHTS)
-    if (folder / SHIM).read_text(encoding="utf-8").rstrip() != _shim(folder).rstrip():
+    if not StoredWeights(str(folder)).read():
+        raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
+    shim = (folder / SHIM).read_text(encoding="utf-8")
+    if shim.rstrip() != shim_text(method.name, options).rstrip():
         raise ValueError(
             f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"
         )
-
-
-def _check_weights(path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            empty = not list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{str(path)!r} is no safetensors file: {error}") from error
-    if empty:
-        raise ValueError(f"{str(path)!r} holds no tensors; PEFT would not load it")
 
 
 def is_repository(name: str | None) -> bool:

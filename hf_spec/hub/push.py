@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from hf_spec.bench.report import write_atomically
 from hf_spec.hub.card import render_card
@@ -13,10 +17,15 @@ from hf_spec.hub.folder import (
     CONFIG,
     OPTIONAL,
     REQUIRED,
+    TREE,
+    UNSAFE,
     check_complete,
     is_repository,
     read_json,
 )
+
+#: What an earlier adapter may have left in a repository that would be taken for the new one's.
+STALE = (TREE, "search.json", "results.json", *UNSAFE)
 
 
 def push(
@@ -30,7 +39,9 @@ def push(
     """Upload a complete adapter folder; what else lies in it (the study, logs) stays.
 
     A card that nobody has edited is rendered anew with the repository's name; an edited one is
-    uploaded as it is. The folder itself is not changed.
+    uploaded as it is. The folder itself is not changed. The files of a repository change in one
+    commit: whoever loads it meanwhile, or after an upload that was interrupted, gets all of the
+    earlier adapter. A tree, figures or pickled weights of an earlier adapter are removed.
 
     Args:
         folder: the adapter folder.
@@ -43,10 +54,11 @@ def push(
         The commit's address.
 
     Raises:
-        ValueError: the folder is not complete, a name is wrong, or the Hub refuses.
+        ValueError: the folder is not complete, a name is wrong, or the Hub refuses or cannot be
+            reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if repository.count("/") != 1:
@@ -59,24 +71,63 @@ def push(
     with tempfile.TemporaryDirectory() as name:
         staged = Path(name)
         _stage(folder, staged, repository, base_model)
-        api = HfApi()
-        try:
-            api.create_repo(repository, private=private, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repository, branch=revision, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repository, folder_path=staged, revision=revision,
-                commit_message="Upload adapter with hf_spec",
-            )  # fmt: skip
-        except LocalTokenNotFoundError as error:
-            raise ValueError("not logged in to the Hub: run 'hf auth login'") from error
-        except HfHubHTTPError as error:
-            reason = (error.server_message or str(error)).strip().splitlines()[0]
-            status = error.response.status_code if error.response is not None else None
-            if status in (401, 403):
-                reason += " (is your token valid, and may it write there? 'hf auth login')"
-            raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
+        with _one_line_errors(repository):
+            return _upload(HfApi(), staged, repository, private, revision)
+
+
+def _upload(
+    api: Any, staged: Path, repository: str, private: bool, revision: str | None
+) -> str:
+    """Make the repository and the branch if need be, and one commit; returns its address."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    # None leaves the choice to the organisation's settings.
+    api.create_repo(repository, private=private or None, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repository, branch=revision, exist_ok=True)
+    files = {
+        path.relative_to(staged).as_posix(): path for path in staged.rglob("*") if path.is_file()
+    }
+    remote = api.list_repo_files(repository, revision=revision)
+    stale = [name for name in remote if any(fnmatch(name, kind) for kind in STALE)]
+    commit = api.create_commit(
+        repository,
+        # Not upload_folder, which may make several commits.
+        operations=[
+            *(CommitOperationAdd(name, path) for name, path in sorted(files.items())),
+            *(CommitOperationDelete(name) for name in stale if name not in files),
+        ],
+        revision=revision,
+        commit_message="Upload adapter with hf_spec",
+    )
     return str(commit.commit_url)
+
+
+@contextmanager
+def _one_line_errors(repository: str) -> Iterator[None]:
+    """Turn what can go wrong on the way to the Hub into a ValueError that says it in one line."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    # The HTTP library's, which is another one by release of huggingface_hub.
+    transport: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise ValueError("not logged in to the Hub: run 'hf auth login'") from error
+    except HfHubHTTPError as error:
+        reason = _first_line(error.server_message or str(error))
+        status = error.response.status_code if error.response is not None else None
+        if status in (401, 403):
+            reason += " (is your token valid, and may it write there? 'hf auth login')"
+        raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
+    # A RuntimeError is what failed uploads of single files end in.
+    except (transport, OSError, RuntimeError) as error:
+        reason = _first_line(str(error.__cause__ or error) or type(error).__name__)
+        raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0]
 
 
 def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) -> None:

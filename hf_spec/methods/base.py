@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.cache import TreeCache
+from hf_spec.core.probes import ProbeRows
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TreeBatch
-from hf_spec.methods.forward import TreeForward
+from hf_spec.methods.forward import ProbeInputs, TreeForward
 
 #: Acceptance rules and whether they keep the target distribution.
 ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
@@ -93,11 +94,13 @@ class Draft:
         tokens: ``(batch, nodes)`` int64, column 0 the root's token.
         distributions: ``(batch, nodes, vocab)`` q from which each candidate was sampled, after all
             logits processors; None if candidates were not sampled. Column 0 is ignored.
+        probes: rows that run behind the nodes and tell the drafter of future tokens.
     """
 
     tree: TreeBatch
     tokens: Tensor
     distributions: Tensor | None = None
+    probes: ProbeRows | None = None
 
 
 #: ``process(logits, suffixes, active)``: logits (batch, vocab) -> float32 scores after all
@@ -121,6 +124,8 @@ class DecodingState:
         do_sample: whether tokens are sampled.
         process: applies the call's logits processors.
         stats: the statistics of the call so far.
+        probe_hidden: ``(batch, group, hidden)`` what the last step's forward made of the probes
+            under each row's last accepted node; None if there were none.
     """
 
     model: Any
@@ -134,6 +139,7 @@ class DecodingState:
     do_sample: bool
     process: ProcessFn
     stats: SpecStats = field(default_factory=SpecStats)
+    probe_hidden: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -152,9 +158,11 @@ class Drafter(CandidateGenerator):
     Attributes:
         single_forward: whether a step is one forward pass of the model; False if drafting runs
             the model, too.
+        probe_inputs: what has been learned for the probes of its drafts, if they have any.
     """
 
     single_forward: ClassVar[bool] = True
+    probe_inputs: ProbeInputs | None = None
 
     def __init__(self, model: Any, options: Any):
         self.model = model
@@ -206,6 +214,7 @@ class Method:
         drafter: builds the drafter.
         adapter_config: config class of its PEFT adapter, None if it has none.
         needs_adapter: whether it cannot run without a trained adapter.
+        training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
     """
 
     name: str
@@ -214,6 +223,7 @@ class Method:
     drafter: type[Drafter]
     adapter_config: type[Any] | None = None
     needs_adapter: bool = False
+    training: dict[str, Any] | None = None
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.

@@ -7,15 +7,83 @@ knows nothing of drafting, acceptance or generation options.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_spec.core import mask as masks
 from hf_spec.core.cache import TreeCache
+from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TreeBatch
 from modeling_patches.attention_masks import TreeAttention
+
+
+@dataclass(frozen=True)
+class ProbeInputs:
+    """What a method has learned for its probes.
+
+    Attributes:
+        embeddings: ``(kinds, hidden)`` input embedding of each probe of a group.
+        front: per layer, keys and values ``(kv_heads, slots, head_dim)`` that only probes see.
+    """
+
+    embeddings: Tensor
+    front: Sequence[tuple[Tensor, Tensor]] = ()
+
+    @property
+    def num_front(self) -> int:
+        return self.front[0][0].shape[1] if self.front else 0
+
+
+class TreeOutput(NamedTuple):
+    """What a forward gives.
+
+    Attributes:
+        logits: ``(batch, nodes, vocab)`` after each forwarded node, in the model's dtype.
+        probe_hidden: ``(batch, probes, hidden)`` final hidden state of each probe; None without
+            probes. :func:`output_logits` makes logits of the few that are wanted.
+    """
+
+    logits: Tensor
+    probe_hidden: Tensor | None = None
+
+
+def output_logits(model: Any, hidden: Tensor) -> Tensor:
+    """The model's output embeddings applied to final hidden states.
+
+    A scaling or soft cap that some models apply afterwards is left out: for draft tokens, whose
+    order it does not change.
+    """
+    return model.get_output_embeddings()(hidden)
+
+
+def taken(model: Any, **inputs: Any) -> dict[str, Any]:
+    """Those of ``inputs`` that the model's forward knows: not all take positions, for example."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in known}
+
+
+@contextmanager
+def final_hidden(model: Any) -> Iterator[list[Tensor]]:
+    """For the block, a list that each forward of ``model`` fills with its final hidden states.
+
+    ``(batch, rows, hidden)``: what the model's output embeddings are applied to. The list stays
+    empty where the model is compiled as a whole and runs no hooks.
+    """
+    seen: list[Tensor] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        seen[:] = [output[0]]
+
+    handle = model.get_decoder().register_forward_hook(note)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 class TreeForward:
@@ -30,6 +98,7 @@ class TreeForward:
         position_shift: ``(batch,)`` position of a row's first cached token (0 unless the caller
             gave position ids of his own).
         model_kwargs: further arguments for the model's forward.
+        probe_inputs: embeddings and states of the method's probes, if it has any.
     """
 
     def __init__(
@@ -40,6 +109,7 @@ class TreeForward:
         last_position: Tensor,
         position_shift: Tensor,
         model_kwargs: dict[str, Any] | None = None,
+        probe_inputs: ProbeInputs | None = None,
     ):
         self.model = model
         self.cache = cache
@@ -47,48 +117,81 @@ class TreeForward:
         self.last_position = last_position[:, None]
         self.position_shift = position_shift[:, None]
         self.model_kwargs = model_kwargs or {}
-        parameters = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in parameters
+        known = taken(model, position_ids=True, logits_to_keep=True)
+        self.takes_positions, self.takes_kept = "position_ids" in known, "logits_to_keep" in known
         self.dtype = model.get_input_embeddings().weight.dtype
         self.device = model.get_input_embeddings().weight.device
+        self.num_front = 0
+        if probe_inputs is not None:
+            self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
+            self.num_front = probe_inputs.num_front
+            if self.num_front:
+                cache.set_front(probe_inputs.front)
 
-    def __call__(self, tokens: Tensor, tree: TreeBatch, first: int = 0) -> Tensor:
-        """Logits after the nodes ``first ..`` of the tree.
+    def __call__(
+        self, tokens: Tensor, tree: TreeBatch, first: int = 0, probes: ProbeRows | None = None
+    ) -> TreeOutput:
+        """Run the nodes ``first ..`` of the tree and the probes under them.
 
         Args:
             tokens: ``(batch, nodes)`` of the whole tree.
             tree: the tree of each row; nodes before ``first`` were forwarded earlier in this step.
             first: first node to forward.
-
-        Returns:
-            ``(batch, nodes - first, vocab)``, in the model's dtype.
+            probes: rows to add behind the nodes; made for this tree.
         """
-        nodes = tree.num_nodes
-        keys = self.cache.begin(nodes - first, offset=first)
+        depths, ancestors = tree.depths, tree.ancestors
+        if probes is not None:
+            depths, ancestors = probes.depths, probes.ancestors
+        nodes, rows = tree.num_nodes, depths.shape[1]
+        front = self.num_front if probes is not None else 0
+        keys = self.cache.begin(rows - first, offset=first, front=front > 0)
         lengths = self.cache.lengths
-        node_positions = torch.minimum(
-            lengths[:, None] + self.position_shift + tree.depths, self.last_position
+        positions = torch.minimum(
+            lengths[:, None] + self.position_shift + depths, self.last_position
         )
         inputs: dict[str, Any] = {
             **self.model_kwargs,
-            "input_ids": tokens[:, first:].to(self.device),
-            "attention_mask": self._mask(tree, first, keys, node_positions),
+            "attention_mask": self._mask(ancestors, first, nodes, keys, positions, front),
             "past_key_values": self.cache,
             "use_cache": True,
             "return_dict": True,
         }
         if self.takes_positions:
-            inputs["position_ids"] = node_positions[:, first:].to(self.device)
-        return self.model(**inputs).logits
+            inputs["position_ids"] = positions[:, first:].to(self.device)
+        tokens = tokens[:, first:].to(self.device)
+        if probes is None:
+            return TreeOutput(self.model(**inputs, input_ids=tokens).logits)
+        embeddings = self.model.get_input_embeddings()(tokens)
+        learned = self.probe_embeddings[probes.kinds.to(self.device)]
+        inputs["inputs_embeds"] = torch.cat([embeddings, learned], dim=1)
+        return self._run_with_probes(inputs, nodes - first)
 
-    def _mask(self, tree: TreeBatch, first: int, keys: int, node_positions: Tensor) -> Any:
-        """The forward's attention mask over ``keys`` slots for the nodes from ``first`` on."""
+    def _run_with_probes(self, inputs: dict[str, Any], nodes: int) -> TreeOutput:
+        """Run, and tell the nodes' logits from the probes' hidden states."""
+        if self.takes_kept:  # the probes' logits are made where they are wanted only
+            inputs["logits_to_keep"] = torch.arange(nodes, device=self.device)
+        with final_hidden(self.model) as seen:
+            output = self.model(**inputs)
+            if not seen:
+                output = self.model(**inputs, output_hidden_states=True)
+                seen = [output.hidden_states[-1]]
+        return TreeOutput(output.logits[:, :nodes], seen[0][:, nodes:])
+
+    def _mask(
+        self, ancestors: Tensor, first: int, nodes: int, keys: int, node_positions: Tensor,
+        front: int,
+    ) -> Any:  # fmt: skip
+        """The forward's attention mask over ``keys`` slots for the rows from ``first`` on.
+
+        Where there are slots in front of the tokens, the last ``front`` of them are seen by probes,
+        the rows from ``nodes`` on.
+        """
         lengths = self.cache.lengths
-        batch, nodes = node_positions.shape
+        batch, rows = node_positions.shape
         visible = masks.or_(
-            masks.prefix(lengths), masks.tree_ancestors(tree.ancestors[:, first:], lengths)
+            masks.prefix(lengths), masks.tree_ancestors(ancestors[:, first:], lengths)
         )
-        shape = (batch, nodes - first, keys, lengths.device)
+        shape = (batch, rows - first, keys, lengths.device)
         full = masks.build(visible, *shape)
         windows = self.attention.windows
         windowed = {size for size in windows.values() if size is not None and size < keys}
@@ -100,7 +203,15 @@ class TreeForward:
                 near = masks.window(size, query_positions, key_positions)
                 made[size] = full & masks.build(near, *shape)
             if self.attention.wants_positions:
+                if front:  # they stand where the sequence begins, as in prefix tuning
+                    start = self.position_shift.expand(batch, self.cache.front)
+                    key_positions = torch.cat([start, key_positions], dim=1)
                 self.attention.set_positions(query_positions, key_positions)
+        if front:
+            learned = full.new_zeros((batch, 1, rows - first, self.cache.front))
+            learned[:, :, nodes - first :, self.cache.front - front :] = True
+            made = {size: torch.cat([learned, mask], dim=3) for size, mask in made.items()}
+            full = made[None]
         return self.attention.convert(
             {kind: made.get(size, full) for kind, size in windows.items()}, self.dtype
         )

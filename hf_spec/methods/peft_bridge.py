@@ -8,18 +8,26 @@ A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`Spec
 An adapter of ours replaces no module of the base model and hooks into none: it hangs under it as
 `spec_modules`, so the base computes what it computed before. Drafters read it with `find_active`.
 
+What comes from outside is checked before anything is attached, through every way in: keys of the
+config, the base model, names and shapes of the stored weights, which are safetensors.
+
 Importing this costs what importing peft costs: 0.2 s on top of torch and transformers, which take
 3 s on the same machine, so `import hf_spec` can register eagerly.
 """
 
+import functools
+import inspect
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from peft import PeftConfig
+from packaging.version import Version
+from peft import PeftConfig, PeftModel
+from peft import __version__ as peft_version
 from peft.mapping import (
     PEFT_TYPE_TO_CONFIG_MAPPING,
     PEFT_TYPE_TO_PREFIX_MAPPING,
@@ -29,11 +37,25 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.integrations import init_empty_weights
 from torch import nn
+from transformers.integrations.peft import PeftAdapterMixin
+
+from hf_spec.methods.base_facts import check_facts, facts_of, warn_of_other_weights
+from hf_spec.methods.companions import write_companions
+from hf_spec.methods.fingerprint import fingerprint
+from hf_spec.methods.stored_weights import (
+    GivenWeights,
+    StoredWeights,
+    TensorFacts,
+    check_fit,
+    tensor_facts,
+)
 
 #: Newest layout of adapter_config.json and weights this release reads and the one it writes.
 FORMAT_VERSION = 1
 #: Attribute of the base model under which our layers hang, one per PEFT type.
 CONTAINER = "spec_modules"
+#: ``objective(base model, adapter, **batch)``: what training minimises, {"loss": scalar, ...}.
+Objective = Callable[..., dict[str, torch.Tensor]]
 
 
 class SpecPeftType(str):
@@ -68,30 +90,92 @@ class SpecPeftConfig(PeftConfig):
     format_version: int = field(
         default=FORMAT_VERSION, metadata={"help": "Layout of the saved adapter."}
     )
+    base_facts: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Shape of the base model; recorded when a fresh adapter is attached."},
+    )
+    base_fingerprint: str | None = field(
+        default=None, metadata={"help": "Hash of the base model's weights; recorded likewise."}
+    )
+
+    # Not fields: where a config was read from and under which name it was attached are not saved.
+    _source = None  # type: StoredWeights | GivenWeights | None
+    _adapter_name = None  # type: str | None
 
     def __post_init__(self) -> None:
-        self.task_type: Any = (
-            self.task_type or "CAUSAL_LM"
-        )  # what AutoPeftModelForCausalLM looks for
-        super().__post_init__()
         name = type(self).type_name
+        if self.task_type not in (None, "CAUSAL_LM"):
+            raise ValueError(
+                f"adapters of type {name} are for causal language models, got task_type="
+                f"{self.task_type!r}. Leave it out."
+            )
+        self.task_type: Any = "CAUSAL_LM"  # what AutoPeftModelForCausalLM looks for
+        super().__post_init__()
         if self.peft_type not in (None, name):
             raise ValueError(
                 f"{type(self).__name__} is of PEFT type {name}, got peft_type={self.peft_type!r}. "
                 "Load the config with PeftConfig.from_pretrained, which picks the class."
             )
         self.peft_type: Any = SpecPeftType(name)
-        if type(self.format_version) is not int or not 1 <= self.format_version <= FORMAT_VERSION:
-            raise ValueError(
-                f"this {name} adapter has format_version={self.format_version!r}; this hf_spec "
-                f"reads versions 1 to {FORMAT_VERSION}. Upgrade with `pip install -U hf_spec`."
-            )
+        _check_version(name, self.format_version)
+        for key, kind in (("base_facts", dict), ("base_fingerprint", str)):
+            value = getattr(self, key)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(
+                    f"{key} must be a {kind.__name__} or None, got {value!r}. Leave it out: "
+                    "attaching the adapter records it."
+                )
 
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if the adapter does not fit `model`; runs before anything is attached.
 
-        Facts about the base that the saved config should carry are recorded here, too.
+        Facts about the base that the saved config should carry are recorded here, too; those of
+        `base_facts` have been checked and recorded before.
         """
+
+    def match_base(self, model: nn.Module) -> None:
+        """Raise ValueError if `model` has another shape than the base the adapter was made for.
+
+        Other weights of the same shape are legitimate (a fine-tuned base) and only logged. A config
+        that has not been trained yet takes on what it does not know.
+        """
+        base, name = self.base_model_name_or_path, type(self).type_name
+        check_facts(name, self.base_facts or {}, base, model)
+        found = facts_of(model)
+        if not found:
+            return
+        weights = fingerprint(model)
+        if not self.inference_mode:
+            self.base_facts = {**found, **(self.base_facts or {})}
+            self.base_fingerprint = self.base_fingerprint or weights
+        if None not in (weights, self.base_fingerprint) and weights != self.base_fingerprint:
+            warn_of_other_weights(name, base, self.base_fingerprint, weights)
+
+    def read_source(self) -> dict[str, TensorFacts] | None:
+        """What is known of the weights that will be loaded; None for an adapter that starts fresh.
+
+        Raises:
+            ValueError: there are none to load, they are a pickle, or cannot be read.
+        """
+        source: Any = self._source
+        self._source = None
+        if source is None:
+            return None
+        found = source.read()
+        # A config read from a folder without weights may serve for a fresh adapter.
+        if found is None and (self.inference_mode or source.has_pickle()):
+            raise source.absent()
+        return found
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Write `adapter_config.json`, and beside it what makes `SpecConfig` and
+        `custom_generate` work: the strategy with its default options, unless the folder names one.
+        """
+        super().save_pretrained(str(save_directory), **kwargs)
+        # PeftModel saves an adapter not named "default" into a folder of that name, which neither
+        # custom_generate nor push_to_hub looks into.
+        name = os.path.basename(os.path.normpath(save_directory))
+        write_companions(save_directory, type(self), shim=name != self._adapter_name)
 
 
 class SpecAdapterLayer(BaseTunerLayer, nn.Module):
@@ -133,8 +217,25 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         )
         return {name: values[adapter_name] for name, values in containers if adapter_name in values}
 
-    def update_layer(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
-        """Build the adapter `adapter_name` and add it to the containers."""
+    def stored_facts(self, adapter_name: str) -> dict[str, TensorFacts]:
+        """What is stored of an adapter: names on disk, shapes and types."""
+        tensors: Mapping[str, torch.Tensor] = self.weights(adapter_name)
+        if not tensors:
+            tensors = {"format": getattr(self, f"{self.prefix}format")[adapter_name]}
+        return tensor_facts(_on_disk(self.prefix, tensors))
+
+    def update_layer(
+        self,
+        adapter_name: str,
+        config: SpecPeftConfig,
+        model: nn.Module,
+        stored: Mapping[str, TensorFacts] | None = None,
+    ) -> None:
+        """Build the adapter `adapter_name` and add it to the containers.
+
+        Raises:
+            ValueError: `stored`, the weights that will be loaded into it, do not fit.
+        """
         tensors = self.build(config, model)
         for name in tensors:
             if not name.isidentifier() or self.prefix in name or name == "format":
@@ -142,8 +243,11 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
                     f"{type(self).__name__}.build named a parameter {name!r}; names must be "
                     f"identifiers that do not contain {self.prefix!r}, nor 'format'. Rename it."
                 )
+        marker = torch.tensor([config.format_version])
+        if stored is not None:
+            expected = tensor_facts(_on_disk(self.prefix, tensors or {"format": marker}))
+            check_fit(config.type_name, stored, expected)
         if not tensors:
-            marker = torch.tensor([config.format_version])
             getattr(self, f"{self.prefix}format")[adapter_name] = marker
         device, dtype = _placement(model)
         for name, tensor in tensors.items():
@@ -168,6 +272,7 @@ class SpecTuner(BaseTuner):
     """Attaches a `SpecAdapterLayer` to a base model; `register` derives one class per type."""
 
     tuner_layer_cls: type[SpecAdapterLayer]
+    objective: ClassVar[Objective | None] = None
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
     def inject_adapter(
@@ -184,11 +289,14 @@ class SpecTuner(BaseTuner):
         first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
         layer = _layer(model, self.prefix)
         is_new = layer is None
+        config._adapter_name = adapter_name
         try:
+            config.match_base(model)
             config.check_base(model)
+            stored = config.read_source()
             layer = self.tuner_layer_cls(self.prefix) if layer is None else layer
             with init_empty_weights() if low_cpu_mem_usage else nullcontext():
-                layer.update_layer(adapter_name, config, model)
+                layer.update_layer(adapter_name, config, model, stored)
         except Exception:
             _forget(self, model, adapter_name)
             raise
@@ -198,8 +306,36 @@ class SpecTuner(BaseTuner):
         if first:  # as with PEFT's types, later adapters leave the trainability of others alone
             self._mark_only_adapters_as_trainable(model)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The base model's forward; with ``anchors`` among the inputs, the training loss.
+
+        Through here a loss is part of `PeftModel.forward`, where wrappers for several devices
+        (accelerate, DDP, FSDP) look for it.
+        """
+        if "anchors" not in kwargs:
+            return super().forward(*args, **kwargs)
+        name = self.prefix.removesuffix("_").upper()
+        if self.objective is None:
+            raise ValueError(f"adapters of type {name} are not trained with `anchors`.")
+        adapter = find_active(self.model, name)
+        if adapter is None:
+            raise ValueError(f"no adapter of type {name} is active: call set_adapter first.")
+        # PeftModel hands on every argument of a forward, most of them None.
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        return self.objective(self.model, adapter, *args, **given)
+
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("adapters of hf_spec replace no modules")
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        # PEFT would leave out what has no counterpart on either side.
+        layer = _layer(_base(model), cls.prefix)
+        if layer is not None:
+            check_fit(config.type_name, tensor_facts(state_dict), layer.stored_facts(adapter_name))
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Refused: our adapters do not change the base's weights."""
@@ -217,8 +353,17 @@ class SpecTuner(BaseTuner):
         return self.model
 
 
-def register(config_class: type[SpecPeftConfig], adapter_class: type[SpecAdapterLayer]) -> None:
+def register(
+    config_class: type[SpecPeftConfig],
+    adapter_class: type[SpecAdapterLayer],
+    objective: Objective | None = None,
+) -> None:
     """Make `config_class.type_name` a PEFT type. Doing it again with the same classes is harmless.
+
+    Args:
+        config_class: its config.
+        adapter_class: its parameters.
+        objective: its training loss, which `PeftModel.forward` gives for batches with ``anchors``.
 
     Raises:
         ValueError: a name that is not in capitals, is taken, or would confuse PEFT's key mapping.
@@ -244,6 +389,7 @@ def register(config_class: type[SpecPeftConfig], adapter_class: type[SpecAdapter
         {
             "prefix": prefix,
             "tuner_layer_cls": adapter_class,
+            "objective": None if objective is None else staticmethod(objective),
             "__module__": adapter_class.__module__,
         },
     )
@@ -274,11 +420,10 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
         peft_type: "LAYER_SKIP".
 
     Raises:
-        ValueError: several adapters of the type are active.
+        ValueError: several adapters of the type are active, or the weights of the active one have
+            not been loaded.
     """
-    base: Any = getattr(model, "_orig_mod", model)
-    if hasattr(base, "get_base_model"):
-        base = base.get_base_model()
+    base = _base(model)
     layer: Any = _layer(base, f"{peft_type.lower()}_")
     if layer is None or layer.disable_adapters:
         return None
@@ -290,7 +435,31 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
             f"{len(active)} adapters of type {peft_type} are active ({', '.join(active)}), one is "
             f"needed. Choose it with model.set_adapter({active[0]!r})."
         )
-    return ActiveAdapter(active[0], base.peft_config[active[0]], layer) if active else None
+    if not active:
+        return None
+    unloaded = [name for name, weight in layer.weights(active[0]).items() if weight.is_meta]
+    if unloaded:
+        raise ValueError(
+            f"the {peft_type} adapter {active[0]!r} was attached without its weights "
+            f"({', '.join(unloaded)}): load them with model.load_adapter(...), or attach it without "
+            "low_cpu_mem_usage."
+        )
+    return ActiveAdapter(active[0], base.peft_config[active[0]], layer)
+
+
+def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAdapter:
+    """The active adapter of `peft_type`; see `find_active`.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    active = find_active(model, peft_type)
+    if active is None:
+        raise ValueError(
+            f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: load one "
+            f"with model.load_adapter(...), or train one with `hf-spec train {strategy}`."
+        )
+    return active
 
 
 def active_adapter_config(model: nn.Module, peft_type: str) -> SpecPeftConfig | None:
@@ -299,7 +468,131 @@ def active_adapter_config(model: nn.Module, peft_type: str) -> SpecPeftConfig | 
     return None if active is None else active.config
 
 
+# ------------------------------------------------------------------------------------- the ways in
+# What PEFT and Transformers offer no hook for; other adapters pass through untouched.
+
+
+def _enter(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the method `name` of `owner` by what `wrap` makes of it, unless that has happened."""
+    owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+    found = vars(owner)[name]
+    original = getattr(found, "__func__", found)
+    if hasattr(original, "_hf_spec"):
+        return
+    replacement: Any = functools.wraps(original)(wrap(original))
+    replacement._hf_spec = True
+    setattr(owner, name, classmethod(replacement) if original is not found else replacement)
+
+
+def _note_source(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftConfig.from_pretrained`: remember where the weights beside a config will be found."""
+
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any
+    ) -> Any:
+        config = original(cls, pretrained_model_name_or_path, subfolder, **kwargs)
+        if isinstance(config, SpecPeftConfig):
+            kwargs["subfolder"] = subfolder
+            config._source = _stored(pretrained_model_name_or_path, kwargs)
+        return config
+
+    return from_pretrained
+
+
+def _check_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftConfig.from_peft_type`: refuse unknown keys, which PEFT drops with a warning."""
+
+    def from_peft_type(cls: Any, **kwargs: Any) -> Any:
+        found = PEFT_TYPE_TO_CONFIG_MAPPING.get(kwargs.get("peft_type"), cls)
+        if issubclass(found, SpecPeftConfig):
+            _check_version(found.type_name, kwargs.get("format_version", FORMAT_VERSION))
+            known = inspect.signature(found.__init__).parameters
+            unknown = sorted(kwargs.keys() - known.keys())
+            # A later PEFT may have fields for all configs; then its warning says enough.
+            later = Version(kwargs.get("peft_version") or "0") > Version(peft_version)
+            if unknown and not later:
+                raise ValueError(
+                    f"the config of this {found.type_name} adapter has unknown keys: "
+                    f"{', '.join(unknown)}. {found.__name__} has {', '.join(sorted(_own(found)))}. "
+                    "Correct adapter_config.json, or upgrade with `pip install -U hf_spec`."
+                )
+        return original(cls, **kwargs)
+
+    return from_peft_type
+
+
+def _check_before_reload(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.load_adapter`: check weights for an adapter that is attached already."""
+
+    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        config = self.peft_config.get(adapter_name)
+        if isinstance(config, SpecPeftConfig):
+            source = _stored(model_id, kwargs)
+            layer: Any = _layer(_base(self), f"{config.type_name.lower()}_")
+            found = source.read()
+            if found is None:
+                raise source.absent()
+            check_fit(config.type_name, found, layer.stored_facts(adapter_name))
+        return original(self, model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
+
+
+def _note_given(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.load_adapter`: weights that are given with a config, rather than a place."""
+    signature = inspect.signature(original)
+
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        config = given.get("peft_config")
+        if isinstance(config, SpecPeftConfig):
+            tensors, place = given.get("adapter_state_dict"), given.get("peft_model_id")
+            if tensors is not None:
+                config._source = GivenWeights(tensors)
+            elif place is not None:
+                config._source = _stored(place, {**kwargs, **(given.get("adapter_kwargs") or {})})
+        return original(self, *args, **kwargs)
+
+    return load_adapter
+
+
+_enter(PeftConfig, "from_pretrained", _note_source)
+_enter(PeftConfig, "from_peft_type", _check_keys)
+_enter(PeftModel, "load_adapter", _check_before_reload)
+_enter(PeftAdapterMixin, "load_adapter", _note_given)
+
+
 # --------------------------------------------------------------------------------------- internals
+
+
+def _stored(place: Any, kwargs: dict[str, Any]) -> StoredWeights:
+    """Weights at `place`; of the keywords, those that downloading takes."""
+    return StoredWeights(str(place), PeftConfig._split_kwargs(kwargs)[0])
+
+
+def _check_version(name: str, version: Any) -> None:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise ValueError(
+            f"this {name} adapter has format_version={version!r}; this hf_spec reads versions 1 to "
+            f"{FORMAT_VERSION}. Upgrade with `pip install -U hf_spec`."
+        )
+
+
+def _own(config_class: type[SpecPeftConfig]) -> set[str]:
+    """The keys that a config has beyond PEFT's."""
+    keys = inspect.signature(config_class.__init__).parameters.keys() - {"self"}
+    return set(keys - inspect.signature(PeftConfig.__init__).parameters.keys())
+
+
+def _base(model: nn.Module) -> Any:
+    """The base model itself: not compiled, without a `PeftModel` around it."""
+    base: Any = getattr(model, "_orig_mod", model)
+    return base.get_base_model() if hasattr(base, "get_base_model") else base
+
+
+def _on_disk(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter under their names on disk, without PEFT's prefix."""
+    return {f"{CONTAINER}.{_key(prefix)}.{prefix}{name}": t for name, t in tensors.items()}
 
 
 def _key(prefix: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_spec.core.probes import hang
 from hf_spec.core.tree import TokenTree, TreeBatch, merge
 from hf_spec.methods.base import DecodingState, Draft, Drafter
 
@@ -217,6 +218,7 @@ class WithRetrieval(Drafter):
     def __init__(self, inner: Drafter):
         super().__init__(inner.model, inner.options)
         self.inner = inner
+        self.probe_inputs = inner.probe_inputs
 
     def start(self, state: DecodingState) -> None:
         self.inner.start(state)
@@ -248,7 +250,17 @@ class WithRetrieval(Drafter):
             for row, count in enumerate(draft.tree.row_candidates):
                 certain[row, : count + 1] = distributions[row, : count + 1]
             distributions = certain
-        return Draft(TreeBatch.stack(trees, device), padded, distributions)
+        stacked, probes = TreeBatch.stack(trees, device), None
+        if draft.probes is not None:  # every node that was found gets all probes
+            group = draft.probes.group
+            sizes = [
+                [*held[: count + 1], *[len(group)] * (len(tree) - count - 1)]
+                for held, count, tree in zip(
+                    draft.probes.sizes.tolist(), draft.tree.row_candidates, trees
+                )
+            ]
+            probes = hang(group, stacked, sizes)
+        return Draft(stacked, padded, distributions, probes)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         # The inner nodes keep their places, so an accepted path is theirs as far as it is in them.

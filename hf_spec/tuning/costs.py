@@ -20,7 +20,7 @@ import torch
 
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.forward import TreeForward
+from hf_spec.methods.forward import TreeForward, TreeOutput
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
 from modeling_patches.support import sliding_windows
@@ -207,9 +207,9 @@ class ForwardTimer:
                     spent = self._time(partial(forward, tokens, chain, first=first))
                 times += [spent] * timed
 
-    def _time(self, forward: Callable[[], torch.Tensor]) -> float:
+    def _time(self, forward: Callable[[], TreeOutput]) -> float:
         start = time.perf_counter()
-        forward()[0, -1].argmax().item()  # reading a number waits for the device
+        forward().logits[0, -1].argmax().item()  # reading a number waits for the device
         spent = time.perf_counter() - start
         self.cache.rollback()
         return spent

@@ -184,7 +184,7 @@ class Setting:
         )  # fmt: skip
 
     def verify(self, draft: Draft) -> Tensor:
-        return self.state.forward(draft.tokens, draft.tree)
+        return self.state.forward(draft.tokens, draft.tree).logits
 
 
 @pytest.fixture

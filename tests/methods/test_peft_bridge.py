@@ -1,7 +1,6 @@
 """Our adapter types through every door of PEFT and Transformers, with and without weights."""
 
 import copy
-import json
 import pickle
 import subprocess
 import sys
@@ -379,7 +378,7 @@ base = AutoModelForCausalLM.from_pretrained({base_path!r})
 base.load_adapter({folder!r})
 for m in (model, base):
     config = active_adapter_config(m, "LAYER_SKIP")
-    assert (config.skip_attention, config.skip_mlp, config.num_layers) == ([1, 2], [1], 4), config
+    assert (config.skip_attention, config.skip_mlp) == ([1, 2], [1]), config
 print("loaded")
 """
     root = Path(__file__).parents[2]
@@ -403,7 +402,10 @@ def doors(base_path, folder, config):
     [
         (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp .* 0 to 3 \(the model has 4 layers\), got 4"),
         (LayerSkipConfig(skip_attention=[7]), r"skip_attention must .* got 7"),
-        (LayerSkipConfig(num_layers=6), r"made for a model of 6 layers, LlamaForCausalLM has 4\."),
+        (
+            LayerSkipConfig(num_layers=6),
+            r"a model with num_hidden_layers=6.*, LlamaForCausalLM has num_hidden_layers=4\. Load it",
+        ),
     ],
 )
 def test_wrong_base(base_path, tmp_path, config, message):
@@ -430,7 +432,7 @@ def test_wrong_base(base_path, tmp_path, config, message):
         ({"skip_mlp": [3, 1, 3]}, r"skip_mlp must list each layer once, got \[3\]"),
         ({"skip_mlp": "12"}, r"skip_mlp must be a list of layer indices, got '12'"),
         ({"skip_attention": 3}, r"skip_attention must be a list of layer indices, got 3"),
-        ({"num_layers": 0}, r"num_layers must be a positive integer or None, got 0"),
+        ({"num_layers": 0}, r"number of layers must be a positive integer, got 0"),
         ({"format_version": 2}, r"format_version=2; this hf_spec reads versions 1 to 1\. Upgrade"),
         ({"peft_type": "LORA"}, r"LayerSkipConfig is of PEFT type LAYER_SKIP, got .*'LORA'"),
     ],
@@ -448,15 +450,6 @@ def test_good_configs():
     assert repr(config.peft_type) == "'LAYER_SKIP'"
 
 
-def test_unknown_keys_warn(tmp_path):
-    LayerSkipConfig(skip_attention=[2]).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"from_the_future": 1}))
-    with pytest.warns(UserWarning, match="from_the_future"):
-        config = PeftConfig.from_pretrained(str(tmp_path))
-    assert config.skip_attention == [2]
-
-
 def test_truncated_weights(base, base_path, kind, tmp_path):
     folder, _, _ = saved(base_path, tmp_path, CONFIGS[kind]())
     file = Path(folder, "adapter_model.safetensors")
@@ -470,9 +463,10 @@ def test_truncated_weights(base, base_path, kind, tmp_path):
 def test_wrong_shapes(base, base_path, tmp_path):
     folder, _, config = saved(base_path, tmp_path, ToyConfig())
     ToyConfig(num_masks=4).save_pretrained(folder)
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    message = r"toy_masks' has shape \(3, 32\), expected \(4, 32\)"
+    with pytest.raises(ValueError, match=message):
         PeftModel.from_pretrained(base, folder)
-    with pytest.raises(RuntimeError, match="toy_masks|mismatch"):
+    with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(base_path).load_adapter(folder)
 
 

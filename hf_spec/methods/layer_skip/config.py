@@ -1,13 +1,13 @@
 """Which sublayers the drafting model leaves out: the config of a LAYER_SKIP adapter."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import ClassVar
 
 from torch import nn
 
 from hf_spec.methods.peft_bridge import SpecPeftConfig
-from modeling_patches.layer_skip import LayerSkipper, num_layers
+from modeling_patches.layer_skip import LayerSkipper
 
 
 @dataclass
@@ -16,9 +16,12 @@ class LayerSkipConfig(SpecPeftConfig):
 
     Both may be empty; drafting then costs as much as verifying. The lists are kept sorted.
 
+    Args:
+        num_layers: layers of the base model, in adapters that were saved before `base_facts` were.
+
     Raises:
-        ValueError: an entry that is not an integer >= 0 or comes twice. Indices beyond the last
-            layer are found when the adapter meets its base model.
+        ValueError: an entry that is not an integer >= 0, comes twice, or is beyond the last layer
+            of `base_facts`.
     """
 
     type_name: ClassVar[str] = "LAYER_SKIP"
@@ -29,34 +32,36 @@ class LayerSkipConfig(SpecPeftConfig):
     skip_mlp: list[int] = field(
         default_factory=list, metadata={"help": "Layers whose MLP drafting leaves out."}
     )
-    num_layers: int | None = field(
-        default=None,
-        metadata={"help": "Layers of the base model; recorded when the adapter is attached to it."},
-    )
+    num_layers: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, num_layers: int | None) -> None:
         super().__post_init__()
+        if num_layers is not None:
+            self.base_facts = {"num_hidden_layers": num_layers, **(self.base_facts or {})}
+        layers = (self.base_facts or {}).get("num_hidden_layers")
+        if layers is not None and (type(layers) is not int or layers < 1):
+            raise ValueError(
+                f"the base model's number of layers must be a positive integer, got {layers!r}. "
+                "Leave it out: attaching the adapter records it."
+            )
+        if num_layers not in (None, layers):
+            raise ValueError(
+                f"num_layers={num_layers!r} contradicts num_hidden_layers={layers!r} of base_facts. "
+                "Leave num_layers out."
+            )
         self.skip_attention = _indices("skip_attention", self.skip_attention)
         self.skip_mlp = _indices("skip_mlp", self.skip_mlp)
-        if self.num_layers is not None and (
-            type(self.num_layers) is not int or self.num_layers < 1
-        ):
-            raise ValueError(
-                f"num_layers must be a positive integer or None, got {self.num_layers!r}. Leave it "
-                "out: attaching the adapter records it."
-            )
+        for name in ("skip_attention", "skip_mlp"):
+            beyond = [index for index in getattr(self, name) if layers and index >= layers]
+            if beyond:
+                raise ValueError(
+                    f"{name} names layer {beyond[0]}, but the base model has {layers} layers, 0 to "
+                    f"{layers - 1}, by base_facts. Correct one of them."
+                )
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise ValueError if the indices do not fit the layers of `model`; record `num_layers`."""
-        found = num_layers(model)
-        if self.num_layers not in (None, found):
-            raise ValueError(
-                f"this LAYER_SKIP adapter was made for a model of {self.num_layers} layers, "
-                f"{type(model).__name__} has {found}. Load it onto "
-                f"{self.base_model_name_or_path or 'the model it was made for'}, or search again."
-            )
+        """Raise ValueError if the indices do not fit the layers of `model`."""
         LayerSkipper(model, self.skip_attention, self.skip_mlp)  # finds every sublayer or raises
-        self.num_layers = found
 
 
 def _indices(name: str, values: Iterable[int]) -> list[int]:

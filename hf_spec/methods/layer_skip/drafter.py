@@ -50,7 +50,7 @@ class LayerSkipDrafter(Drafter):
                 if not any(drafting):
                     break
                 chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
-                logits = state.forward(tokens, chain, first=k)[:, -1]
+                logits = state.forward(tokens, chain, first=k).logits[:, -1]
                 state.stats.num_draft_forwards += 1
                 q = state.process(logits, drafted, drafting).softmax(-1)
                 if self.samples:

@@ -1,0 +1,146 @@
+"""Probes: rows of a step that carry a learned embedding and ask the model for a future token.
+
+BiTA's and SPACE's mask tokens and PPD's prompt tokens are probes. A *group* of probes hangs under a
+node of the tree: it sees what the node sees, and some of its own group; nothing sees a probe but
+its group. Probes stand behind all nodes of the tree. This module knows shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.tree import TreeBatch
+
+
+@dataclass(frozen=True)
+class ProbeGroup:
+    """The probes under one node; probe ``i`` carries the ``i``-th learned embedding.
+
+    Args:
+        offsets: positions behind the node, from 1; a probe at offset d asks for the token at d + 1.
+        visible: ``visible[q][k]``: probe q attends to probe k of its group.
+
+    Raises:
+        ValueError: if an offset is below 1, or a probe does not see itself.
+    """
+
+    offsets: tuple[int, ...]
+    visible: tuple[tuple[bool, ...], ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.offsets)
+        if min(self.offsets, default=1) < 1:
+            raise ValueError(f"offsets={self.offsets}: a probe stands behind its node, from 1.")
+        square = len(self.visible) == size and all(len(row) == size for row in self.visible)
+        if not square or not all(self.visible[i][i] for i in range(size)):
+            raise ValueError(
+                f"visible must be {size} x {size} for {size} probes, with True on the diagonal."
+            )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @classmethod
+    def causal(cls, size: int) -> ProbeGroup:
+        """One probe per offset 1 .. ``size``, each seeing those before it."""
+        return _causal(size)
+
+
+@lru_cache(maxsize=64)
+def _causal(size: int) -> ProbeGroup:
+    rows = tuple(tuple(k <= q for k in range(size)) for q in range(size))
+    return ProbeGroup(tuple(range(1, size + 1)), rows)
+
+
+@lru_cache(maxsize=64)
+def group_tensors(group: ProbeGroup, device: str) -> tuple[Tensor, Tensor]:
+    """A group's offsets ``(size,)`` int64 and visibility ``(size, size)`` bool on a device."""
+    offsets = torch.tensor(group.offsets, dtype=torch.long, device=device)
+    visible = torch.tensor(group.visible, dtype=torch.bool, device=device)
+    return offsets, visible.reshape(len(group), len(group))
+
+
+@dataclass(frozen=True)
+class ProbeRows:
+    """Probes under the nodes of a batch of trees, as tensors.
+
+    Attributes:
+        group: what hangs under a node that has all its probes; others have its first ones.
+        kinds: ``(batch, probes)`` int64: which probe of the group; padding has 0.
+        depths: ``(batch, nodes + probes)`` of the tree's nodes and of the probes.
+        ancestors: ``(batch, nodes + probes, nodes + probes)`` bool: what each row sees of them.
+        first: ``(batch, nodes)`` row of the first probe under each node, counted behind the nodes.
+        sizes: ``(batch, nodes)`` probes under each node.
+    """
+
+    group: ProbeGroup
+    kinds: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    first: Tensor
+    sizes: Tensor
+
+    @property
+    def num_probes(self) -> int:
+        return self.kinds.shape[1]
+
+    def under(self, nodes: Tensor) -> Tensor:
+        """Rows of the probes under one node of each batch row.
+
+        Args:
+            nodes: ``(batch,)``.
+
+        Returns:
+            ``(batch, len(group))`` rows counted behind the tree's nodes; those past the size of
+            the node's group are any rows.
+        """
+        steps = torch.arange(len(self.group), device=nodes.device)
+        rows = self.first.gather(1, nodes[:, None]) + steps
+        return rows.clamp(max=max(self.num_probes - 1, 0))
+
+
+def hang(
+    group: ProbeGroup, tree: TreeBatch, sizes: Sequence[Sequence[int]] | None = None
+) -> ProbeRows:
+    """Hang probes under the nodes of ``tree``.
+
+    Args:
+        group: probes of a full group.
+        tree: the tree of each row.
+        sizes: probes under each node of each row's tree, 0 to ``len(group)``; None: all of them
+            under every node.
+    """
+    batch, nodes, device = tree.batch_size, tree.num_nodes, tree.parents.device
+    if sizes is None:
+        count = torch.full((batch, nodes), len(group), dtype=torch.long, device=device)
+        anchors = torch.arange(nodes, device=device).repeat_interleave(len(group))
+        anchors = anchors.expand(batch, -1)
+        kinds = torch.arange(len(group), device=device).repeat(nodes).expand(batch, -1)
+        real = None
+    else:
+        padded = [list(row) + [0] * (nodes - len(row)) for row in sizes]
+        most = max(sum(row) for row in padded)
+        held = [[(n, i) for n, size in enumerate(row) for i in range(size)] for row in padded]
+        filled = [row + [(0, 0)] * (most - len(row)) for row in held]
+        pairs = torch.tensor(filled, dtype=torch.long, device=device).reshape(batch, most, 2)
+        anchors, kinds = pairs.unbind(-1)
+        count = torch.tensor(padded, dtype=torch.long, device=device)
+        steps = torch.arange(most, device=device)
+        real = steps < count.sum(-1, keepdim=True)
+    offsets, visible = group_tensors(group, str(device))
+    depths = torch.cat([tree.depths, tree.depths.gather(1, anchors) + offsets[kinds]], dim=1)
+    above = tree.ancestors.gather(1, anchors[:, :, None].expand(-1, -1, nodes))
+    own = (anchors[:, :, None] == anchors[:, None, :]) & visible[kinds[:, :, None], kinds[:, None]]
+    if real is not None:  # padding sees what the root sees, and itself
+        itself = torch.eye(own.shape[1], dtype=torch.bool, device=device)
+        own = (own & real[:, :, None] & real[:, None, :]) | itself
+    unseen = torch.zeros(batch, nodes, own.shape[1], dtype=torch.bool, device=device)
+    ancestors = torch.cat(
+        [torch.cat([tree.ancestors, unseen], dim=2), torch.cat([above, own], dim=2)], dim=1
+    )
+    return ProbeRows(group, kinds, depths, ancestors, count.cumsum(-1) - count, count)

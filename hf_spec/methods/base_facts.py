@@ -1,0 +1,59 @@
+"""What an adapter remembers of the base model it was trained on, and the check against another.
+
+Facts are about shapes: an adapter does not fit where they differ. The fingerprint is about weights:
+where only it differs (a fine-tuned base), the adapter fits but may draft worse.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+#: Fields of a model's config; their names are Transformers' own.
+FACTS = ("model_type", "hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size")
+
+
+def facts_of(model: Any) -> dict[str, Any]:
+    """`FACTS` of a causal language model, without those that its config does not tell."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return {}
+    config = config.get_text_config()
+    found = {name: getattr(config, name, None) for name in FACTS}
+    if found["num_key_value_heads"] is None:  # no grouped queries: as many as there are heads
+        found["num_key_value_heads"] = getattr(config, "num_attention_heads", None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model: Any) -> None:
+    """Raise unless `model` has the facts of the base that an adapter was made for.
+
+    Args:
+        adapter: the adapter's type, "BITA".
+        made_for: facts of its base; ones that the model's config does not tell are passed over.
+        base: the base's name.
+
+    Raises:
+        ValueError: naming the first fact that differs.
+    """
+    found = facts_of(model)
+    for name, value in made_for.items():
+        if name in found and found[name] != value:
+            raise ValueError(
+                f"this {adapter} adapter was made for a model with {name}={value!r}"
+                f"{f' ({base})' if base else ''}, {type(model).__name__} has {name}={found[name]!r}. "
+                f"Load it onto {base or 'the model it was made for'}, or make one for this model."
+            )
+
+
+@functools.cache  # once per adapter and model, however often they meet
+def warn_of_other_weights(adapter: str, base: str | None, made_for: str, found: str) -> None:
+    """Log that a base of the right shape has other weights."""
+    logger.warning(
+        "this %s adapter was trained on other weights than this model's (%s: fingerprint %s, here "
+        "%s): candidates may be accepted less often; outputs stay exact.",
+        adapter, base or "its base model", made_for, found,
+    )  # fmt: skip

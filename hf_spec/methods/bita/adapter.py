@@ -1,0 +1,39 @@
+"""The BITA adapter's parameters. Importing this registers the type."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.methods.bita.config import BitaConfig
+from hf_spec.methods.bita.objective import loss
+from hf_spec.methods.peft_bridge import SpecAdapterLayer, SpecPeftConfig, register
+
+#: Standard deviation of fresh embeddings (section 4.1).
+INIT_STD = 0.02
+
+
+class BitaAdapter(SpecAdapterLayer):
+    """Mask tokens ``masks`` and, by depth of prompting, the prompt tokens.
+
+    ``masks`` (M, hidden); shallow: ``prompts`` (P, hidden); deep: ``prompt_keys`` and
+    ``prompt_values`` (layers, kv_heads, P, head_dim).
+    """
+
+    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
+        assert isinstance(config, BitaConfig) and config.num_mask_tokens is not None
+        hidden = model.get_input_embeddings().weight.shape[1]
+        count = config.num_prompt_tokens
+        tensors = {"masks": torch.randn(config.num_mask_tokens, hidden) * INIT_STD}
+        if config.prompt_depth == "shallow":
+            tensors["prompts"] = torch.randn(count, hidden) * INIT_STD
+        elif config.prompt_depth == "deep":
+            assert config.num_layers and config.num_kv_heads and config.head_dim
+            shape = (config.num_layers, config.num_kv_heads, count, config.head_dim)
+            tensors["prompt_keys"] = torch.randn(shape) * INIT_STD
+            tensors["prompt_values"] = torch.randn(shape) * INIT_STD
+        return tensors
+
+
+register(BitaConfig, BitaAdapter, loss)

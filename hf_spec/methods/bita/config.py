@@ -1,0 +1,80 @@
+"""What a BITA adapter holds: Lin et al., "BiTA: Bi-Directional Tuning for Lossless Acceleration in
+Large Language Models" (2024), section 3.1."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from hf_spec.methods.base import check_count
+from hf_spec.methods.peft_bridge import SpecPeftConfig
+from modeling_patches.support import kv_shape
+
+DEPTHS = ("deep", "shallow", "none")
+#: Models of more parameters than this get four mask tokens (section 4.1).
+LARGE = 13e9
+
+
+@dataclass
+class BitaConfig(SpecPeftConfig):
+    """Config of a BITA adapter.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+
+    type_name: ClassVar[str] = "BITA"
+
+    num_mask_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "M, future tokens drafted besides the certain one. Left out, 3, or 4 for a "
+            "base model of more than 13 billion parameters."
+        },
+    )
+    num_prompt_tokens: int = field(
+        default=16, metadata={"help": "P, learned prompt tokens that only mask tokens see."}
+    )
+    prompt_depth: str = field(
+        default="deep",
+        metadata={
+            "help": "deep: learned keys and values in every layer. shallow: learned input "
+            "embeddings. none: mask tokens only."
+        },
+    )
+    num_layers: int | None = field(
+        default=None, metadata={"help": "Layers of the base's cache; recorded."}
+    )
+    num_kv_heads: int | None = field(
+        default=None, metadata={"help": "Key-value heads of the base; recorded."}
+    )
+    head_dim: int | None = field(
+        default=None, metadata={"help": "Dimension of the base's heads; recorded."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_mask_tokens is not None:
+            check_count("num_mask_tokens", self.num_mask_tokens)
+        check_count("num_prompt_tokens", self.num_prompt_tokens, low=0)
+        if self.prompt_depth not in DEPTHS:
+            raise ValueError(
+                f"prompt_depth={self.prompt_depth!r}: choose one of {', '.join(DEPTHS)}."
+            )
+        if self.prompt_depth == "none":
+            self.num_prompt_tokens = 0
+        elif not self.num_prompt_tokens:
+            raise ValueError(
+                f"prompt_depth={self.prompt_depth!r} with num_prompt_tokens=0: give at least 1, "
+                "or prompt_depth='none'."
+            )
+
+    def check_base(self, model: nn.Module) -> None:
+        """Record what follows from the base model, or raise ValueError if it does not fit."""
+        super().check_base(model)
+        if self.num_mask_tokens is None:
+            parameters = sum(p.numel() for p in model.parameters())
+            self.num_mask_tokens = 4 if parameters > LARGE else 3
+        if self.prompt_depth != "deep" or self.num_layers is not None:
+            return
+        self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)

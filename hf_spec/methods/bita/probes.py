@@ -1,0 +1,21 @@
+"""What a BITA adapter's parameters mean to a forward pass."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.methods.forward import ProbeInputs
+from hf_spec.methods.probing import computed_states
+
+
+def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
+    """The adapter's parameters as inputs of probes; gradients reach the parameters."""
+    if "prompt_keys" in weights:
+        front = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
+    elif "prompts" in weights:
+        # Prompts see prompts only, so that their states are the same whatever follows.
+        front = list(computed_states(model, weights["prompts"]))
+    else:
+        front = []
+    return ProbeInputs(weights["masks"], front)

@@ -1,0 +1,73 @@
+"""What lies beside an adapter's weights and says how to decode with them.
+
+`generation_config.json` names the strategy and its options, for `SpecConfig.from_pretrained`;
+`custom_generate/generate.py` does the same for `generate(custom_generate=...)`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_spec.methods.base import methods
+
+GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
+
+
+def shim_text(strategy: str, options: dict[str, Any]) -> str:
+    """`custom_generate/generate.py` for a strategy with these options.
+
+    They are written into it, since Transformers runs a copy of it elsewhere.
+    """
+    text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
+    for name, value in (("STRATEGY", strategy), ("OPTIONS", options)):
+        found = re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
+        if found is None:
+            raise RuntimeError(f"hub_cards/{SHIM} has no line for {name}")
+        text = text[: found.start(1)] + repr(value) + text[found.end(1) :]
+    return text
+
+
+def write_companions(
+    folder: str | os.PathLike[str], config_class: type, shim: bool = True
+) -> None:
+    """Write the companions of an adapter, with its strategy's default options.
+
+    Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that
+    names none, as Transformers saves a base model's, is completed.
+
+    Args:
+        folder: holds the adapter.
+        config_class: class of its config; one that no strategy has gets no companions.
+        shim: whether to write `custom_generate/generate.py`, too.
+    """
+    strategy = next((m.name for m in methods().values() if m.adapter_config is config_class), None)
+    if strategy is None:
+        return
+    path = Path(folder) / GENERATION
+    data = GenerationConfig().to_diff_dict()
+    if path.is_file():
+        data = json.loads(path.read_text(encoding="utf-8"))
+    if not data.get("assistant_strategy"):
+        # With _from_model_config=True, loading would drop the strategy.
+        data |= {
+            "_from_model_config": False, "assistant_strategy": strategy, "assistant_kwargs": {},
+        }  # fmt: skip
+        _write(path, json.dumps(data, indent=2, sort_keys=True))
+    if shim and not (Path(folder) / SHIM).is_file():
+        options = data.get("assistant_kwargs") or {}
+        _write(Path(folder) / SHIM, shim_text(data["assistant_strategy"], options).rstrip())
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a text file in one step."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, path)

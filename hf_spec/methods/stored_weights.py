@@ -1,0 +1,179 @@
+"""An adapter's weights where they are stored, looked at before anything is loaded.
+
+Reads the header of a safetensors file, which tells names, shapes and types, and no tensor; never a
+pickle, which can run code. Knows nothing of models or of PEFT types.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+#: What PEFT puts before the names of an adapter's tensors on disk.
+PEFT_PREFIX = "base_model.model."
+#: Types that weights are stored in, under safetensors' names; loading casts them.
+FLOATS = {
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+}  # fmt: skip
+#: Complaints shown of each kind; a foreign file has as many as it has tensors.
+SHOWN = 3
+
+
+class TensorFacts(NamedTuple):
+    """What is known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
+    """The facts of tensors in memory, by their names on disk without PEFT's prefix."""
+    return {
+        name.removeprefix(PEFT_PREFIX): TensorFacts(
+            tuple(tensor.shape), FLOATS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Where weights come from.
+
+    Attributes:
+        place: a folder, or a repository of the Hub.
+        download: what `huggingface_hub.hf_hub_download` needs besides: subfolder, revision, token.
+    """
+
+    place: str
+    download: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self) -> dict[str, TensorFacts] | None:
+        """The facts of the tensors in the safetensors file, None if there is no such file.
+
+        Raises:
+            ValueError: the file cannot be read as safetensors: cut off, or something else.
+            OSError: the Hub cannot be reached, or refuses.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = self._find()
+        if path is None:
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(
+                f"{WEIGHTS} of {self.place!r} is no safetensors file, or was cut off ({error}): "
+                "copy or download it again, or save the adapter again."
+            ) from error
+        return {
+            name.removeprefix(PEFT_PREFIX): TensorFacts(
+                tuple(part.get_shape()), _dtype_name(part.get_dtype())
+            )
+            for name, part in slices.items()
+        }
+
+    def has_pickle(self) -> bool:
+        """Whether weights lie there as a pickle."""
+        if os.path.isdir(self.place):
+            return (self._folder() / PICKLE).is_file()
+        from huggingface_hub import file_exists
+
+        name = "/".join(filter(None, (self.download.get("subfolder"), PICKLE)))
+        options = {key: self.download.get(key) for key in ("revision", "token")}
+        return bool(file_exists(self.place, name, **options))
+
+    def absent(self) -> ValueError:
+        """The error to raise where there is no safetensors file."""
+        return ValueError(
+            f"{self.place!r} holds no {WEIGHTS}: weights of hf_spec's adapters are read from "
+            f"safetensors only, never from a pickle such as {PICKLE}, which can run code. Save the "
+            "adapter again with save_pretrained, or ask whoever made it to."
+        )
+
+    def _folder(self) -> Path:
+        return Path(self.place, self.download.get("subfolder") or "")
+
+    def _find(self) -> Path | None:
+        """The safetensors file, downloaded if need be."""
+        if os.path.isdir(self.place):
+            path = self._folder() / WEIGHTS
+            return path if path.is_file() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        try:
+            return Path(hf_hub_download(self.place, WEIGHTS, **self.download))
+        except RemoteEntryNotFoundError:
+            return None
+
+
+@dataclass(frozen=True)
+class GivenWeights:
+    """Weights that the caller has in memory.
+
+    Attributes:
+        tensors: by their names on disk.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def read(self) -> dict[str, TensorFacts]:
+        """The facts of the tensors."""
+        return tensor_facts(self.tensors)
+
+
+def check_fit(
+    adapter: str, stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]
+) -> None:
+    """Raise unless the stored tensors are those that an adapter of this type and config has.
+
+    Raises:
+        ValueError: naming the tensors that are missing, unknown, or of another shape or type.
+    """
+    found = complaints(stored, expected)
+    if found:
+        raise ValueError(
+            f"these weights do not fit the config of this {adapter} adapter: {'; '.join(found)}. "
+            f"adapter_config.json and {WEIGHTS} must be of the same adapter: save, copy or download "
+            "both again."
+        )
+
+
+def complaints(
+    stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]
+) -> list[str]:
+    """What keeps stored tensors from being loaded as the expected ones; empty if nothing does.
+
+    Names and shapes must be the same. A floating-point tensor may be of any such type, since
+    loading casts it; any other must be of the type expected.
+    """
+    missing = [f"no tensor {name!r}" for name in expected if name not in stored]
+    unknown = [f"unknown tensor {name!r}" for name in stored if name not in expected]
+    wrong = []
+    for name, wanted in expected.items():
+        found = stored.get(name, wanted)
+        # A tensor that is spread over processes (DeepSpeed's stage 3) is empty here.
+        if found.shape != wanted.shape and 0 not in wanted.shape:
+            wrong.append(f"{name!r} has shape {found.shape}, expected {wanted.shape}")
+        elif found.dtype != wanted.dtype and not {found.dtype, wanted.dtype} <= {*FLOATS.values()}:
+            wrong.append(f"{name!r} is of type {found.dtype}, expected {wanted.dtype}")
+    result = []
+    for kind in (missing, wrong, unknown):
+        result += kind[:SHOWN]
+        if len(kind) > SHOWN:
+            result.append(f"{len(kind) - SHOWN} more such")
+    return result
+
+
+def _dtype_name(name: str) -> str:
+    """Safetensors' name of an integer type as torch spells it."""
+    return {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}.get(name, name)
