@@ -1,0 +1,101 @@
+"""From answers to training batches: sequences, labels, and random anchors in the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+#: Label of tokens that are not predicted, as everywhere in Transformers.
+IGNORED = -100
+
+
+class AnswerDataset(Dataset[dict[str, Tensor]]):
+    """Prompts with answers as training examples, with anchors drawn anew in each epoch.
+
+    An anchor is a token of the sequence under which probes hang; the tokens they ask for lie in the
+    answer. What is drawn depends on seed, epoch and row alone, so that it is the same however many
+    processes share the work, and after an interruption.
+
+    Args:
+        rows: ``prompt_ids`` and ``answer_ids`` by index, such as a ``datasets.Dataset``.
+        num_anchors: most anchors per sequence.
+        max_length: longer sequences are cut at the end; None: no limit.
+        seed: of the anchors.
+        random: False takes evenly spaced anchors instead, the same every time.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Sequence[int]]],
+        num_anchors: int = 64,
+        max_length: int | None = None,
+        seed: int = 0,
+        random: bool = True,
+    ):
+        if num_anchors < 1:
+            raise ValueError(f"num_anchors={num_anchors}: give at least 1.")
+        self.rows = rows
+        self.num_anchors = num_anchors
+        self.max_length = max_length
+        self.seed = seed
+        self.random = random
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw other anchors; accelerate's data loader calls this before each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` (seq,), ``anchors`` (at most num_anchors,)."""
+        row = self.rows[index]
+        prompt, answer = list(row["prompt_ids"]), list(row["answer_ids"])
+        ids = torch.tensor((prompt + answer)[: self.max_length])
+        labels = ids.clone()
+        labels[: len(prompt)] = IGNORED
+        # The token behind an anchor is certain; probes ask for those that follow it.
+        first, last = max(len(prompt) - 1, 0), len(ids) - 3
+        places = torch.arange(first, last + 1) if last >= first else torch.empty(0).long()
+        if len(places) > self.num_anchors:
+            if self.random:
+                chosen = torch.randperm(len(places), generator=self._generator(index))
+                places = places[chosen[: self.num_anchors].sort().values]
+            else:
+                steps = torch.arange(self.num_anchors) * len(places) // self.num_anchors
+                places = places[steps]
+        return {"input_ids": ids, "labels": labels, "anchors": places}
+
+    def _generator(self, index: int) -> torch.Generator:
+        # Consecutive seeds give unrelated streams of torch's generator.
+        number = ((self.seed * 1_000_003) + self.epoch) * 1_000_003 + index
+        return torch.Generator().manual_seed(number % 2**63)
+
+
+def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad on the right: ``input_ids``, ``labels``, ``attention_mask`` (batch, seq) and ``anchors``.
+
+    Sequences with fewer anchors than others get their last token as further ones, behind which
+    there is nothing to predict.
+    """
+    longest = max(len(example["input_ids"]) for example in examples)
+    most = max(max(len(example["anchors"]) for example in examples), 1)
+    batch: dict[str, Any] = {
+        "input_ids": torch.zeros(len(examples), longest, dtype=torch.long),
+        "labels": torch.full((len(examples), longest), IGNORED),
+        "attention_mask": torch.zeros(len(examples), longest, dtype=torch.long),
+        "anchors": torch.zeros(len(examples), most, dtype=torch.long),
+    }
+    for row, example in enumerate(examples):
+        length, count = len(example["input_ids"]), len(example["anchors"])
+        batch["input_ids"][row, :length] = example["input_ids"]
+        batch["labels"][row, :length] = example["labels"]
+        batch["attention_mask"][row, :length] = 1
+        batch["anchors"][row, :count] = example["anchors"]
+        batch["anchors"][row, count:] = length - 1
+    return batch

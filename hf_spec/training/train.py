@@ -1,0 +1,316 @@
+"""Train an adapter from a base model and answers it gave: data, Trainer, adapter folder, card."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_spec.bench.report import write_atomically
+from hf_spec.methods.base import Method, get_method, methods
+
+#: Files that training leaves in the adapter folder, beside the adapter.
+RECORD, LOSS_PLOT, TAU_PLOT = "training.json", "loss.png", "tau.png"
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How an adapter is trained; what is None takes the method's default.
+
+    Attributes:
+        max_steps: optimiser steps; None: ``epochs`` decides.
+        epochs: passes over the data.
+        batch_size: sequences per step and device.
+        learning_rate: its peak; cosine schedule.
+        num_anchors: random places per sequence under which probes hang.
+        max_length: longer sequences are cut.
+        held_out: rows kept out of training for evaluation.
+        served_prompts: how many of the held-out prompts are decoded at each evaluation.
+        served_tokens: new tokens of each.
+        eval_steps: steps between evaluations (and checkpoints).
+        options: options of the strategy, stored beside the adapter and used in evaluation.
+        seed: of initial values, order and anchors.
+        arguments: further fields of ``transformers.TrainingArguments``.
+    """
+
+    max_steps: int | None = None
+    epochs: float | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    num_anchors: int = 64
+    max_length: int = 1024
+    held_out: int = 32
+    served_prompts: int = 16
+    served_tokens: int = 64
+    eval_steps: int = 100
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def trainable() -> list[str]:
+    """Methods that have something to train."""
+    return [name for name, method in methods().items() if method.training is not None]
+
+
+def trainable_method(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        ValueError: there is no such method, or it has nothing to train.
+    """
+    method = get_method(name)
+    if method.training is None:
+        raise ValueError(f"{name!r} has nothing to train; choose one of {', '.join(trainable())}.")
+    return method
+
+
+def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
+    """Fields of the method's adapter config that a user may set."""
+    from hf_spec.methods.peft_bridge import SpecPeftConfig
+
+    inherited = {item.name for item in dataclasses.fields(SpecPeftConfig)}
+    assert method.adapter_config is not None
+    return {
+        item.name: item
+        for item in dataclasses.fields(method.adapter_config)
+        if item.name not in inherited and "recorded" not in item.metadata.get("help", "")
+    }
+
+
+def split(rows: Any, held_out: int) -> tuple[Any, Any]:
+    """Training rows and held-out rows, the latter spread evenly over all.
+
+    Raises:
+        ValueError: nothing would be left to train on.
+    """
+    if held_out >= len(rows):
+        raise ValueError(
+            f"held_out={held_out}: the data has {len(rows)} rows, and some must be left to train on"
+        )
+    kept_out = {index * len(rows) // held_out for index in range(held_out)} if held_out else set()
+    train = rows.select([index for index in range(len(rows)) if index not in kept_out])
+    return train, rows.select(sorted(kept_out))
+
+
+def training_arguments(method: Method, settings: TrainSettings, folder: Path) -> Any:
+    """``TrainingArguments`` of the method's defaults, the settings, and what the user adds."""
+    from transformers import TrainingArguments
+
+    assert method.training is not None
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 10,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": settings.eval_steps,
+        "save_steps": settings.eval_steps,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "tau",
+        "greater_is_better": True,
+        "report_to": [],
+        "remove_unused_columns": False,
+        "prediction_loss_only": True,
+        "seed": settings.seed,
+        "use_cpu": not torch.accelerator.is_available(),
+        "ddp_find_unused_parameters": False,
+        **method.training,
+    }
+    chosen = {
+        "max_steps": settings.max_steps,
+        "num_train_epochs": settings.epochs,
+        "per_device_train_batch_size": settings.batch_size,
+        "per_device_eval_batch_size": settings.batch_size,
+        "learning_rate": settings.learning_rate,
+    }
+    values |= {name: value for name, value in chosen.items() if value is not None}
+    try:
+        return TrainingArguments(**{**values, **settings.arguments})
+    except TypeError as error:
+        raise ValueError(f"training arguments: {error}") from error
+
+
+def train(
+    model: Any,
+    rows: Any,
+    method_name: str,
+    output: Path,
+    config: dict[str, Any] | None = None,
+    settings: TrainSettings | None = None,
+    resume: bool = False,
+    provenance: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """Train an adapter and write it to ``output``, complete but for the card.
+
+    Args:
+        model: the base model; it is left as it was.
+        rows: a ``datasets.Dataset`` with ``prompt_ids`` and ``answer_ids``.
+        method_name: what to train.
+        output: the adapter folder; checkpoints go to ``checkpoints`` in it.
+        config: fields of the method's adapter config.
+        settings: see :class:`TrainSettings`.
+        resume: go on from the last checkpoint in ``output``.
+        provenance: where the data come from, for the record.
+        callbacks: of the Trainer.
+
+    Returns:
+        The record that is written to ``training.json``.
+
+    Raises:
+        ValueError: naming what is wrong with the method, the settings or the data.
+    """
+    from peft import get_peft_model
+    from transformers import set_seed
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from hf_spec.hub.folder import save_adapter
+    from hf_spec.training.anchors import AnswerDataset, collate
+    from hf_spec.training.served import Served
+    from hf_spec.training.trainer import SpecTrainer
+
+    settings = settings or TrainSettings()
+    method = trainable_method(method_name)
+    method.parse_options(settings.options)
+    check_base(model)
+    assert method.adapter_config is not None
+    set_seed(settings.seed)
+    adapter_config = method.adapter_config(**(config or {}))
+    checkpoints = output / "checkpoints"
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    if last is not None and not resume:
+        raise ValueError(
+            f"{str(checkpoints)!r} holds checkpoints of an earlier training: go on with --resume, "
+            "or choose another --output"
+        )
+    training_rows, held = split(rows, settings.held_out)
+    before = parameter_sums(model)
+    requires_grad = [parameter.requires_grad for parameter in model.parameters()]
+    peft_model = get_peft_model(model, adapter_config)
+    data: dict[str, Any] = {
+        "num_anchors": settings.num_anchors, "max_length": settings.max_length,
+        "seed": settings.seed,
+    }  # fmt: skip
+    prompts = [
+        list(row["prompt_ids"])
+        for row in held.select(range(min(settings.served_prompts, len(held))))
+    ]
+    trainer = SpecTrainer(
+        model=peft_model,
+        args=training_arguments(method, settings, checkpoints),
+        train_dataset=AnswerDataset(training_rows, **data),
+        eval_dataset=AnswerDataset(held, **data, random=False),
+        data_collator=collate,
+        served=Served(prompts, method.name, settings.options, settings.served_tokens),
+        callbacks=list(callbacks),
+    )
+    result = trainer.train(resume_from_checkpoint=last if resume else None)
+    if trainer.is_world_process_zero():
+        if parameter_sums(model) != before:
+            raise RuntimeError("training changed the base model; the adapter is not saved")
+        save_adapter(peft_model, output, method.name, settings.options)
+        record = _record(trainer, method, settings, adapter_config, result, provenance)
+        write_atomically(output / RECORD, json.dumps(record, indent=1))
+        plot_history(record["history"], output)
+    else:
+        record = {}
+    trainer.accelerator.wait_for_everyone()
+    peft_model.unload()
+    for parameter, flag in zip(model.parameters(), requires_grad):
+        parameter.requires_grad_(flag)
+    return record
+
+
+def parameter_sums(model: Any) -> str:
+    """A hash of all parameters bit by bit; that of a base model must survive training."""
+    digest = hashlib.sha256()
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for parameter in model.parameters():
+        bits = parameter.detach().contiguous().view(kinds[parameter.element_size()])
+        # Two sums that both stay the same under a change of single bits are unlikely.
+        flat = bits.flatten().long()
+        digest.update(f"{int(flat.sum())} {int((flat[::2]).sum())}".encode())
+    return digest.hexdigest()
+
+
+def _record(
+    trainer: Any, method: Method, settings: TrainSettings, config: Any, result: Any,
+    provenance: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    from hf_spec.bench.report import package_version
+
+    history = [row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
+    served = [row for row in history if "eval_tau" in row]
+    best = max(served, key=lambda row: row["eval_tau"], default=None)
+    arguments = trainer.args
+    return {
+        "method": method.name,
+        "base_model": config.base_model_name_or_path,
+        "config": {name: getattr(config, name) for name in config_fields(method)},
+        "options": settings.options,
+        "settings": {
+            "steps": trainer.state.global_step,
+            "batch_size": arguments.per_device_train_batch_size * arguments.world_size
+            * arguments.gradient_accumulation_steps,
+            "learning_rate": arguments.learning_rate,
+            "schedule": getattr(arguments.lr_scheduler_type, "value", "cosine"),
+            "num_anchors": settings.num_anchors,
+            "max_length": settings.max_length,
+            "seed": settings.seed,
+        },
+        "data": {
+            "rows": len(trainer.train_dataset), "held_out": len(trainer.eval_dataset),
+            "provenance": provenance,
+        },
+        "best": best,
+        "trainable_parameters": sum(
+            p.numel() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()
+            if p.requires_grad
+        ),
+        "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
+        "versions": {
+            name: package_version(name) for name in ("hf_spec", "transformers", "peft", "torch")
+        },
+        "device": str(arguments.device),
+        "history": history,
+    }  # fmt: skip
+
+
+def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Loss and tau over the steps as PNG files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for name, label, series in (
+        (LOSS_PLOT, "loss (nats)", {"loss": "training", "eval_loss": "held-out answers"}),
+        (TAU_PLOT, "tau (tokens per forward pass)", {"eval_tau": "held-out prompts, decoded"}),
+    ):
+        figure, axes = plt.subplots(figsize=(6, 4))
+        for key, title in series.items():
+            points = [(row["step"], row[key]) for row in history if key in row]
+            style = "o-" if key.startswith("eval") else "-"
+            axes.plot([x for x, _ in points], [y for _, y in points], style, label=title)
+        axes.set(xlabel="step", ylabel=label)
+        axes.legend()
+        axes.grid(alpha=0.3)
+        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
+        plt.close(figure)
+
+
+def check_base(model: Any) -> None:
+    """Raise unless ``hf_spec`` can decode the model at all: told before training, not after it."""
+    from hf_spec.decoding.selfcheck import check_tree_forward
+    from modeling_patches.support import check_model
+
+    check_model(model)
+    check_tree_forward(model)
