@@ -38,10 +38,13 @@ class StrategyOptions:
             (lossy). ``auto`` takes ``rejection`` if the draft was sampled, else ``match``.
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
         retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
+        fallback: take plain steps while speculation does not pay. ``auto`` does so unless what is
+            emitted depends on which steps draft (sampled drafts under ``rejection``, ``typical``).
     """
 
     acceptance: str = "auto"
     retrieval: bool = False
+    fallback: bool | str = "auto"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
 
@@ -59,6 +62,8 @@ class StrategyOptions:
             )
         if not isinstance(self.retrieval, bool):
             raise ValueError(f"retrieval={self.retrieval!r}: must be True or False.")
+        if not isinstance(self.fallback, bool) and self.fallback != "auto":
+            raise ValueError(f"fallback={self.fallback!r}: must be 'auto', True or False.")
         for name in ("typical_epsilon", "typical_delta"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
 
@@ -102,6 +107,11 @@ class Draft:
     distributions: Tensor | None = None
     probes: ProbeRows | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that its forward has for each batch row."""
+        return self.tokens.shape[1] + (0 if self.probes is None else self.probes.num_probes)
+
 
 #: ``process(logits, suffixes, active)``: logits (batch, vocab) -> float32 scores after all
 #: processors, each active row's prefix being its tokens so far and then its suffix.
@@ -117,7 +127,6 @@ class DecodingState:
         forward: runs the model on nodes of a tree behind the cached tokens.
         cache: the cache; all tokens of a row but its last (the root) are in it.
         tokens: each row's real tokens so far, prompt included, padding left out.
-        prompt_lengths: how many of them are the prompt.
         root: ``(batch,)`` the last token of each row.
         active: rows that are not finished.
         remaining: how many tokens each row may still emit.
@@ -132,7 +141,6 @@ class DecodingState:
     forward: TreeForward
     cache: TreeCache
     tokens: list[list[int]]
-    prompt_lengths: list[int]
     root: Tensor
     active: list[bool]
     remaining: list[int]
@@ -176,7 +184,10 @@ class Drafter(CandidateGenerator):
         """Candidates for the next step; a tree of the root alone if there are none."""
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        """Called after each step with the accepted nodes per row, root first; none if finished."""
+        """Called after each step with the accepted nodes per row, root first; none if finished.
+
+        ``draft`` is what was proposed, or the root alone where the loop took a plain step instead.
+        """
 
     def details(self) -> dict[str, Any]:
         """What the drafter reports in ``SpecStats.details``."""
@@ -215,6 +226,7 @@ class Method:
         adapter_config: config class of its PEFT adapter, None if it has none.
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
+        num_anchors: places per sequence that one training step trains, unless the user says.
     """
 
     name: str
@@ -224,6 +236,7 @@ class Method:
     adapter_config: type[Any] | None = None
     needs_adapter: bool = False
     training: dict[str, Any] | None = None
+    num_anchors: int = 64
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.

@@ -43,7 +43,7 @@ class TrainSettings:
     epochs: float | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
-    num_anchors: int = 64
+    num_anchors: int | None = None
     max_length: int = 1024
     held_out: int = 32
     served_prompts: int = 16
@@ -196,7 +196,8 @@ def train(
     requires_grad = [parameter.requires_grad for parameter in model.parameters()]
     peft_model = get_peft_model(model, adapter_config)
     data: dict[str, Any] = {
-        "num_anchors": settings.num_anchors, "max_length": settings.max_length,
+        "num_anchors": settings.num_anchors or method.num_anchors,
+        "max_length": settings.max_length,
         "seed": settings.seed,
     }  # fmt: skip
     prompts = [
@@ -262,7 +263,7 @@ def _record(
             * arguments.gradient_accumulation_steps,
             "learning_rate": arguments.learning_rate,
             "schedule": getattr(arguments.lr_scheduler_type, "value", "cosine"),
-            "num_anchors": settings.num_anchors,
+            "num_anchors": settings.num_anchors or method.num_anchors,
             "max_length": settings.max_length,
             "seed": settings.seed,
         },

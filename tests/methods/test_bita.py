@@ -1,0 +1,332 @@
+"""BITA: config, trees, loss, and everything PEFT does with an adapter of this type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, prompt, ragged
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_spec
+from hf_spec.core.tree import TokenTree
+from hf_spec.methods.bita.options import BitaOptions
+from hf_spec.methods.candidates import ranked_tokens
+from hf_spec.methods.peft_bridge import find_active
+
+NEW = 16
+
+
+def run(model: Any, **kwargs: Any) -> list:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    return model.generate(**ragged(), **settings).tolist()
+
+
+# -- trees: section 3.2, figure 5 --------------------------------------------------------------
+
+
+def test_trees() -> None:
+    efficient = BitaOptions(top_k=3).make_tree(4)
+    assert len(efficient) == 1 + 4 * 3  # figure 5: four mask tokens, top three
+    # Only the likeliest of a level has children.
+    assert {path[:-1] for path in efficient.paths} == {(), (0,), (0, 0), (0, 0, 0)}
+    full = BitaOptions(tree="full", top_k=2).make_tree(3)
+    assert full.num_candidates == 2 + 4 + 8
+    assert BitaOptions(tree="chain").make_tree(3) == TokenTree.chain(3)
+    own = BitaOptions(tree=[[0], [1], [1, 0]]).make_tree(3)
+    assert own.paths == ((0,), (1,), (1, 0))
+    assert BitaOptions(top_k=2, max_depth=1).make_tree(3).paths == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tree": "round"}, "tree='round'.*efficient, full, chain"),
+        ({"tree": [[0, 0]]}, "parent .* missing"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"max_depth": 0}, "max_depth=0"),
+    ],
+)
+def test_wrong_options(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BitaOptions(**kwargs)
+
+
+def test_trees_deeper_than_the_adapter_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh()
+    model.add_adapter(hf_spec.BitaConfig(num_mask_tokens=2))
+    for options in ({"tree": [[0], [0, 0], [0, 0, 0]]}, {"max_depth": 3}):
+        with pytest.raises(ValueError, match="2"):
+            run(model, assistant_strategy="bita", assistant_kwargs=options)
+
+
+def test_ranked_tokens() -> None:
+    logits = torch.zeros(2, 2, 8)
+    for row, depth, tokens in [(0, 0, [3, 4]), (0, 1, [5, 6]), (1, 0, [1, 2]), (1, 1, [7, 0])]:
+        logits[row, depth, tokens[0]], logits[row, depth, tokens[1]] = 2.0, 1.0
+    tree = TokenTree.from_paths([[0], [1], [0, 1], [1, 0]])
+    tokens = ranked_tokens(tree, torch.tensor([9, 10]), logits)
+    assert tokens.tolist() == [[9, 3, 4, 6, 5], [10, 1, 2, 0, 7]]
+
+
+# -- config ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_mask_tokens": 0}, "num_mask_tokens=0"),
+        ({"num_mask_tokens": "3"}, "num_mask_tokens='3'"),
+        ({"num_prompt_tokens": -1}, "num_prompt_tokens=-1"),
+        ({"num_prompt_tokens": 0}, "prompt_depth='deep' with num_prompt_tokens=0"),
+        ({"prompt_depth": "medium"}, "prompt_depth='medium'.*deep, shallow, none"),
+    ],
+)
+def test_wrong_configs(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.BitaConfig(**kwargs)
+
+
+def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> None:
+    shapes = {
+        "deep": {"masks": (3, 32), "prompt_keys": (3, 2, 5, 8), "prompt_values": (3, 2, 5, 8)},
+        "shallow": {"masks": (3, 32), "prompts": (5, 32)},
+        "none": {"masks": (3, 32)},
+    }
+    for depth, expected in shapes.items():
+        model = fresh()
+        model.add_adapter(hf_spec.BitaConfig(num_prompt_tokens=5, prompt_depth=depth))
+        weights = find_active(model, "BITA").weights()
+        assert {name: tuple(value.shape) for name, value in weights.items()} == expected
+
+
+# -- loss: eq. (1) -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", ["deep", "shallow", "none"])
+def test_loss_against_one_anchor_at_a_time(
+    fresh: Callable[..., PreTrainedModel], depth: str
+) -> None:
+    model = fresh()
+    peft_model = get_peft_model(
+        model, hf_spec.BitaConfig(num_prompt_tokens=4, prompt_depth=depth, num_mask_tokens=2)
+    )
+    weights = find_active(model, "BITA").weights()
+    with torch.no_grad():
+        for value in weights.values():
+            value.mul_(20)  # so that they matter
+    ids = prompt(12, 2)
+    labels = ids.clone()
+    labels[:, :4] = -100
+    anchors = torch.tensor([[3, 7, 9], [5, 8, 11]])
+    out = peft_model(input_ids=ids, labels=labels, anchors=anchors)
+    expected = []
+    for row in range(2):
+        losses = []
+        for anchor in anchors[row].tolist():
+            logits = naive(model, ids[row, : anchor + 1], weights, depth)
+            for offset in (1, 2):
+                at = anchor + 1 + offset
+                if at < 12:
+                    log_p = logits[offset - 1].log_softmax(-1)
+                    losses.append(-log_p[ids[row, at]])
+        expected.append(torch.stack(losses).mean())
+    torch.testing.assert_close(out["loss"], torch.stack(expected).mean(), rtol=1e-4, atol=1e-4)
+    out["loss"].backward()
+    for name, parameter in peft_model.named_parameters():
+        assert parameter.requires_grad == ("spec_modules" in name)
+        assert (parameter.grad is not None) == parameter.requires_grad
+
+
+@torch.no_grad()
+def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Tensor:
+    """Logits of the mask tokens behind one prefix, by stock forwards."""
+    seen = DynamicCache()
+    model(input_ids=ids[None], past_key_values=seen, use_cache=True)
+    front = DynamicCache()
+    if depth == "deep":
+        for index, states in enumerate(zip(weights["prompt_keys"], weights["prompt_values"])):
+            front.update(*(part[None] for part in states), index)
+    elif depth == "shallow":
+        model(inputs_embeds=weights["prompts"][None], past_key_values=front, use_cache=True)
+    cache = DynamicCache()
+    for index, layer in enumerate(seen.layers):
+        states = [layer.keys, layer.values]
+        if depth != "none":
+            own = front.layers[index]
+            states = [torch.cat(pair, 2) for pair in zip((own.keys, own.values), states)]
+        cache.update(*states, index)
+    masks, slots = weights["masks"], cache.get_seq_length()
+    visible = torch.ones(len(masks), slots + len(masks)).tril(slots)
+    additive = torch.zeros_like(visible).masked_fill(visible == 0, torch.finfo(torch.float32).min)
+    positions = torch.arange(len(ids), len(ids) + len(masks))[None]
+    return model(
+        inputs_embeds=masks[None], past_key_values=cache, position_ids=positions,
+        attention_mask=additive[None, None],
+    ).logits[0]  # fmt: skip
+
+
+# -- PEFT --------------------------------------------------------------------------------------
+
+
+def drafted(model: Any) -> int:
+    """A number that depends on the adapter: how many tokens its drafts offered in a fixed call."""
+    run(model, assistant_strategy="bita")
+    return hf_spec.last_stats(model).num_row_steps
+
+
+def trained_like(model: Any, seed: int, name: str = "default", **config: Any) -> None:
+    """Add an adapter with weights that matter."""
+    torch.manual_seed(seed)
+    model.add_adapter(hf_spec.BitaConfig(**config), name)
+    with torch.no_grad():
+        for value in find_active(model, "BITA").weights().values():
+            value.mul_(30)
+
+
+def test_saved_and_loaded_every_way(fresh: Callable[..., PreTrainedModel], tmp_path: Any) -> None:
+    model = fresh()
+    plain = run(model)
+    model.save_pretrained(tmp_path / "base")
+    base = type(model).from_pretrained(tmp_path / "base")
+    trained_like(base, 5, num_prompt_tokens=4)
+    assert run(base, assistant_strategy="bita") == plain
+    base.save_pretrained(tmp_path / "adapter")
+    weights = find_active(base, "BITA").weights()
+
+    def check(loaded: Any, dtype: torch.dtype = torch.float32, name: str = "default") -> None:
+        found = find_active(loaded, "BITA")
+        assert found.name == name
+        for key, value in weights.items():
+            assert torch.equal(found.weights()[key], value.to(dtype)), key
+
+    again = type(model).from_pretrained(tmp_path / "base")
+    again.load_adapter(tmp_path / "adapter", adapter_name="other")
+    check(again, name="other")
+    assert run(again, assistant_strategy="bita") == plain
+    wrapped = PeftModel.from_pretrained(
+        type(model).from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
+    check(wrapped)
+    assert run(wrapped, assistant_strategy="bita") == plain
+    lean = PeftModel.from_pretrained(
+        type(model).from_pretrained(tmp_path / "base"), tmp_path / "adapter", low_cpu_mem_usage=True
+    )
+    check(lean)
+    auto = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    check(auto)
+    mapped = type(model).from_pretrained(tmp_path / "base", device_map={"": "cpu"})
+    mapped.load_adapter(tmp_path / "adapter")
+    check(mapped)
+    half = type(model).from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    half.load_adapter(tmp_path / "adapter")
+    check(half, torch.bfloat16)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["peft_type"] == "BITA" and config["num_mask_tokens"] == 3
+
+
+def test_switching_between_two_adapters(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh()
+    plain = run(model)
+    trained_like(model, 1, "one")
+    trained_like(model, 2, "two", num_mask_tokens=2, prompt_depth="none")
+    for name, masks in (("one", 3), ("two", 2), ("one", 3)):
+        model.set_adapter(name)
+        assert len(find_active(model, "BITA").weights()["masks"]) == masks
+        assert run(model, assistant_strategy="bita") == plain
+    model.delete_adapter("one")
+    model.set_adapter("two")
+    assert run(model, assistant_strategy="bita") == plain
+    model.disable_adapters()
+    with pytest.raises(ValueError, match="needs an active adapter of type BITA"):
+        run(model, assistant_strategy="bita")
+
+
+def test_beside_a_lora(fresh: Callable[..., PreTrainedModel]) -> None:
+    """The LoRA changes the model, BITA speeds up the changed model."""
+    model = fresh()
+    before = run(model)
+    torch.manual_seed(0)
+    model.add_adapter(
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False), "lora"
+    )
+    trained_like(model, 1, "bita")
+    model.set_adapter(["lora", "bita"])
+    tuned = run(model)
+    assert tuned != before
+    assert run(model, assistant_strategy="bita") == tuned
+    model.set_adapter("bita")
+    assert run(model, assistant_strategy="bita") == before
+
+
+def test_without_an_adapter(tiny: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="load_adapter.*hf-spec train bita"):
+        run(tiny(), assistant_strategy="bita")
+
+
+def test_an_adapter_of_another_base_is_refused(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.BitaConfig())
+    config = model.peft_config["default"]
+    with pytest.raises(ValueError, match="llama.*gpt2|gpt2.*llama"):
+        fresh("gpt2").add_adapter(config)
+
+
+# -- decoding ----------------------------------------------------------------------------------
+
+
+def test_rows_per_step_and_the_priming_step(fresh: Callable[..., PreTrainedModel]) -> None:
+    """M masks under every node; the first step after the prompt has nothing to verify yet."""
+    model = fresh()
+    trained_like(model, 3)
+    rows: list[int] = []
+    handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    model.generate(
+        prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy="bita",
+        assistant_kwargs={"top_k": 2},
+    )  # fmt: skip
+    handle.remove()
+    assert rows[1] == 1 + 3  # behind the prefill: the root and its masks
+    assert set(rows[2:-3]) == {(1 + 3 * 2) * (1 + 3)}
+
+
+@pytest.mark.parametrize("depth", ["deep", "none"])
+def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel], depth: str) -> None:
+    model = fresh("llama")
+    trained_like(model, 4, prompt_depth=depth)
+    settings = {
+        "do_sample": True, "temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2,
+        "max_new_tokens": NEW,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    expected = model.generate(prompt(), **settings)
+    torch.manual_seed(0)
+    ours = model.generate(prompt(), **settings, assistant_strategy="bita")
+    assert ours.tolist() == expected.tolist()
+    assert int(ours.max()) < VOCAB
+
+
+def test_conversation_goes_on_with_and_without_the_adapter(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    """The returned cache has no trace of mask tokens or prompts."""
+    model = fresh("llama")
+    trained_like(model, 6)
+    first = model.generate(
+        prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy="bita",
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    more = torch.cat([first.sequences, prompt(5, seed=7)], dim=1)
+    expected = model.generate(more, max_new_tokens=NEW, do_sample=False).tolist()
+    for strategy in ("bita", "prompt_lookup", "bita"):
+        out = model.generate(
+            more, max_new_tokens=NEW, do_sample=False, assistant_strategy=strategy,
+            past_key_values=first.past_key_values, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert out.sequences.tolist() == expected
+        out.past_key_values.truncate([first.sequences.shape[1] - 1])
+        first.past_key_values = out.past_key_values
