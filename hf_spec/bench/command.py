@@ -24,7 +24,8 @@ def bench(
         str | None,
         typer.Option(
             help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
-            "transformers:assisted=MODEL.  [default: those of the adapters, else prompt_lookup]"
+            "transformers:assisted=MODEL; NAME:LABEL for a strategy with options of its own.  "
+            "[default: those of the adapters, else prompt_lookup]"
         ),
     ] = None,
     adapter: Annotated[

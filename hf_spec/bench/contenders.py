@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_spec
+from hf_spec.methods.base import get_method
 
 PLAIN_NAME = "plain"
 STOCK_LOOKUP = "transformers:prompt_lookup"
@@ -28,6 +29,7 @@ class Contender:
         adapter: name of the loaded adapter to activate; ``None`` for none.
         stock: Transformers' own, so that it reports no :class:`~hf_spec.SpecStats`.
         single_row: works with a batch size of one only.
+        baseline: name of the plain contender that it is compared with.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Contender:
     adapter: str | None = None
     stock: bool = False
     single_row: bool = False
+    baseline: str = PLAIN_NAME
 
     @property
     def lossy(self) -> bool:
@@ -58,6 +61,8 @@ class Adapter:
 def parse_names(names: str | Iterable[str]) -> list[str]:
     """Check strategy names, without loading anything; ``plain`` and repetitions are dropped.
 
+    A strategy may take part several times, under ``strategy:label``, with options for each.
+
     Raises:
         ValueError: a name is unknown.
     """
@@ -66,12 +71,21 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     result: list[str] = []
     for name in (item.strip() for item in listed):
         assisted = name.startswith(STOCK_ASSISTED) and len(name) > len(STOCK_ASSISTED)
-        if name not in known and name not in (PLAIN_NAME, STOCK_LOOKUP) and not assisted:
+        if (
+            strategy_of(name) not in known
+            and name not in (PLAIN_NAME, STOCK_LOOKUP)
+            and not assisted
+        ):
             choices = ", ".join([*known, STOCK_LOOKUP, f"{STOCK_ASSISTED}MODEL"])
             raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
         if name != PLAIN_NAME and name not in result:
             result.append(name)
     return result
+
+
+def strategy_of(name: str) -> str:
+    """The strategy of a contender's name: ``bita`` of ``bita:chain``."""
+    return name if name.startswith("transformers:") else name.partition(":")[0]
 
 
 def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -160,15 +174,16 @@ def contenders(
     """
     options, names = options or {}, list(names)
     for adapter in adapters:
-        if adapter.strategy not in names:
+        if adapter.strategy not in map(strategy_of, names):
             raise ValueError(
                 f"adapter {adapter.path!r} is for strategy {adapter.strategy!r}, which does not "
                 "take part; add it to --strategies"
             )
-    result = []
+    result = [_baseline(adapter) for adapter in adapters if _changes_model(adapter)]
     for name in names:
         given = dict(options.get(name, {}))
-        own = [adapter for adapter in adapters if adapter.strategy == name]
+        strategy = strategy_of(name)
+        own = [adapter for adapter in adapters if adapter.strategy == strategy]
         if name == STOCK_LOOKUP:
             given.setdefault("prompt_lookup_num_tokens", STOCK_LOOKUP_TOKENS)
             result.append(Contender(name, given, stock=True, single_row=True))
@@ -178,11 +193,24 @@ def contenders(
         elif own:
             for adapter in own:
                 label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
-                kwargs = _ours(name, {**adapter.options, **given})
-                result.append(Contender(label, kwargs, adapter=adapter.name))
+                kwargs = _ours(strategy, {**adapter.options, **given})
+                plain = _baseline(adapter).name if _changes_model(adapter) else PLAIN_NAME
+                result.append(Contender(label, kwargs, adapter=adapter.name, baseline=plain))
         else:
-            result.append(Contender(name, _ours(name, given)))
+            result.append(Contender(name, _ours(strategy, given)))
     return result
+
+
+def _changes_model(adapter: Adapter) -> bool:
+    """Whether the adapter fine-tunes the base, so that plain decoding must have it, too."""
+    config = get_method(adapter.strategy).adapter_config
+    return bool(getattr(config, "changes_model", False))
+
+
+def _baseline(adapter: Adapter) -> Contender:
+    """Plain decoding of the model with the adapter."""
+    name = f"{PLAIN_NAME}@{Path(adapter.path).name}"
+    return Contender(name, adapter=adapter.name, stock=True, baseline=name)
 
 
 def _ours(name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -48,13 +48,14 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     result = []
     for (batch_size, strategy, task), group in groups.items():
         speed = _speed(group)
-        plain = _speed(groups[batch_size, "plain", task])
+        plain = _speed(groups[batch_size, group[0].baseline, task])
         tokens, row_steps = sum(m.new_tokens for m in group), sum(m.row_steps for m in group)
         result.append(
             {
                 "strategy": strategy,
                 "task": task,
                 "batch_size": batch_size,
+                "baseline": group[0].baseline,
                 "prompts": sum(len(item.rows) for item in group),
                 "new_tokens": tokens,
                 "seconds": sum(item.seconds for item in group),

@@ -38,6 +38,7 @@ class Measurement:
         rows: new tokens per row, up to and including the first EOS.
         row_steps: forward passes of the model, counted per unfinished row.
         agreement: per row; ``None`` where outputs cannot be compared (sampling).
+        baseline: the strategy that speed and output are compared with.
     """
 
     strategy: str
@@ -49,6 +50,7 @@ class Measurement:
     row_steps: int
     stats: SpecStats | None = None
     agreement: list[Agreement] | None = None
+    baseline: str = PLAIN.name
 
     @property
     def new_tokens(self) -> int:
@@ -174,12 +176,14 @@ def run(
                     torch.manual_seed(seed + turn)
                     made_by = session.generate(item, [token_ids[index] for index in indices])
                     category = prompts[indices[0]].category
-                    outcome[item.name] = Measurement(item.name, size, indices, category, *made_by)
+                    outcome[item.name] = Measurement(
+                        item.name, size, indices, category, *made_by, baseline=item.baseline
+                    )
                     done += 1
                     if progress is not None:
                         progress(done, calls)
                 if not options["do_sample"]:
-                    session.compare(outcome, token_ids)
+                    session.compare(outcome, token_ids, taking_part)
                 result.measurements += [outcome[item.name] for item in taking_part]
         except KeyboardInterrupt:
             result.interrupted = True
@@ -298,13 +302,19 @@ class _Session:
             raise RuntimeError("generate() left no statistics: the strategy did not run")
         return seconds, rows, stats.num_row_steps, stats
 
-    def compare(self, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]]) -> None:
-        """Fill in every measurement's ``agreement`` with plain decoding."""
-        self.activate(PLAIN)
-        plain = outcome[PLAIN.name]
+    def compare(
+        self,
+        outcome: Mapping[str, Measurement],
+        token_ids: Sequence[list[int]],
+        lineup: Sequence[Contender],
+    ) -> None:
+        """Fill in every measurement's ``agreement`` with its baseline, plain decoding."""
         default = self.model.generation_config.repetition_penalty
         penalty = self.options.get("repetition_penalty", default)
-        for item in outcome.values():
+        plains = {item.name: item for item in lineup if item.name == item.baseline}
+        for item in sorted(outcome.values(), key=lambda item: item.baseline):
+            self.activate(plains[item.baseline])
+            plain = outcome[item.baseline]
             item.agreement = [
                 classify(self.model, token_ids[index], ours, theirs, penalty)
                 for index, ours, theirs in zip(item.prompts, item.rows, plain.rows)

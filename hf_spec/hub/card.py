@@ -1,8 +1,9 @@
 """The card of an adapter folder: rendered from its configs and from what was measured.
 
 Frame: ``hub_cards/adapter_card.md``. Each method adds a section, ``card.md`` in its folder, which
-sees ``adapter`` (the adapter's config), ``options``, ``search`` (``search.json``, or None) and
-``files`` (names in the folder). The same folder always gives the same card.
+sees ``adapter`` (the adapter's config), ``options``, ``search`` (``search.json``, or None),
+``training`` (``training.json``, or None) and ``files`` (names in the folder). The same folder gives
+the same card, always.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hf_spec.bench.report import write_atomically
 from hf_spec.hub.folder import CARD, CONFIG, is_repository, read_json, read_spec_config, write_shim
 from hf_spec.methods.base import Method
 
-RESULTS, SEARCH = "results.json", "search.json"
+RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 
 
 def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
@@ -36,7 +37,10 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     adapter = read_json(folder / CONFIG)
     base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
     public = is_repository(base_model) and base_model != "the base model"
-    search = read_json(folder / SEARCH) if (folder / SEARCH).is_file() else None
+    search, training = (
+        read_json(folder / name) if (folder / name).is_file() else None
+        for name in (SEARCH, TRAINING)
+    )
     repository = repository or folder.resolve().name
     data = ModelCardData(
         base_model=base_model if public else None,
@@ -46,7 +50,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     )
     parsed = method.parse_options(options)
     section = _section(
-        method, adapter=adapter, options=options, search=search,
+        method, adapter=adapter, options=options, search=search, training=training,
         files=sorted(path.name for path in folder.iterdir()),
     )  # fmt: skip
     card = ModelCard.from_template(
@@ -101,7 +105,9 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
             row for row in runs
             if row["strategy"].partition("@")[0] == method.name and row["batch_size"] == size
         ]  # fmt: skip
-        plain = {r["task"]: r for r in runs if r["strategy"] == "plain" and r["batch_size"] == size}
+        plain = {(row["strategy"], row["task"]): row for row in runs if row["batch_size"] == size}
+        for row in rows:  # results of an earlier release do not name it
+            row.setdefault("baseline", "plain")
         if not rows:
             raise ValueError(f"no rows of strategy {method.name!r}")
         rows = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
@@ -110,7 +116,7 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
             {
                 "task": row["task"],
                 "prompts": row["prompts"],
-                "plain": f"{plain[row['task']]['tokens_per_second']:.1f}",
+                "plain": f"{plain[row['baseline'], row['task']]['tokens_per_second']:.1f}",
                 "speed": f"{row['tokens_per_second']:.1f}",
                 "speedup": f"{row['speedup']:.2f}",
                 "tau": f"{row['tau']:.2f}",

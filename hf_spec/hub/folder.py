@@ -18,13 +18,13 @@ from typing import Any
 import hf_spec
 from hf_spec.bench.report import write_atomically
 from hf_spec.methods.base import Method, get_method
-from hf_spec.methods.companions import GENERATION, SHIM, shim_text
+from hf_spec.methods.companions import GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.methods.stored_weights import WEIGHTS, StoredWeights
 
 CONFIG, TREE, CARD = "adapter_config.json", "tree.json", "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD, SHIM)
 #: What is uploaded beside the required files, where it is there.
-OPTIONAL = (TREE, "search.json", "results.json", "*.png", "LICENSE")
+OPTIONAL = (TREE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
@@ -98,10 +98,15 @@ def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> No
     write_shim(folder)
 
 
-def write_shim(folder: Path) -> None:
-    """Write ``custom_generate/generate.py`` with the strategy and options of the folder."""
+def write_shim(folder: Path, repository: str | None = None) -> None:
+    """Write ``custom_generate/generate.py`` with the strategy and options of the folder.
+
+    Args:
+        folder: the adapter folder.
+        repository: where it goes on the Hub; the shim loads the adapter from there.
+    """
     method, options = read_spec_config(folder)
-    write_atomically(folder / SHIM, shim_text(method.name, options).rstrip("\n"))
+    write_atomically(folder / SHIM, shim_text(method.name, options, repository).rstrip("\n"))
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
@@ -167,7 +172,7 @@ def check_complete(folder: Path) -> None:
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = (folder / SHIM).read_text(encoding="utf-8")
-    if shim.rstrip() != shim_text(method.name, options).rstrip():
+    if not says_the_same(shim, method.name, options):
         raise ValueError(
             f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"
         )

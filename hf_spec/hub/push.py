@@ -22,6 +22,7 @@ from hf_spec.hub.folder import (
     check_complete,
     is_repository,
     read_json,
+    write_shim,
 )
 
 #: What an earlier adapter may have left in a repository that would be taken for the new one's.
@@ -75,9 +76,7 @@ def push(
             return _upload(HfApi(), staged, repository, private, revision)
 
 
-def _upload(
-    api: Any, staged: Path, repository: str, private: bool, revision: str | None
-) -> str:
+def _upload(api: Any, staged: Path, repository: str, private: bool, revision: str | None) -> str:
     """Make the repository and the branch if need be, and one commit; returns its address."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -150,5 +149,6 @@ def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) 
 
         config = {**read_json(folder / CONFIG), "base_model_name_or_path": base_model}
         write_atomically(staged / CONFIG, json.dumps(config, indent=2, sort_keys=True))
+    write_shim(staged, repository)
     if not edited:
         write_atomically(staged / CARD, render_card(staged, repository).rstrip("\n"))

@@ -5,8 +5,9 @@ A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`Spec
 `build` makes its parameters; `register` does the rest. From then on `get_peft_model`,
 `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
 
-An adapter of ours replaces no module of the base model and hooks into none: it hangs under it as
-`spec_modules`, so the base computes what it computed before. Drafters read it with `find_active`.
+An adapter of ours replaces no module of the base model: it hangs under it as `spec_modules`, and
+drafters read it with `find_active`. The base computes what it computed before, unless the type
+says otherwise by overriding `SpecAdapterLayer.connect`.
 
 What comes from outside is checked before anything is attached, through every way in: keys of the
 config, the base model, names and shapes of the stored weights, which are safetensors.
@@ -86,6 +87,8 @@ class SpecPeftConfig(PeftConfig):
 
     #: PEFT type, in capitals: "BITA".
     type_name: ClassVar[str] = ""
+    #: Whether the model computes something else while an adapter is active.
+    changes_model: ClassVar[bool] = False
 
     format_version: int = field(
         default=FORMAT_VERSION, metadata={"help": "Layout of the saved adapter."}
@@ -133,6 +136,24 @@ class SpecPeftConfig(PeftConfig):
         `base_facts` have been checked and recorded before.
         """
 
+    @property
+    def trains_base(self) -> bool:
+        """Whether training changes the base model's own weights, which are then saved, too."""
+        return False
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether the model computes something else while the adapter is active, as with LoRA."""
+        return False
+
+    def training_defaults(self) -> dict[str, Any]:
+        """Fields of `TrainingArguments` that differ from the defaults of the adapter's method.
+
+        Raises:
+            ValueError: there is nothing to train with this config.
+        """
+        return {}
+
     def match_base(self, model: nn.Module) -> None:
         """Raise ValueError if `model` has another shape than the base the adapter was made for.
 
@@ -175,11 +196,12 @@ class SpecPeftConfig(PeftConfig):
         # PeftModel saves an adapter not named "default" into a folder of that name, which neither
         # custom_generate nor push_to_hub looks into.
         name = os.path.basename(os.path.normpath(save_directory))
-        write_companions(save_directory, type(self), shim=name != self._adapter_name)
+        inside = self._adapter_name not in (None, "default") and name == self._adapter_name
+        write_companions(save_directory, type(self), shim=not inside)
 
 
 class SpecAdapterLayer(BaseTunerLayer, nn.Module):
-    """The parameters of all adapters of one PEFT type on a model; replaces and hooks into nothing.
+    """The parameters of all adapters of one PEFT type on a model; replaces nothing.
 
     Subclasses override `build`. Each tensor it names becomes a `ParameterDict` that is keyed by
     adapter name and called `<type>_<name>`: only such flat keys survive PEFT's and Transformers'
@@ -262,10 +284,31 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         return set(BaseTunerLayer._all_available_adapter_names(self))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Nothing to do: a LoRA beside us is being merged (`SpecTuner` refuses to merge ours)."""
+        """Nothing to do: a LoRA beside us is being merged (ours goes through `merge_into`)."""
 
     def unmerge(self) -> None:
         """Nothing to do."""
+
+    # A type whose adapters change what the base computes overrides these four.
+
+    def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
+        """Hook into `model` what an adapter changes of it, once attached. Nothing by default.
+
+        What is hooked in follows `active_adapters` and `disable_adapters`, and goes in
+        `delete_adapter`.
+        """
+
+    def disconnect(self, keep_merged: bool = False) -> None:
+        """Take off what `connect` has hooked in, and what was merged, as the layer is to go."""
+
+    def merge_into(
+        self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> None:
+        """Put what the active adapter changes of `model` into its weights."""
+        raise _no_merge(self.prefix)
+
+    def unmerge_from(self, model: nn.Module) -> None:
+        """Undo `merge_into`."""
 
 
 class SpecTuner(BaseTuner):
@@ -302,6 +345,7 @@ class SpecTuner(BaseTuner):
             raise
         if is_new:
             _attach(model, self.prefix, layer)
+        layer.connect(adapter_name, config, model)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         if first:  # as with PEFT's types, later adapters leave the trainability of others alone
             self._mark_only_adapters_as_trainable(model)
@@ -322,6 +366,8 @@ class SpecTuner(BaseTuner):
             raise ValueError(f"no adapter of type {name} is active: call set_adapter first.")
         # PeftModel hands on every argument of a forward, most of them None.
         given = {key: value for key, value in kwargs.items() if value is not None}
+        # Trainer's count of tokens: our losses are means over sequences.
+        given.pop("num_items_in_batch", None)
         return self.objective(self.model, adapter, *args, **given)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
@@ -337,13 +383,33 @@ class SpecTuner(BaseTuner):
             check_fit(config.type_name, tensor_facts(state_dict), layer.stored_facts(adapter_name))
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
-    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: our adapters do not change the base's weights."""
-        raise _no_merge(self.prefix)
+    def merge_adapter(
+        self, adapter_names: list[str] | None = None, safe_merge: bool = False
+    ) -> None:
+        """Merge our adapter, and no other; refused by types that change nothing of the base."""
+        self._own_layer.merge_into(self.model, safe_merge, adapter_names)
 
-    def _unload_and_optionally_merge(self, merge: bool = True, **kwargs: Any) -> nn.Module:
+    def unmerge_adapter(self) -> None:
+        """Undo `merge_adapter`, exactly; a LoRA beside us that is merged comes out, too."""
+        self._own_layer.unmerge_from(self.model)
+        super().unmerge_adapter()
+
+    @property
+    def _own_layer(self) -> SpecAdapterLayer:
+        layer = _layer(self.model, self.prefix)
+        assert layer is not None
+        return layer
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = True,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
         if merge:
-            raise _no_merge(self.prefix)
+            self._own_layer.merge_into(self.model, safe_merge, adapter_names)
+        self._own_layer.disconnect(keep_merged=merge)
         container = getattr(self.model, CONTAINER)
         del container[_key(self.prefix)]
         if not container:
@@ -441,7 +507,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
     if unloaded:
         raise ValueError(
             f"the {peft_type} adapter {active[0]!r} was attached without its weights "
-            f"({', '.join(unloaded)}): load them with model.load_adapter(...), or attach it without "
+            f"({', '.join(unloaded)}): load it with model.load_adapter(...), or attach it without "
             "low_cpu_mem_usage."
         )
     return ActiveAdapter(active[0], base.peft_config[active[0]], layer)
@@ -455,9 +521,15 @@ def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAda
     """
     active = find_active(model, peft_type)
     if active is None:
+        layer = _layer(_base(model), f"{peft_type.lower()}_")
+        inactive = [] if layer is None else sorted(layer._get_available_adapters())
+        remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
+        if inactive:
+            name = inactive[0]
+            remedy = f"activate {name!r} with enable_adapters() or set_adapter({name!r})"
         raise ValueError(
-            f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: load one "
-            f"with model.load_adapter(...), or train one with `hf-spec train {strategy}`."
+            f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: "
+            f"{remedy}."
         )
     return active
 

@@ -91,6 +91,13 @@ class TopKCounts:
         self.hits = hits if self.hits is None else self.hits + hits
         self.trials = trials if self.trials is None else self.trials + trials
 
+    def merge(self, other: TopKCounts) -> None:
+        """Add the counts of another process."""
+        if other.hits is None or other.trials is None:
+            return
+        self.hits = other.hits if self.hits is None else self.hits + other.hits
+        self.trials = other.trials if self.trials is None else self.trials + other.trials
+
     def metrics(self) -> dict[str, float]:
         """``top1_2``: share of right tokens at distance 2 with k = 1, and so on."""
         if self.hits is None or self.trials is None:

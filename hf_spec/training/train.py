@@ -192,8 +192,9 @@ def train(
             "or choose another --output"
         )
     training_rows, held = split(rows, settings.held_out)
-    before = parameter_sums(model)
-    requires_grad = [parameter.requires_grad for parameter in model.parameters()]
+    base = list(model.parameters())
+    before = bit_sums(base)
+    requires_grad = [parameter.requires_grad for parameter in base]
     peft_model = get_peft_model(model, adapter_config)
     data: dict[str, Any] = {
         "num_anchors": settings.num_anchors or method.num_anchors,
@@ -215,7 +216,7 @@ def train(
     )
     result = trainer.train(resume_from_checkpoint=last if resume else None)
     if trainer.is_world_process_zero():
-        if parameter_sums(model) != before:
+        if bit_sums(base) != before:
             raise RuntimeError("training changed the base model; the adapter is not saved")
         save_adapter(peft_model, output, method.name, settings.options)
         record = _record(trainer, method, settings, adapter_config, result, provenance)
@@ -225,16 +226,16 @@ def train(
         record = {}
     trainer.accelerator.wait_for_everyone()
     peft_model.unload()
-    for parameter, flag in zip(model.parameters(), requires_grad):
+    for parameter, flag in zip(base, requires_grad):
         parameter.requires_grad_(flag)
     return record
 
 
-def parameter_sums(model: Any) -> str:
-    """A hash of all parameters bit by bit; that of a base model must survive training."""
+def bit_sums(parameters: Sequence[torch.Tensor]) -> str:
+    """A hash of parameters bit by bit; that of a base model must survive training."""
     digest = hashlib.sha256()
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for parameter in model.parameters():
+    for parameter in parameters:
         bits = parameter.detach().contiguous().view(kinds[parameter.element_size()])
         # Two sums that both stay the same under a change of single bits are unlikely.
         flat = bits.flatten().long()

@@ -25,6 +25,8 @@ class SpecTrainer(Trainer):
     def __init__(self, *args: Any, served: Served | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.served = served
+        # Our losses are means, to be divided by the number of accumulated batches.
+        self.model_accepts_loss_kwargs = False
 
     def evaluate(
         self,
@@ -33,7 +35,8 @@ class SpecTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Loss and accuracies on held-out answers, acceptance on held-out prompts."""
-        metrics = self._losses(self.get_eval_dataloader(eval_dataset))
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        metrics = self._losses(data)
         # Sharded parameters cannot be decoded with one process at a time.
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.served is not None and not sharded:
@@ -46,29 +49,40 @@ class SpecTrainer(Trainer):
         return named
 
     @torch.no_grad()
-    def _losses(self, batches: Any) -> dict[str, float]:
+    def _losses(self, data: Any) -> dict[str, float]:
+        """Loss and accuracies; every process takes its share of the rows."""
         model = self.accelerator.unwrap_model(self.model)
         training = model.training
         model.eval()
-        counts, losses, weights = TopKCounts(), 0.0, 0
-        for batch in batches:
+        counts, total, rows = TopKCounts(), 0.0, 0
+        own = range(self.args.process_index, len(data), self.args.world_size)
+        for start in range(0, len(own), self.args.per_device_eval_batch_size):
+            part = own[start : start + self.args.per_device_eval_batch_size]
+            batch = self.data_collator([data[index] for index in part])
             output = model(**self._prepare_inputs(batch))
-            size = len(batch["input_ids"])
-            losses, weights = losses + float(output["loss"]) * size, weights + size
+            total, rows = total + float(output["loss"]) * len(part), rows + len(part)
             if output.get("logits") is not None:
                 counts.add(output["logits"], output["labels"])
         model.train(training)
-        return {"loss": losses / max(weights, 1), **counts.metrics()}
+        parts = self._gathered((total, rows, counts))
+        for _, _, other in parts[1:]:
+            parts[0][2].merge(other)
+        loss = sum(part[0] for part in parts) / max(sum(part[1] for part in parts), 1)
+        return {"loss": loss, **parts[0][2].metrics()}
 
     def _decode(self, served: Served) -> SpecStats:
         """Every process decodes its share of the prompts."""
         model = self.accelerator.unwrap_model(self.model).get_base_model()
-        world, rank = self.args.world_size, self.args.process_index
-        stats = served.measure(model, slice(rank, None, world))
-        if world > 1:
-            from accelerate.utils import gather_object
+        share = slice(self.args.process_index, None, self.args.world_size)
+        total = SpecStats()
+        for part in self._gathered(served.measure(model, share)):
+            total.merge(part)
+        return total
 
-            gathered, stats = gather_object([stats]), SpecStats()
-            for part in gathered:
-                stats.merge(part)
-        return stats
+    def _gathered(self, value: Any) -> list[Any]:
+        """What all processes hold, in their order."""
+        if self.args.world_size == 1:
+            return [value]
+        from accelerate.utils import gather_object
+
+        return gather_object([value])

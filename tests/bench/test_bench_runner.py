@@ -262,3 +262,54 @@ def test_names_and_options_as_the_command_line_has_them():
     ):
         with pytest.raises(ValueError, match=rule):
             parse_kwargs([bad], names)
+
+
+def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
+    names = parse_names("prompt_lookup,prompt_lookup:chain")
+    options = parse_kwargs(['prompt_lookup:chain={"max_matches": 1, "max_depth": 1}'], names)
+    lineup = contenders(names, options)
+    assert [item.name for item in lineup] == names
+    assert {item.kwargs["assistant_strategy"] for item in lineup} == {"prompt_lookup"}
+    result = run(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW)
+    chain = result.overall("prompt_lookup:chain")
+    assert chain["identical"] == 2 and chain["tau"] <= 2.0
+    assert set(chain["stats"]["accepted_histogram"]) <= {"1", "2"}
+    with pytest.raises(ValueError, match="unknown strategy 'lookup:chain'"):
+        parse_names("lookup:chain")
+
+
+def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
+    tokenizer, prompts, monkeypatch
+):
+    """BITA stands in for a fine-tuning adapter, beside a LoRA that really changes the model."""
+    from peft import LoraConfig
+
+    from hf_spec.bench.contenders import Adapter
+
+    model = make_model()
+    before = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
+    torch.manual_seed(0)
+    targets = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model.add_adapter(LoraConfig(r=4, lora_alpha=64, **targets), "tuned")
+    after = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
+    assert before != after
+    monkeypatch.setattr(hf_spec.BitaConfig, "changes_model", True)
+    adapter = Adapter("folder/tuned", "tuned", "bita", {})
+    # A strategy that runs without BITA's weights, under BITA's name: only switching is looked at.
+    lineup = [
+        Contender(item.name, {"assistant_strategy": "prompt_lookup"} if item.kwargs else {},
+                  item.adapter, item.stock, item.single_row, item.baseline)
+        for item in contenders(["bita"], None, [adapter])
+    ]  # fmt: skip
+    assert [item.name for item in lineup] == ["plain@tuned", "bita"]
+    result = run(model, tokenizer, prompts[:2], [*lineup, "prompt_lookup"], max_new_tokens=NEW)
+    tokens = {m.strategy: m.rows for m in result.measurements if m.prompts == [0]}
+    assert tokens["plain"][0] == tokens["prompt_lookup"][0] == before[0]
+    assert tokens["plain@tuned"][0] == tokens["bita"][0] == after[0]
+    rows = {row["strategy"]: row for row in result.runs() if row["task"] == "all"}
+    assert all(row["identical"] == 2 for row in rows.values())
+    speed = {name: row["tokens_per_second"] for name, row in rows.items()}
+    assert rows["bita"]["speedup"] == pytest.approx(speed["bita"] / speed["plain@tuned"])
+    assert rows["prompt_lookup"]["speedup"] == pytest.approx(
+        speed["prompt_lookup"] / speed["plain"]
+    )

@@ -610,3 +610,77 @@ def test_other_caches_are_refused_by_name(tiny: Callable[..., PreTrainedModel]) 
     for cache, message in cases:
         with pytest.raises(ValueError, match=f"{message}.*Pass a DynamicCache"):
             check_packable(cache)
+
+
+# -- slots in front of the tokens ------------------------------------------------------------------
+
+
+def learned_front(specs: Sequence[Spec], slots: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(heads, slots, keys, generator=generator),
+            torch.randn(heads, slots, values, generator=generator),
+        )
+        for heads, keys, values in specs
+    ]
+
+
+@pytest.mark.parametrize("allocated", [0, 5, 40])
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+def test_front_is_seen_when_asked_for_and_never_moves(specs: list[Spec], allocated: int) -> None:
+    """Through commits, moves, growth and another front: tokens as without, front as given."""
+    rows, prompt_length = 2, 3
+    source = DynamicCache()
+    generator = torch.Generator().manual_seed(3)
+    states = [
+        [torch.randn(rows, heads, prompt_length, dim, generator=generator) for dim in dims]
+        for heads, *dims in specs
+    ]
+    for index, pair in enumerate(states):
+        source.update(*(part.clone() for part in pair), index)
+    cache = TreeCache.pack(source, None, 4, "cpu", front=allocated)
+    kept = [[list(part.unbind(0)) for part in pair] for pair in states]  # [layer][name][row]
+    for step, count in enumerate((5, 20)):
+        front = learned_front(specs, count, seed=step)
+        cache.set_front(front)
+        for _ in range(8):
+            nodes = 4
+            new = [
+                [torch.randn(rows, heads, nodes, dim, generator=generator) for dim in dims]
+                for heads, *dims in specs
+            ]
+            end = cache.begin(nodes, front=True)
+            for layer, pair in enumerate(new):
+                views = cache.layers[layer].update(*pair)
+                for name, view in enumerate(views):
+                    assert view.shape[2] == cache.front + end
+                    shown = view[:, :, cache.front - count : cache.front]
+                    assert torch.equal(shown, front[layer][name].expand(rows, -1, -1, -1))
+            path = torch.tensor([[0, 2], [0, 3]])
+            cache.commit([2, 1], path)
+            for layer, pair in enumerate(new):
+                for name, part in enumerate(pair):
+                    for row, nodes_kept in enumerate(([0, 2], [0])):
+                        kept[layer][name][row] = torch.cat(
+                            [kept[layer][name][row], part[row][:, nodes_kept]], dim=1
+                        )
+            for layer in range(len(specs)):
+                for row in range(rows):
+                    for name, part in enumerate(cache.row(row, layer)):
+                        assert torch.equal(part, kept[layer][name][row])
+    # Without being asked for it is not there.
+    end = cache.begin(1)
+    new = [[torch.zeros(rows, heads, 1, dim) for dim in dims] for heads, *dims in specs]
+    assert cache.layers[0].update(*new[0])[0].shape[2] == end
+    cache.rollback()
+
+
+def test_front_of_another_model_is_refused() -> None:
+    source = DynamicCache()
+    source.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    cache = TreeCache.pack(source, None, 4, "cpu")
+    with pytest.raises(ValueError, match="2 layers of learned states for 1"):
+        cache.set_front(learned_front([(2, 4, 4)] * 2, 3))
+    with pytest.raises(ValueError, match="layer 0.*2 heads of dimension 4"):
+        cache.set_front(learned_front([(2, 8, 8)], 3))

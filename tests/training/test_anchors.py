@@ -1,0 +1,77 @@
+"""Examples and batches of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_spec.training.anchors import AnswerDataset, collate
+
+ROWS = [
+    {"prompt_ids": list(range(100, 104)), "answer_ids": list(range(10, 40))},
+    {"prompt_ids": [100], "answer_ids": [10, 11, 12, 13]},
+    {"prompt_ids": [100, 101], "answer_ids": [10]},  # too short to ask for anything
+]
+
+
+def test_anchors_lie_where_there_is_something_to_predict() -> None:
+    data = AnswerDataset(ROWS, num_anchors=6)
+    for index, row in enumerate(ROWS):
+        example = data[index]
+        prompt = len(row["prompt_ids"])
+        assert example["input_ids"].tolist() == row["prompt_ids"] + row["answer_ids"]
+        assert example["labels"].tolist() == [-100] * prompt + row["answer_ids"]
+        anchors = example["anchors"].tolist()
+        assert anchors == sorted(set(anchors)) and len(anchors) <= 6
+        # The token behind an anchor is certain, the one after it is asked for: both in the answer.
+        assert all(prompt - 1 <= at <= len(example["input_ids"]) - 3 for at in anchors)
+    assert data[1]["anchors"].tolist() == [0, 1, 2] and data[2]["anchors"].tolist() == []
+
+
+def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
+    one, two = (AnswerDataset(ROWS, num_anchors=6, seed=3) for _ in range(2))
+    first = one[0]["anchors"].tolist()
+    two[1], two[2]
+    assert two[0]["anchors"].tolist() == first
+    two.set_epoch(1)
+    assert two[0]["anchors"].tolist() != first
+    two.set_epoch(0)
+    assert two[0]["anchors"].tolist() == first
+    assert AnswerDataset(ROWS, num_anchors=6, seed=4)[0]["anchors"].tolist() != first
+    even = AnswerDataset(ROWS, num_anchors=6, seed=4, random=False)
+    assert even[0]["anchors"].tolist() == [3, 7, 12, 17, 22, 27]
+    even.set_epoch(5)
+    assert even[0]["anchors"].tolist() == [3, 7, 12, 17, 22, 27]
+
+
+def test_all_places_are_drawn_equally_often() -> None:
+    data = AnswerDataset(ROWS, num_anchors=6)
+    counts = torch.zeros(34)
+    for epoch in range(1000):
+        data.set_epoch(epoch)
+        counts[data[0]["anchors"]] += 1
+    drawn, expected = counts[3:32], 1000 * 6 / 29
+    statistic = ((drawn - expected) ** 2 / expected).sum()
+    # Chi-square of 28 degrees of freedom is above 70 with a chance below 2e-5; the seed is fixed.
+    assert counts.sum() == 6000 == drawn.sum() and statistic < 70
+
+
+def test_sequences_are_cut() -> None:
+    example = AnswerDataset(ROWS, num_anchors=50, max_length=9)[0]
+    assert len(example["input_ids"]) == 9 and example["anchors"].tolist() == [3, 4, 5, 6]
+
+
+def test_collate_pads_on_the_right() -> None:
+    data = AnswerDataset(ROWS, num_anchors=4)
+    batch = collate([data[0], data[1], data[2]])
+    assert batch["input_ids"].shape == (3, 34) and batch["anchors"].shape == (3, 4)
+    assert batch["attention_mask"].sum(1).tolist() == [34, 5, 3]
+    assert batch["labels"][1].tolist() == [-100, 10, 11, 12, 13] + [-100] * 29
+    # Padding anchors hang under the last token, behind which there is nothing to predict.
+    assert batch["anchors"][1].tolist() == [0, 1, 2, 4]
+    assert batch["anchors"][2].tolist() == [2, 2, 2, 2]
+
+
+def test_wrong_number_of_anchors() -> None:
+    with pytest.raises(ValueError, match="num_anchors=0"):
+        AnswerDataset(ROWS, num_anchors=0)

@@ -1,0 +1,271 @@
+"""Training end to end on a tiny model: what is learned, kept, resumed, recorded and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_checkpoint import make_model, save_checkpoint
+from transformers import TrainerCallback
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.methods.base import get_method
+from hf_spec.training.train import TrainSettings, bit_sums, config_fields, train, trainable
+
+
+def answers(count: int = 24, length: int = 24) -> Dataset:
+    """Counting in a circle of four: a few tokens, whose shares probes learn at once."""
+    rows = []
+    for index in range(count):
+        tokens = [4 + (index + step) % 4 for step in range(8 + length)]
+        rows.append({"prompt_ids": tokens[:8], "answer_ids": tokens[8:]})
+    return Dataset.from_list(rows)
+
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6, "eval_steps": 3, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
+    "batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
+}  # fmt: skip
+CONFIG = {"num_mask_tokens": 2, "num_prompt_tokens": 4}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
+    model = make_model()
+    before = bit_sums(list(model.parameters()))
+    settings = TrainSettings(
+        **{**SETTINGS, "max_steps": 60, "eval_steps": 30, "learning_rate": 5e-2}
+    )
+    record = train(model, answers(), "bita", tmp_path, CONFIG, settings)
+    losses = [row["loss"] for row in record["history"] if "loss" in row]
+    assert losses[-1] < 0.8 * losses[0]
+    assert bit_sums(list(model.parameters())) == before
+    assert not hasattr(model, "spec_modules")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert record["trainable_parameters"] == 2 * 32 + 2 * 2 * 2 * 4 * 8
+    written = json.loads((tmp_path / "training.json").read_text())
+    assert written == json.loads(json.dumps(record))
+    for plot in ("loss.png", "tau.png"):
+        assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_adapter_that_is_written_is_the_one_of_largest_tau(tmp_path: Path) -> None:
+    model = make_model()
+    record = train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
+    taus = {row["step"]: row["eval_tau"] for row in record["history"] if "eval_tau" in row}
+    assert set(taus) == {3, 6}
+    best = record["best"]["step"]
+    assert taus[best] == max(taus.values())
+    assert equal(weights(tmp_path), weights(tmp_path / "checkpoints" / f"checkpoint-{best}"))
+    # Served figures are those of real decoding with the adapter.
+    model.load_adapter(tmp_path)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path)
+    assert config.assistant_strategy == "bita"
+    ids = torch.tensor([answers()[0]["prompt_ids"]])
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    ours = model.generate(ids, generation_config=config, max_new_tokens=12, do_sample=False)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
+    from hf_spec.training.served import Served
+
+    model = make_model()
+    train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
+    model.load_adapter(tmp_path)
+    prompts = [answers()[row]["prompt_ids"][: 8 - row] for row in range(3)]
+    stats = Served(prompts, "bita", {"top_k": 2}, 10, batch_size=2).measure(model)
+    steps = tokens = 0
+    for prompt in prompts:
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, assistant_strategy="bita",
+            assistant_kwargs={"top_k": 2},
+        )  # fmt: skip
+        alone = hf_spec.last_stats(model)
+        steps, tokens = steps + alone.num_row_steps, tokens + alone.num_generated_tokens
+    assert (stats.num_row_steps, stats.num_generated_tokens) == (steps, tokens)
+
+
+class Stop(TrainerCallback):
+    """Breaks off after a checkpoint, as a crash would."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
+    settings = TrainSettings(**SETTINGS)
+    whole = train(make_model(), answers(), "bita", tmp_path / "whole", CONFIG, settings)
+    arguments = (answers(), "bita", tmp_path / "parts", CONFIG, settings)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(), *arguments, callbacks=[Stop()])
+    with pytest.raises(ValueError, match="--resume"):
+        train(make_model(), *arguments)
+    parts = train(make_model(), *arguments, resume=True)
+    assert [row.get("eval_loss") for row in parts["history"]] == [
+        row.get("eval_loss") for row in whole["history"]
+    ]
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
+    """The script of the training guide, on the same data: the same weights as the command's."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    script = next(block for block in blocks if "get_peft_model" in block)
+    assert script.count("\n") <= 34
+    base, data = save_checkpoint(tmp_path / "base"), tmp_path / "data"
+    answers().to_parquet(data / "answers.parquet") if data.mkdir() is None else None
+    names = {"Qwen/Qwen3-0.6B": str(base), "./answers": str(data), "./bita": str(tmp_path / "one")}
+    for name, real in names.items():
+        assert name in script
+        script = script.replace(name, real)
+    script = script.replace("max_steps=400", "max_steps=4")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert cli.main([
+        "train", "bita", "--model", str(base), "--data", str(data), "--dtype", "float32",
+        "--output", str(tmp_path / "two"), "--max-steps", "4", "--eval-steps", "4",
+        "--held-out", "4", "--served-tokens", "8",
+    ]) == 0  # fmt: skip
+    assert equal(weights(tmp_path / "one"), weights(tmp_path / "two"))
+
+
+def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
+    """gloo, on two halves of each batch: the same training as one process on whole batches."""
+    program = f"""
+        import json, sys
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+        import torch
+        torch.set_num_threads(1)
+        from test_train import CONFIG, SETTINGS, answers, make_model
+        from hf_spec.training.train import TrainSettings, train
+        from pathlib import Path
+        size, output = int(sys.argv[1]), Path(sys.argv[2])
+        settings = TrainSettings(**{{**SETTINGS, "batch_size": size,
+                                    "arguments": {{"logging_steps": 1}}}})
+        train(make_model(), answers(), "bita", output, CONFIG, settings)
+    """
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    alone = [sys.executable, str(script), "4", str(tmp_path / "one")]
+    both = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+        "--master_port", "0", str(script), "2", str(tmp_path / "two"),
+    ]  # fmt: skip
+    for command in (alone, both):
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert run.returncode == 0, run.stderr
+    histories = [
+        json.loads((tmp_path / name / "training.json").read_text())["history"]
+        for name in ("one", "two")
+    ]
+    for key in ("loss", "eval_loss", "eval_tau"):
+        one, two = ([row[key] for row in history if key in row] for history in histories)
+        # Sums in another order round differently in fp32.
+        assert len(one) > 1 and one == pytest.approx(two, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    ],
+    ids=["checkpointing", "accumulation"],
+)
+def test_trainer_features_do_not_change_what_is_learned(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    settings = {**SETTINGS, "max_steps": 3}
+    train(make_model(), answers(), "bita", tmp_path / "a", CONFIG, TrainSettings(**settings))
+    other = TrainSettings(**settings, arguments=arguments)
+    train(make_model(), answers(), "bita", tmp_path / "b", CONFIG, other)
+    one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
+    for name, value in one.items():
+        # Means over two halves round differently; Adam's first steps amplify the last digits.
+        torch.testing.assert_close(value, two[name], rtol=0.02, atol=2e-4)
+
+
+def test_mixed_precision_and_tensorboard(tmp_path: Path) -> None:
+    arguments = {
+        "bf16": True, "report_to": "tensorboard", "logging_dir": str(tmp_path / "logs"),
+    }  # fmt: skip
+    arguments.pop("logging_dir")
+    settings = TrainSettings(**{**SETTINGS, "max_steps": 3}, arguments=arguments)
+    record = train(make_model(), answers(), "bita", tmp_path / "out", CONFIG, settings)
+    assert record["best"]["eval_tau"] >= 1.0
+    assert list((tmp_path / "out" / "checkpoints").rglob("events.out.tfevents.*"))
+
+
+def test_a_base_in_bf16_trains_weights_in_fp32(tmp_path: Path) -> None:
+    model = make_model().to(torch.bfloat16)
+    train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
+    assert {value.dtype for value in weights(tmp_path).values()} == {torch.float32}
+    model.load_adapter(tmp_path)
+    ids = torch.tensor([answers()[0]["prompt_ids"]])
+    model.generate(ids, max_new_tokens=8, assistant_strategy="bita", do_sample=False)
+
+
+# -- refused -----------------------------------------------------------------------------------
+
+
+def test_fields_of_the_config_are_options() -> None:
+    assert set(config_fields(get_method("bita"))) == {
+        "num_mask_tokens", "num_prompt_tokens", "prompt_depth",
+    }  # fmt: skip
+    assert "bita" in trainable() and "prompt_lookup" not in trainable()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prompt_lookup"], "nothing to train"),
+        (["bita", "--num-mask-token", "3"], "no option '--num-mask-token'.*--num-mask-tokens"),
+        (["bita", "--num-mask-tokens"], "needs a value"),
+        (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
+        (["bita", "--prompt-depth=medium"], "prompt_depth='medium'"),
+        (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
+        (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
+        (["bita", "--training-args", '{"no_such": 1}'], "no_such"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_loaded(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    needed = ["--model", "/none", "--data", "/none", "--output", str(tmp_path / "out")]
+    assert cli.main(["train", arguments[0], *needed, *arguments[1:]]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_data(fresh: Callable[..., Any], tmp_path: Path) -> None:
+    settings = TrainSettings(**{**SETTINGS, "held_out": 24})
+    with pytest.raises(ValueError, match="held_out=24: the data has 24 rows"):
+        train(make_model(), answers(), "bita", tmp_path, CONFIG, settings)
