@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import TrainerCallback
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
 IGNORED = -100
@@ -46,7 +47,7 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other anchors; accelerate's data loader calls this before each epoch."""
+        """Draw other anchors; :class:`NewAnchors` calls this before each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -75,6 +76,18 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         # Consecutive seeds give unrelated streams of torch's generator.
         number = ((self.seed * 1_000_003) + self.epoch) * 1_000_003 + index
         return torch.Generator().manual_seed(number % 2**63)
+
+
+class NewAnchors(TrainerCallback):
+    """Draws the training data's anchors anew in each epoch.
+
+    accelerate's data loaders would, but in a single process they tell the sampler only.
+    """
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        dataset = kwargs["train_dataloader"].dataset
+        if isinstance(dataset, AnswerDataset):
+            dataset.set_epoch(int(state.epoch or 0))
 
 
 def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -173,7 +173,7 @@ def train(
     from transformers.trainer_utils import get_last_checkpoint
 
     from hf_spec.hub.folder import save_adapter
-    from hf_spec.training.anchors import AnswerDataset, collate
+    from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
     from hf_spec.training.served import Served
     from hf_spec.training.trainer import SpecTrainer
 
@@ -212,7 +212,7 @@ def train(
         eval_dataset=AnswerDataset(held, **data, random=False),
         data_collator=collate,
         served=Served(prompts, method.name, settings.options, settings.served_tokens),
-        callbacks=list(callbacks),
+        callbacks=[NewAnchors(), *callbacks],
     )
     result = trainer.train(resume_from_checkpoint=last if resume else None)
     if trainer.is_world_process_zero():

@@ -175,7 +175,7 @@ def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
     alone = [sys.executable, str(script), "4", str(tmp_path / "one")]
     both = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-        "--master_port", "0", str(script), "2", str(tmp_path / "two"),
+        "--standalone", str(script), "2", str(tmp_path / "two"),
     ]  # fmt: skip
     for command in (alone, both):
         run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

@@ -1,0 +1,166 @@
+"""Folders of prompts and answers as tokens, and how they are read.
+
+``hf-spec distill`` writes such folders; data of the user's own works as well. Knows tokenizers;
+knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_spec.bench.prompts import encode
+from hf_spec.hub.folder import read_json
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+#: A finished folder of ``hf-spec distill`` holds these two, an unfinished one the folder of parts.
+DATA, PROVENANCE, PARTS = "data/train-00000-of-00001.parquet", "provenance.json", "parts"
+#: Tokens, and the texts that they can be made from.
+ID_COLUMNS, TEXT_COLUMNS = ("prompt_ids", "answer_ids"), ("prompt", "answer")
+#: What is read, by the end of the files' names.
+FORMATS = {"parquet": "parquet", "jsonl": "json"}
+
+
+def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
+    """The prompts and answers in a folder.
+
+    Args:
+        folder: what ``hf-spec distill`` wrote; or parquet or JSON lines files of your own, there or
+            in its subfolder ``data``, with columns ``prompt_ids`` and ``answer_ids`` (lists of
+            token ids; an answer ends with EOS unless it was cut off), or texts ``prompt`` and
+            ``answer``.
+        tokenizer: makes tokens of texts: the prompt as a chat turn where there is a chat template,
+            the answer without BOS and with EOS behind it. Not needed where there are tokens.
+
+    Returns:
+        ``prompt_ids``, ``answer_ids`` and all other columns that the files have.
+
+    Raises:
+        ValueError: there is no such folder, it is unfinished or lacks files, or a column is not
+            there, holds something else or has an empty row.
+    """
+    folder = Path(folder)
+    data = _load(_files(folder), folder)
+    columns = set(data.column_names)
+    if not columns >= set(ID_COLUMNS):
+        if not columns >= set(TEXT_COLUMNS):
+            raise ValueError(
+                f"{str(folder)!r} has the columns {', '.join(data.column_names)}: it needs "
+                "prompt_ids and answer_ids, or the texts prompt and answer"
+            )
+        _check(data, TEXT_COLUMNS, folder)
+        if tokenizer is None:
+            raise ValueError(f"{str(folder)!r} holds texts: give the tokenizer of the model, too")
+        data = data.map(lambda row: _tokenised(tokenizer, row), desc="tokens")
+    _check(data, ID_COLUMNS, folder)
+    return data
+
+
+def read_provenance(folder: str | Path) -> dict[str, Any]:
+    """How ``hf-spec distill`` made a folder; empty for a folder of the user's own data.
+
+    Raises:
+        ValueError: there is no such folder, or it is unfinished.
+    """
+    folder = Path(folder)
+    _check_finished(folder)
+    path = folder / PROVENANCE
+    return read_json(path) if path.is_file() else {}
+
+
+def _check_finished(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}: hf-spec distill makes one")
+    if (folder / PARTS).is_dir() and not (folder / PROVENANCE).is_file():
+        raise ValueError(
+            f"{str(folder)!r} is unfinished: repeat the hf-spec distill command that began it, "
+            "which goes on where it stopped"
+        )
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with the data, all of one format."""
+    _check_finished(folder)
+    if (folder / PROVENANCE).is_file():
+        if not (folder / DATA).is_file():
+            raise ValueError(f"{str(folder)!r} lacks {DATA}: make it again with hf-spec distill")
+        return [folder / DATA]
+    places = [path for path in (folder, folder / "data") if path.is_dir()]
+    found = {
+        suffix: sorted(path for place in places for path in place.glob(f"*.{suffix}"))
+        for suffix in FORMATS
+    }
+    formats = [suffix for suffix, paths in found.items() if paths]
+    if len(formats) != 1:
+        holds = " and ".join(f".{suffix}" for suffix in formats) or "no"
+        wanted = " or ".join(f".{suffix}" for suffix in FORMATS)
+        raise ValueError(f"{str(folder)!r} holds {holds} files: it must hold {wanted} files")
+    return found[formats[0]]
+
+
+def _load(files: Sequence[Path], folder: Path) -> Dataset:
+    import datasets
+
+    kind = FORMATS[files[0].suffix.removeprefix(".")]
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it all
+    data: Any = []
+    try:
+        names = [str(path) for path in files if _holds_something(path)]
+        if names:
+            data = datasets.load_dataset(kind, data_files=names, split="train")
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise ValueError(f"cannot read the data in {str(folder)!r}: {reason}") from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+    if not len(data):
+        raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
+    return data
+
+
+def _holds_something(path: Path) -> bool:
+    """False for files in which load_dataset would stumble over there being nothing."""
+    import pyarrow.parquet as parquet
+
+    if path.suffix == ".parquet":
+        return parquet.read_metadata(path).num_rows > 0
+    with path.open("rb") as lines:
+        return any(line.strip() for line in lines)
+
+
+def _tokenised(tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
+    answer = list(tokenizer(row["answer"], add_special_tokens=False, verbose=False)["input_ids"])
+    eos = tokenizer.eos_token_id
+    if eos is not None and answer[-1:] != [eos]:
+        answer.append(eos)
+    return {"prompt_ids": encode(tokenizer, row["prompt"]), "answer_ids": answer}
+
+
+def _check(data: Dataset, columns: Sequence[str], folder: Path) -> None:
+    """Raise unless the columns hold tokens, or texts, and at least one in each row.
+
+    Nothing could be learned from an empty answer, nor from one to an empty prompt.
+    """
+    import pyarrow.compute as compute
+    from pyarrow import types
+
+    for name in columns:
+        column = data.data.column(name)
+        kind = column.type
+        if name in ID_COLUMNS:
+            is_list = types.is_list(kind) or types.is_large_list(kind)
+            right = is_list and types.is_integer(kind.value_type)
+            wanted, measure = "lists of token ids", compute.list_value_length
+        else:
+            right = types.is_string(kind) or types.is_large_string(kind)
+            wanted, measure = "texts", compute.utf8_length
+        if not right:
+            raise ValueError(f"{str(folder)!r}: {name} must hold {wanted}, it holds {kind}")
+        row = compute.index(compute.fill_null(measure(column), 0), 0).as_py()
+        if row >= 0:
+            raise ValueError(f"{str(folder)!r}: {name} is empty in row {row} (from 0); remove it")

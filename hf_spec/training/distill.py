@@ -1,0 +1,432 @@
+"""Generate training data: the answers that a model itself gives to prompts.
+
+The prompts are split into units, batches of similar length. A finished unit is written at once as
+a file of its own, so that a run that was stopped goes on where it was; the last step merges the
+units. What a unit holds depends on the settings and its number alone, never on interruptions nor
+on the number of processes that share the work. Knows nothing of the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from hf_spec.bench.contenders import Contender
+from hf_spec.bench.prompts import Prompt, context_limit, encode_within, read_prompts, spread
+from hf_spec.bench.report import environment, write_atomically
+from hf_spec.bench.runner import _Session, own_generation_config
+from hf_spec.hub.folder import read_json, staging
+from hf_spec.methods.fingerprint import fingerprint
+from hf_spec.training.dataset import DATA, PARTS, PROVENANCE, read_provenance
+
+if TYPE_CHECKING:
+    import pyarrow
+    from accelerate import PartialState
+
+#: In the folder of parts: the settings, the lock of the process that writes, units by number.
+SETTINGS, LOCK, UNIT = "settings.json", "lock", "unit-{:08d}.parquet"
+#: What :func:`~hf_spec.hub.folder.staging` leaves behind if the process is killed.
+HALF_WRITTEN = ".writing-*"
+#: Under this key a unit's file carries what it cost.
+COST_KEY = b"hf_spec"
+#: Processes wait for each other at the end; units may take unequally long.
+PATIENCE = timedelta(days=7)
+NOTE = (
+    "The answers are the model's own: a strategy makes generating faster and changes nothing else. "
+    "Greedy answers equal plain generate's token for token in float32, and in bfloat16 or float16 "
+    "wherever no two tokens tie within rounding. Sampled answers follow the same distribution; "
+    "which of them are drawn depends on strategy, batch size and seed."
+)
+
+
+# ---------------------------------------------------------------------------------- what is asked
+
+
+@dataclass(frozen=True)
+class Question(Prompt):
+    """A prompt; ``source`` is the name of its file."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the answers, as the user gave it; a folder is continued with the same only.
+
+    Attributes:
+        prompts: ``name``, ``sha256`` and ``count`` of each prompt file.
+        strategy: None for plain ``generate``.
+        temperature, top_k, top_p: None for the model's own.
+    """
+
+    model: str
+    prompts: list[dict[str, Any]]
+    limit: int | None = None
+    max_new_tokens: int = 128
+    batch_size: int = 8
+    strategy: str | None = None
+    strategy_kwargs: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
+    dtype: str = "bfloat16"
+    seed: int = 0
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Keywords for ``generate``, those of the strategy left out."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        given = {name: value for name, value in values.items() if value is not None}
+        return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
+
+    def seed_of(self, unit: int) -> int:
+        """The seed that a unit is sampled with, whoever makes it and when."""
+        return (self.seed * 1_000_003 + unit) % 2**63
+
+
+def read_questions(
+    paths: Sequence[Path], limit: int | None = None
+) -> tuple[list[Question], list[dict[str, Any]]]:
+    """At most ``limit`` prompts of some files, spread evenly over categories, and what they are of.
+
+    Returns:
+        The prompts in the order of the files, and ``name``, ``sha256`` and ``count`` of each file.
+
+    Raises:
+        ValueError: a file cannot be read, breaks the rules, or is given twice.
+    """
+    questions: list[Question] = []
+    files: list[dict[str, Any]] = []
+    for path in paths:
+        prompts = read_prompts(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest in [file["sha256"] for file in files]:
+            raise ValueError(f"the prompts of {str(path)!r} are given twice: leave one of them out")
+        files.append({"name": path.name, "sha256": digest, "count": len(prompts)})
+        questions += [
+            Question(prompt.text, prompt.category, prompt.question_id, path.name)
+            for prompt in prompts
+        ]
+    return cast(list[Question], spread(questions, limit)), files
+
+
+def units(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices in batches of ``size`` of similar length, the longest first.
+
+    What takes most memory then comes first, and the processes end at about the same time.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """A hash of what turns texts into ids: vocabulary, special tokens, chat template."""
+    facts = [
+        sorted(tokenizer.get_vocab().items()),
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        getattr(tokenizer, "chat_template", None),
+    ]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------- the folder
+
+
+class AnswerFolder:
+    """The output folder from its first unit to the finished data set."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.parts = path / PARTS
+
+    def check(self, settings: dict[str, Any]) -> bool:
+        """Whether the folder is finished; raise if it was made with other settings.
+
+        Args:
+            settings: JSON types; only what stands here is compared.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        finished = (self.path / PROVENANCE).is_file()
+        if finished:
+            before = read_json(self.path / PROVENANCE)
+        elif (self.parts / SETTINGS).is_file():
+            before = read_json(self.parts / SETTINGS)
+        elif (self.path / DATA).exists():
+            raise ValueError(
+                f"{str(self.path)!r} holds data that hf-spec distill did not make: give another "
+                "--output"
+            )
+        else:
+            return False
+        changes = [
+            f"{name} was {_shown(before.get(name))}, now {_shown(value)}"
+            for name, value in settings.items()
+            if before.get(name) != value
+        ]
+        if changes:
+            raise ValueError(
+                f"{str(self.path)!r} holds answers made with other settings "
+                f"({'; '.join(changes)}): repeat its settings, or give another --output"
+            )
+        return finished
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second run out; the lock ends with the process, however it ends."""
+        from filelock import FileLock, Timeout
+
+        self.parts.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(self.parts / LOCK))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(
+                f"another hf-spec distill is writing to {str(self.path)!r}: wait for it, or give "
+                "another --output"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Write down the settings."""
+        write_atomically(self.parts / SETTINGS, json.dumps(settings, indent=1))
+
+    def missing(self, count: int) -> list[int]:
+        """The units out of ``count`` that are not finished."""
+        there = set(os.listdir(self.parts))
+        return [number for number in range(count) if UNIT.format(number) not in there]
+
+    def add(self, number: int, rows: list[dict[str, Any]], cost: dict[str, Any]) -> None:
+        """Write a unit, in one step."""
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        table = pyarrow.Table.from_pylist(rows, _schema())
+        table = table.replace_schema_metadata({COST_KEY: json.dumps(cost)})
+        with staging(self.parts) as temporary:
+            parquet.write_table(table, temporary / UNIT.format(number))
+
+    def finish(self, count: int, questions: int, provenance: dict[str, Any]) -> None:
+        """Merge the ``count`` units, with all ``questions``, add ``provenance`` and drop the units.
+
+        The provenance is put in place last: a folder that has it is finished.
+
+        Raises:
+            ValueError: a unit cannot be read, or the units do not hold each question once.
+        """
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        tables, costs = [], []
+        for number in range(count):
+            path = self.parts / UNIT.format(number)
+            try:
+                table = parquet.read_table(path)
+            except (OSError, pyarrow.ArrowException) as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(
+                    f"cannot read {str(path)!r} ({reason}): delete it and repeat the command"
+                ) from error
+            costs.append(json.loads(table.schema.metadata[COST_KEY]))
+            tables.append(table.replace_schema_metadata(None))
+        merged = pyarrow.concat_tables(tables).sort_by("index")
+        if merged.column("index").to_pylist() != list(range(questions)):
+            raise ValueError(
+                f"the units in {str(self.parts)!r} do not hold each prompt once: give another "
+                "--output"
+            )
+        record = {**provenance, **_figures(merged, costs)}
+        with staging(self.path) as temporary:
+            (temporary / DATA).parent.mkdir()
+            parquet.write_table(merged, temporary / DATA)
+            # "provenance.json" comes after "data/..." in the alphabet, the order of moving.
+            write_atomically(temporary / PROVENANCE, json.dumps(record, indent=1))
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove from a finished folder the units, and what killed processes were writing."""
+        for left in (self.parts, *self.path.glob(HALF_WRITTEN)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _schema() -> pyarrow.Schema:
+    import pyarrow
+
+    ids, text = pyarrow.list_(pyarrow.int32()), pyarrow.string()
+    return pyarrow.schema(
+        [
+            ("prompt_ids", ids), ("answer_ids", ids), ("prompt", text), ("answer", text),
+            ("category", text), ("source", text), ("question_id", text),
+            ("index", pyarrow.int64()),
+        ]
+    )  # fmt: skip
+
+
+def _figures(merged: pyarrow.Table, costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What was made and measured; seconds are those in ``generate``, added up over processes."""
+    import pyarrow.compute as compute
+
+    rows = len(merged)
+    tokens = compute.sum(compute.list_value_length(merged.column("answer_ids"))).as_py()
+    seconds, row_steps = (sum(cost[name] for cost in costs) for name in ("seconds", "row_steps"))
+    return {
+        "rows": rows,
+        "answer_tokens": tokens,
+        "mean_answer_tokens": tokens / rows,
+        "measured": {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "tau": tokens / row_steps,
+            "devices": sorted({cost["device"] for cost in costs}),
+        },
+    }
+
+
+def _shown(value: Any) -> str:
+    """A setting in an error: prompt files in short, all else as it is."""
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        shown = (f"{one['name']} (sha256 {one['sha256'][:8]}...)" for one in value)
+        return ", ".join(shown)
+    return repr(value)
+
+
+# --------------------------------------------------------------------------------------- the work
+
+
+def processes(device: str | None) -> PartialState:
+    """The processes that ``accelerate launch`` or ``torchrun`` has started; this one otherwise."""
+    from accelerate import PartialState
+
+    launched = int(os.environ.get("LOCAL_RANK", -1)) >= 0
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = accelerator is None if device is None else device.startswith("cpu")
+    return PartialState(cpu=launched and on_cpu, timeout=PATIENCE)
+
+
+def distill(
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    folder: AnswerFolder,
+    settings: Settings,
+    contender: Contender,
+    state: PartialState,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Generate the answers that the folder lacks, and finish it.
+
+    All processes call this; each makes its share of the units.
+
+    Args:
+        model: a causal language model, in evaluation mode, on its device, with the adapter of
+            ``contender`` loaded.
+        questions: in the order of the rows.
+        folder: locked by the main process.
+        contender: how to generate, as ``settings`` say.
+        state: the processes.
+        progress: called as ``progress(units_done, units_in_all)``.
+
+    Returns:
+        The provenance, as in the folder.
+
+    Raises:
+        ValueError: the folder was made with other settings, or the prompts do not fit the model.
+    """
+    token_ids, truncated = _encoded(model, tokenizer, questions, settings.max_new_tokens)
+    with own_generation_config(model, tokenizer, greedy=not settings.do_sample):
+        defaults = model.generation_config.to_diff_dict()
+        defaults = {name: defaults[name] for name in defaults if name[0] != "_"}
+        defaults.pop("transformers_version", None)
+        facts = {
+            **asdict(settings),
+            "model_fingerprint": fingerprint(model),
+            "tokenizer_sha256": tokenizer_sha256(tokenizer),
+            "generation_config": defaults,
+        }
+        facts = json.loads(json.dumps(facts))
+        folder.check(facts)
+        if state.is_main_process:
+            folder.begin(facts)
+        work = units([len(ids) for ids in token_ids], settings.batch_size)
+        state.wait_for_everyone()
+        missing = folder.missing(len(work))
+        # Nobody makes a unit before all have seen which are missing.
+        state.wait_for_everyone()
+        machine = environment(model, settings.model, None)
+        session = _Session(model, settings.generate_kwargs, managed=contender.adapter is not None)
+        done = len(work) - len(missing)
+        for number in missing[state.process_index :: state.num_processes]:
+            if progress is not None:
+                progress(done, len(work))
+            torch.manual_seed(settings.seed_of(number))
+            prompts = [token_ids[index] for index in work[number]]
+            seconds, answers, row_steps, _ = session.generate(contender, prompts)
+            rows = [
+                _row(tokenizer, index, questions[index], token_ids[index], answer)
+                for index, answer in zip(work[number], answers)
+            ]
+            cost = {"seconds": seconds, "row_steps": row_steps, "device": machine["device_name"]}
+            folder.add(number, rows, cost)
+            done = min(done + state.num_processes, len(work))
+        if progress is not None:
+            progress(done, len(work))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        named = ("model", "prompts", "prompts_sha256", "argv")  # stand in the settings, or leak
+        provenance = {
+            **facts,
+            "model_revision": getattr(model.config, "_commit_hash", None),
+            "truncated_prompts": truncated,
+            "note": NOTE,
+            "processes": state.num_processes,
+            "environment": {name: machine[name] for name in machine if name not in named},
+        }
+        folder.finish(len(work), len(questions), provenance)
+    state.wait_for_everyone()
+    return read_provenance(folder.path)
+
+
+def _encoded(
+    model: Any, tokenizer: Any, questions: Sequence[Question], max_new_tokens: int
+) -> tuple[list[list[int]], int]:
+    """Token ids of the prompts, and how many had to be cut."""
+    limit = context_limit(model, tokenizer)
+    room = None if limit is None else limit - max_new_tokens
+    if room is not None and room < 1:
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in the model's context "
+            f"of {limit} tokens; lower it"
+        )
+    encoded = [encode_within(tokenizer, question.text, room) for question in questions]
+    return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
+
+
+def _row(
+    tokenizer: Any, index: int, question: Question, prompt_ids: list[int], answer_ids: list[int]
+) -> dict[str, Any]:
+    return {
+        "prompt_ids": prompt_ids,
+        "answer_ids": answer_ids,
+        "prompt": question.text,
+        "answer": tokenizer.decode(answer_ids, skip_special_tokens=True),
+        "category": question.category,
+        "source": question.source,
+        "question_id": str(question.question_id),
+        "index": index,
+    }

@@ -1,0 +1,218 @@
+"""Folders of answers: what distill writes, data of the user's own, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import EOS, make_tokenizer
+from tokenizers import processors
+
+from hf_spec.training.dataset import read_answers, read_provenance
+
+pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+IDS = [
+    {"prompt_ids": [5, 6, 7], "answer_ids": [8, 1]},
+    {"prompt_ids": [9], "answer_ids": [10, 11, 12]},
+]
+TEXTS = [{"prompt": "one", "answer": "two"}, {"prompt": "three?", "answer": "é"}]
+#: Ids of the tiny tokenizer: EOS, and those of the template around a prompt.
+END, BEFORE, AFTER = 1, [2], [1, 3]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep load_dataset out of the user's cache."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Rows as a file of the kind that its name says: the folder that holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path.parent
+
+
+def distilled(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    write(folder / "data" / "train-00000-of-00001.parquet", rows)
+    (folder / "provenance.json").write_text(json.dumps({"rows": len(rows), "model": "m"}))
+    return folder
+
+
+def byte_ids(text: str) -> list[int]:
+    """Ids of a text, found without the tokenizer: one for each byte, special tokens first."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [4 + alphabet.index(char) for piece, _ in shown.pre_tokenize_str(text) for char in piece]
+
+
+# ------------------------------------------------------------------------------------ what is read
+
+
+def test_a_folder_of_distill(tmp_path: Path) -> None:
+    rows = [{**row, "prompt": "p", "index": i} for i, row in enumerate(IDS)]
+    distilled(tmp_path, rows)
+    write(tmp_path / "notes.jsonl", [{"something": "else"}])  # beside it, and none of it
+    (tmp_path / "parts").mkdir()  # left by a process that was killed while it cleared up
+    assert list(read_answers(tmp_path)) == rows
+    assert list(read_answers(str(tmp_path))) == rows
+    assert read_provenance(tmp_path) == {"rows": 2, "model": "m"}
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "data/x.parquet", "data/x.jsonl"])
+def test_tokens_of_the_users_own(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, IDS)
+    assert list(read_answers(tmp_path)) == IDS
+    assert read_provenance(tmp_path) == {}
+
+
+def test_several_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", IDS[1:])
+    write(tmp_path / "a.jsonl", IDS[:1])
+    (tmp_path / "c.jsonl").touch()
+    (tmp_path / "README.md").write_text("about")
+    assert list(read_answers(tmp_path)) == IDS
+
+
+def test_a_file_that_was_written_again(tmp_path: Path) -> None:
+    """No earlier content comes back out of a cache."""
+    write(tmp_path / "x.jsonl", IDS)
+    assert len(read_answers(tmp_path)) == 2
+    write(tmp_path / "x.jsonl", IDS[:1])
+    assert len(read_answers(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_texts(tmp_path: Path, name: str, chat: bool) -> None:
+    write(tmp_path / name, [{**row, "mark": i} for i, row in enumerate(TEXTS)])
+    read = list(read_answers(tmp_path, make_tokenizer(chat)))
+    for row, text in zip(read, TEXTS, strict=True):
+        prompt = byte_ids(text["prompt"])
+        assert row["prompt_ids"] == ([*BEFORE, *prompt, *AFTER] if chat else prompt)
+        assert row["answer_ids"] == [*byte_ids(text["answer"]), END]
+    assert [row["mark"] for row in read] == [0, 1]
+
+
+def test_bos_is_for_prompts_and_eos_comes_once(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat=False)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", 2)]
+    )
+    write(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b" + EOS}])
+    (row,) = read_answers(tmp_path, tokenizer)
+    assert row["prompt_ids"] == [2, *byte_ids("a")] and row["answer_ids"] == [*byte_ids("b"), END]
+
+
+def test_a_tokenizer_without_eos(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    write(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b"}])
+    assert read_answers(tmp_path, tokenizer)[0]["answer_ids"] == byte_ids("b")
+
+
+def test_tokens_go_before_texts(tmp_path: Path) -> None:
+    rows = [{**ids, **text} for ids, text in zip(IDS, TEXTS)]
+    write(tmp_path / "x.jsonl", rows)
+    assert list(read_answers(tmp_path, make_tokenizer())) == rows
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    for read in (read_answers, read_provenance):
+        with pytest.raises(ValueError, match="there is no folder '.*none': hf-spec distill makes"):
+            read(tmp_path / "none")
+
+
+def test_an_unfinished_folder(tmp_path: Path) -> None:
+    write(tmp_path / "parts" / "unit-00000000.parquet", IDS)
+    for read in (read_answers, read_provenance):
+        with pytest.raises(ValueError, match="is unfinished: repeat the hf-spec distill command"):
+            read(tmp_path)
+    # The last moments of a run: the data are in place, the provenance is not.
+    write(tmp_path / "data" / "train-00000-of-00001.parquet", IDS)
+    with pytest.raises(ValueError, match="is unfinished"):
+        read_answers(tmp_path)
+
+
+def test_a_folder_that_lost_its_data(tmp_path: Path) -> None:
+    distilled(tmp_path, IDS)
+    (tmp_path / "data" / "train-00000-of-00001.parquet").unlink()
+    with pytest.raises(ValueError, match="lacks data/train-00000-of-00001.parquet: make it again"):
+        read_answers(tmp_path)
+
+
+def test_no_files_or_both_kinds(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no files: it must hold \.parquet or \.jsonl"):
+        read_answers(tmp_path)
+    write(tmp_path / "x.parquet", IDS)
+    write(tmp_path / "x.jsonl", IDS)
+    with pytest.raises(ValueError, match=r"holds \.parquet and \.jsonl files"):
+        read_answers(tmp_path)
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    for text in ("", "\n \n"):
+        (tmp_path / "x.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="is empty: its files hold no rows"):
+            read_answers(tmp_path)
+    empty = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in IDS[0]])
+    parquet.write_table(empty.empty_table(), tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").unlink()
+    with pytest.raises(ValueError, match="is empty: its files hold no rows"):
+        read_answers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt_ids": [1], "answer": "a"}], "has the columns prompt_ids, answer: it needs"),
+        ([{"text": "a"}], "has the columns text: it needs prompt_ids and answer_ids, or the texts"),
+        (TEXTS, "holds texts: give the tokenizer of the model, too"),
+        ([{"prompt_ids": [1], "answer_ids": "a"}], "answer_ids must hold lists of token ids, it"),
+        ([{"prompt_ids": [1.5], "answer_ids": [1]}], "prompt_ids must hold lists of token ids"),
+        ([{"prompt_ids": 1, "answer_ids": [1]}], "prompt_ids must hold lists of token ids"),
+        ([{"prompt": 1, "answer": "a"}], "prompt must hold texts, it holds int64"),
+        ([*IDS, {"prompt_ids": [1], "answer_ids": []}], r"answer_ids is empty in row 2 \(from 0\)"),
+        ([{"prompt_ids": None, "answer_ids": [1]}, *IDS], "prompt_ids is empty in row 0"),
+        ([*TEXTS, {"prompt": "a", "answer": ""}], "answer is empty in row 2"),
+        ([*TEXTS, {"prompt": None, "answer": "a"}], "prompt is empty in row 2"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
+def test_columns_that_will_not_do(
+    tmp_path: Path, rows: list[dict[str, Any]], message: str, name: str
+) -> None:
+    write(tmp_path / name, rows)
+    with pytest.raises(ValueError, match=message):
+        read_answers(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
+def test_files_that_are_not_what_they_say(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text('{"prompt_ids": [1')
+    with pytest.raises(ValueError, match="cannot read the data in '.*': ") as caught:
+        read_answers(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "Failed" not in capfd.readouterr().err
+
+
+def test_a_provenance_that_cannot_be_read(tmp_path: Path) -> None:
+    distilled(tmp_path, IDS)
+    (tmp_path / "provenance.json").write_text("{")
+    with pytest.raises(ValueError, match="provenance.json' is not JSON"):
+        read_provenance(tmp_path)

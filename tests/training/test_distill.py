@@ -1,0 +1,814 @@
+"""``hf-spec distill``: the rows are the model's own, once each, however the run was cut up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.bench import runner
+from hf_spec.methods.fingerprint import fingerprint
+from hf_spec.training import distill as work
+
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("accelerate")
+
+NEW, BATCH = 12, 4
+#: Ids of EOS; the second is a token that the tiny model often writes, so that answers end early.
+EOS = [1, 5]
+ROOT = Path(__file__).parents[2]
+FIRST = [
+    {"turns": [f"{'abcdefg'[i % 7] * (i % 5 + 1)}{i} " * (i % 4 + 1), "unused"],
+     "category": "xyz"[i % 3], "question_id": 100 + i}
+    for i in range(14)
+]  # fmt: skip
+SECOND = [{"question": f"{i} and {i}?", "question_id": f"q{i}"} for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model ``m`` and the prompts ``a.jsonl`` and ``b.jsonl``."""
+    root = tmp_path_factory.mktemp("distill")
+    save_checkpoint(root / "m")
+    edit_json(root / "m" / "generation_config.json", eos_token_id=EOS)
+    write_prompts(root / "a.jsonl", FIRST)
+    write_prompts(root / "b.jsonl", SECOND)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep load_dataset out of the user's cache."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a model fails the test."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def arguments(root: Path, output: Path, *more: str) -> list[str]:
+    """The command, with options of ``more`` taking the place of these."""
+    options = {
+        "--model": str(root / "m"), "--dtype": "float32", "--device": "cpu",
+        "--max-new-tokens": str(NEW), "--batch-size": str(BATCH), "--output": str(output),
+    }  # fmt: skip
+    if "--prompts" not in more:
+        more = (*more, "--prompts", str(root / "a.jsonl"), "--prompts", str(root / "b.jsonl"))
+    kept = [word for name, value in options.items() if name not in more for word in (name, value)]
+    return ["distill", *kept, *more]
+
+
+def distill(root: Path, output: Path, *more: str) -> int:
+    return cli.main(arguments(root, output, *more))
+
+
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    return list(datasets.load_dataset("parquet", data_dir=str(output), split="train"))
+
+
+@pytest.fixture(scope="module")
+def oracle(root: Path) -> list[dict[str, Any]]:
+    """The rows, worked out with plain ``generate``, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(root / "m")
+    texts = [row["turns"][0] for row in FIRST] + [row["question"] for row in SECOND]
+    rows = []
+    for index, text in enumerate(texts):
+        chat = [{"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True
+        )["input_ids"]  # fmt: skip
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        answer = out[0, len(prompt) :].tolist()
+        given = (FIRST + SECOND)[index]
+        rows.append(
+            {
+                "prompt_ids": prompt, "answer_ids": answer, "prompt": text,
+                "answer": tokenizer.decode([i for i in answer if i > 3]),  # 0 to 3 are special
+                "category": given.get("category", "default"),
+                "source": "a.jsonl" if index < len(FIRST) else "b.jsonl",
+                "question_id": str(given["question_id"]), "index": index,
+            }
+        )  # fmt: skip
+    lengths = [len(row["answer_ids"]) for row in rows]
+    assert min(lengths) < NEW == max(lengths), "the prompts show nothing"
+    return rows
+
+
+# -------------------------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "options"),
+    [
+        ([], "prompt_lookup", {}),
+        (["--batch-size", "1"], "prompt_lookup", {}),
+        (["--strategy", "none"], None, {}),
+        (["--strategy", "none", "--batch-size", "7"], None, {}),
+        (
+            ["--strategy", "layer_skip", "--strategy-kwargs", '{"skip_attention": [1]}'],
+            "layer_skip",
+            {"skip_attention": [1]},
+        ),
+    ],
+)
+def test_rows_are_those_of_plain_generate(
+    root: Path, oracle: list[dict[str, Any]], tmp_path: Path, more: list[str], name: str | None,
+    options: dict[str, Any], capsys: pytest.CaptureFixture[str], decoded: list[str],
+) -> None:  # fmt: skip
+    assert distill(root, tmp_path / "out", *more) == 0
+    printed = capsys.readouterr().out
+    assert rows_of(tmp_path / "out") == oracle
+    assert set(decoded) == ({name} if name else set())
+
+    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    tokens = sum(len(row["answer_ids"]) for row in oracle)
+    assert (made["rows"], made["answer_tokens"]) == (len(oracle), tokens)
+    assert made["mean_answer_tokens"] == pytest.approx(tokens / len(oracle))
+    assert made["truncated_prompts"] == 0 and made["processes"] == 1
+    measured = made["measured"]
+    assert measured["tokens_per_second"] == pytest.approx(tokens / measured["seconds"])
+    assert measured["tau"] == 1.0 if name is None else measured["tau"] > 1.0
+    assert (made["strategy"], made["strategy_kwargs"]) == (name, options)
+    for shown in (
+        f"rows: {len(oracle)}", f"{tokens}", f"{measured['tokens_per_second']:.1f} tokens/s",
+        f"tau {measured['tau']:.2f}", str(tmp_path / "out"),
+    ):  # fmt: skip
+        assert shown in printed
+
+
+def test_the_folder_and_the_types(root: Path, tmp_path: Path) -> None:
+    assert distill(root, tmp_path / "out") == 0
+    files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    assert files == {"data", "data/train-00000-of-00001.parquet", "provenance.json"}
+    found = datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"), split="train").features
+    ids, text = datasets.List(datasets.Value("int32")), datasets.Value("string")
+    assert dict(found) == {
+        "prompt_ids": ids, "answer_ids": ids, "prompt": text, "answer": text, "category": text,
+        "source": text, "question_id": text, "index": datasets.Value("int64"),
+    }  # fmt: skip
+    for path in (tmp_path / "out").rglob("*.*"):
+        assert path.stat().st_mode & 0o044 == 0o044, f"{path.name} is private"
+
+
+def test_where_the_rows_come_from(root: Path, tmp_path: Path) -> None:
+    assert distill(root, tmp_path / "out", "--seed", "3") == 0
+    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert made["model"] == str(root / "m") and made["model_revision"] is None
+    model = AutoModelForCausalLM.from_pretrained(root / "m")
+    assert made["model_fingerprint"] == fingerprint(model)
+    assert made["prompts"] == [
+        {
+            "name": name,
+            "sha256": hashlib.sha256((root / name).read_bytes()).hexdigest(),
+            "count": count,
+        }
+        for name, count in (("a.jsonl", len(FIRST)), ("b.jsonl", len(SECOND)))
+    ]
+    settings = {
+        "limit": None, "max_new_tokens": NEW, "batch_size": BATCH, "dtype": "float32", "seed": 3,
+        "do_sample": False, "temperature": None, "adapter": None,
+    }  # fmt: skip
+    assert {name: made[name] for name in settings} == settings
+    assert made["generation_config"]["eos_token_id"] == EOS
+    environment = made["environment"]
+    assert environment["torch"] == torch.__version__ and environment["device"] == "cpu"
+    assert {"transformers", "peft", "hf_spec", "python", "date"} <= environment.keys()
+    # The folder of the prompts is nobody's business.
+    assert "a.jsonl" in json.dumps(made) and str(root / "a.jsonl") not in json.dumps(made)
+
+
+def test_the_commit_is_recorded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.LlamaConfig._commit_hash", "0123abcd", raising=False)
+    original = AutoModelForCausalLM.from_pretrained
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        model.config._commit_hash = "0123abcd"
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    assert distill(root, tmp_path / "out", "--limit", "1") == 0
+    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert made["model_revision"] == "0123abcd"
+
+
+def test_the_tokenizers_hash() -> None:
+    first, same, other = (make_tokenizer(chat) for chat in (True, True, False))
+    assert work.tokenizer_sha256(first) == work.tokenizer_sha256(same)
+    assert work.tokenizer_sha256(first) != work.tokenizer_sha256(other)
+    before = work.tokenizer_sha256(same)
+    same(["a", "bcd"], padding=True, truncation=True, max_length=2)  # leaves settings behind
+    assert work.tokenizer_sha256(same) == before
+    same.add_tokens(["new"])
+    assert work.tokenizer_sha256(same) != before
+
+
+def test_a_limit_spreads_over_categories(
+    root: Path, oracle: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert distill(root, tmp_path / "out", "--limit", "8") == 0
+    rows = rows_of(tmp_path / "out")
+    assert [row["index"] for row in rows] == list(range(8))
+    categories = [row["category"] for row in rows]
+    assert {name: categories.count(name) for name in set(categories)} == {
+        "x": 2, "y": 2, "z": 2, "default": 2,
+    }  # fmt: skip
+    by_text = {row["prompt"]: row["answer_ids"] for row in oracle}
+    assert all(row["answer_ids"] == by_text[row["prompt"]] for row in rows)
+    places = [list(by_text).index(row["prompt"]) for row in rows]
+    assert places == sorted(places)
+
+
+def test_a_prompt_that_does_not_fit_is_cut(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = write_prompts(tmp_path / "p.jsonl", [{"prompt": "short"}, {"prompt": "long " * CONTEXT}])
+    assert distill(root, tmp_path / "out", "--prompts", str(long)) == 0
+    assert "rows: 2, 1 of them with a cut prompt" in capsys.readouterr().out
+    short, cut = rows_of(tmp_path / "out")
+    assert len(cut["prompt_ids"]) + NEW <= CONTEXT < len(cut["prompt"])
+    template = make_tokenizer().apply_chat_template(
+        [{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert cut["prompt_ids"][:1] == template[:1] and cut["prompt_ids"][-2:] == template[-2:]
+    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert made["truncated_prompts"] == 1
+    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32).eval()
+    for row in (short, cut):
+        ids = torch.tensor([row["prompt_ids"]])
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert out[0, ids.shape[1] :].tolist() == row["answer_ids"]
+
+
+def test_without_a_chat_template(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "m", tmp_path / "m")
+    make_tokenizer(chat=False).save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").unlink()
+    assert distill(root, tmp_path / "out", "--model", str(tmp_path / "m"), "--limit", "3") == 0
+    tokenizer = make_tokenizer(chat=False)
+    for row in rows_of(tmp_path / "out"):
+        assert row["prompt_ids"] == tokenizer(row["prompt"])["input_ids"]
+
+
+def test_with_an_adapter(root: Path, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(root / "m")
+    config = hf_spec.LayerSkipConfig(skip_attention=[1])
+    get_peft_model(model, config).save_pretrained(tmp_path / "skip")
+    options = {"max_draft": 3}
+    spec = hf_spec.SpecConfig(assistant_strategy="layer_skip", assistant_kwargs=options)
+    spec.save_pretrained(tmp_path / "skip")
+    assert distill(root, tmp_path / "out", "--adapter", str(tmp_path / "skip")) == 0
+    assert rows_of(tmp_path / "out") == oracle
+    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert made["strategy"] == "layer_skip" and made["adapter"] == str(tmp_path / "skip")
+    assert made["strategy_kwargs"] == options and made["measured"]["tau"] > 1.0
+    assert made["model_fingerprint"] == fingerprint(model)
+
+
+def test_units_hold_each_prompt_once_and_similar_lengths() -> None:
+    lengths = [5, 9, 1, 9, 7, 3, 2]
+    made = work.units(lengths, 3)
+    assert made == [[1, 3, 4], [0, 5, 6], [2]]
+    assert work.units(lengths, 100) == [[1, 3, 4, 0, 5, 6, 2]]
+
+
+# ---------------------------------------------------------------------------------- interruptions
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the code catches it."""
+
+
+def test_killed_for_real(root: Path, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
+    """SIGKILL after the first units; the next run makes the others and nothing twice."""
+    output = tmp_path / "out"
+    code = f"""
+import sys, time
+from hf_spec.training import distill
+from hf_spec import cli
+add = distill.AnswerFolder.add
+def slowly(*args):
+    add(*args)
+    time.sleep(1.0)
+distill.AnswerFolder.add = slowly
+sys.exit(cli.main({arguments(root, output, "--batch-size", "2")!r}))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 300
+    while len(list(output.glob("parts/*.parquet"))) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.stderr.close()
+    before = {path.name: path.stat().st_mtime_ns for path in output.glob("parts/*.parquet")}
+    units = len(work.units([0] * len(oracle), 2))
+    assert 2 <= len(before) < units and not (output / "provenance.json").exists()
+    with pytest.raises(ValueError, match="is unfinished: repeat the hf-spec distill command"):
+        work.read_provenance(output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        calls = counted(patch)
+        assert distill(root, output, "--batch-size", "2") == 0
+    assert len(calls) == units - len(before)
+    assert rows_of(output) == oracle
+    assert not (output / "parts").exists()
+
+
+def counted(patch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the batch size whenever a unit is generated."""
+    calls: list[int] = []
+    original = runner._Session.generate
+
+    def generate(self: Any, contender: Any, prompts: Any, **kwargs: Any) -> Any:
+        calls.append(len(prompts))
+        return original(self, contender, prompts, **kwargs)
+
+    patch.setattr(runner._Session, "generate", generate)
+    return calls
+
+
+def test_killed_anywhere(root: Path, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The process ends as it is about to put a file in place, be it the first, the second, ..."""
+    output = tmp_path / "out"
+    replace = os.replace
+    for moment in range(1, 20):
+        shutil.rmtree(output, ignore_errors=True)
+        placed = 0
+
+        def then_die(source: Any, target: Any, moment: int = moment) -> None:
+            nonlocal placed
+            placed += 1
+            if placed == moment:
+                raise Killed
+            replace(source, target)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "replace", then_die)
+            try:
+                assert distill(root, output) == 0
+                break
+            except Killed:
+                pass
+        for place in (output, output / "parts"):  # what a process that is gone cannot clear away
+            (place / ".writing-left").mkdir(parents=True, exist_ok=True)
+            (place / ".writing-left" / "unit-00000000.parquet").write_text("half")
+        assert distill(root, output) == 0
+        assert rows_of(output) == oracle
+        assert sorted(path.name for path in output.iterdir()) == ["data", "provenance.json"]
+    # Settings, five units, data, and the provenance, which is written and then put in place.
+    assert placed == 9 and moment == 10
+
+
+def test_interrupted_by_the_user(
+    root: Path, oracle: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    original, calls = runner._Session.generate, 0
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._Session, "generate", interrupt)
+        assert distill(root, tmp_path / "out") == 130
+    assert "interrupted; the same command continues" in capsys.readouterr().err
+    assert len(list((tmp_path / "out" / "parts").glob("*.parquet"))) == 2
+    assert distill(root, tmp_path / "out") == 0
+    assert rows_of(tmp_path / "out") == oracle
+
+
+def test_a_finished_folder_is_left_alone(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    output = tmp_path / "out"
+    assert distill(root, output) == 0
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    for left in ("parts", ".writing-left"):  # by a process that was killed while it cleared up
+        (output / left).mkdir()
+    request.getfixturevalue("no_model")
+    capsys.readouterr()
+    assert distill(root, output) == 0
+    assert capsys.readouterr().out == f"finished before, with the same settings: {output}\n"
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+SAMPLED = ("--do-sample", "--temperature", "0.9", "--top-k", "50", "--seed", "5")
+
+
+@pytest.fixture(scope="module")
+def sampled(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The rows of a sampled run without interruption."""
+    output = tmp_path_factory.mktemp("sampled")
+    assert distill(root, output, *SAMPLED) == 0
+    return rows_of(output)
+
+
+def test_sampling_can_be_repeated(
+    root: Path, oracle: list[dict[str, Any]], sampled: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert sampled != oracle
+    assert [row["prompt_ids"] for row in sampled] == [row["prompt_ids"] for row in oracle]
+    assert distill(root, tmp_path / "again", *SAMPLED) == 0
+    assert rows_of(tmp_path / "again") == sampled
+    assert distill(root, tmp_path / "other", *SAMPLED[:-1], "6") == 0
+    assert rows_of(tmp_path / "other") != sampled
+
+
+def test_sampling_does_not_depend_on_time(
+    root: Path, sampled: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop may leave out drafts that do not pay, which would change who draws what."""
+    now, steps = 0.0, random.Random(0)
+
+    def perf_counter() -> float:
+        nonlocal now
+        now += steps.expovariate(1.0)
+        return now
+
+    monkeypatch.setattr(time, "perf_counter", perf_counter)
+    assert distill(root, tmp_path / "out", *SAMPLED) == 0
+    assert rows_of(tmp_path / "out") == sampled
+    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert made["strategy_kwargs"] == {"fallback": False}
+
+
+def test_sampling_does_not_depend_on_interruptions(
+    root: Path, sampled: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    add = work.AnswerFolder.add
+    for units in (1, 2):
+        made = 0
+
+        def then_die(*args: Any, units: int = units) -> None:
+            nonlocal made
+            add(*args)
+            made += 1
+            if made == units:
+                raise Killed
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(work.AnswerFolder, "add", then_die)
+            with pytest.raises(Killed):
+                distill(root, output, *SAMPLED)
+    assert len(list((output / "parts").glob("*.parquet"))) == 3
+    assert distill(root, output, *SAMPLED) == 0
+    assert rows_of(output) == sampled
+
+
+# ------------------------------------------------------------------------------ several processes
+
+
+def test_two_processes(root: Path, sampled: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Through ``accelerate launch``: the rows of one process."""
+    # On a CPU, accelerate starts one process only unless it is told that there are several.
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m"]
+    command = [sys.executable, "-m", *launch, "hf_spec.cli"]
+    done = subprocess.run(
+        [*command, *arguments(root, tmp_path / "out", *SAMPLED)], cwd=ROOT, text=True,
+        capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rows: ") == 1, "one process speaks for all"
+    assert rows_of(tmp_path / "out") == sampled
+    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert made["processes"] == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data", "provenance.json"]
+
+
+def test_each_process_makes_its_share(root: Path, tmp_path: Path) -> None:
+    """Of what is missing; the units of others are left to them."""
+    model = AutoModelForCausalLM.from_pretrained(root / "m").eval()
+    questions, files = work.read_questions([root / "a.jsonl"])
+    settings = work.Settings(model="m", prompts=files, max_new_tokens=2, batch_size=2)
+    folder = work.AnswerFolder(tmp_path)
+    contender = SimpleNamespace(kwargs={}, adapter=None, stock=True)
+    reported: list[tuple[int, int]] = []
+
+    def run(index: int) -> None:
+        state = SimpleNamespace(
+            process_index=index, num_processes=2, is_main_process=False,
+            wait_for_everyone=lambda: None,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="unfinished"):  # the main process is not there
+            work.distill(
+                model, make_tokenizer(), questions, folder, settings, contender, state,
+                lambda *counts: reported.append(counts),
+            )  # fmt: skip
+
+    folder.parts.mkdir()
+    assert folder.missing(7) == list(range(7))
+    run(1)
+    assert folder.missing(7) == [0, 2, 4, 6]
+    assert reported == [(0, 7), (2, 7), (4, 7), (6, 7)]
+    run(1)
+    assert folder.missing(7) == [0, 4]
+    run(0)
+    assert folder.missing(7) == [4]
+
+
+# --------------------------------------------------------------------------------- other settings
+
+
+@pytest.fixture(scope="module")
+def unfinished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after its first unit."""
+    output = tmp_path_factory.mktemp("unfinished")
+    add = work.AnswerFolder.add
+
+    def then_die(*args: Any) -> None:
+        add(*args)
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work.AnswerFolder, "add", then_die)
+        with pytest.raises(Killed):
+            distill(root, output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("finished")
+    assert distill(root, output) == 0
+    return output
+
+
+@pytest.mark.parametrize("state", ["unfinished", "finished"])
+@pytest.mark.parametrize(
+    ("more", "change"),
+    [
+        (["--max-new-tokens", "8"], "max_new_tokens was 12, now 8"),
+        (["--batch-size", "2"], "batch_size was 4, now 2"),
+        (["--limit", "5"], "limit was None, now 5"),
+        (["--dtype", "bfloat16"], "dtype was 'float32', now 'bfloat16'"),
+        (["--seed", "1", "--strategy", "none"], "strategy was 'prompt_lookup', now None"),
+        (["--seed", "1", "--strategy", "none"], "seed was 0, now 1"),
+        (["--strategy-kwargs", '{"max_ngram": 3}'], "strategy_kwargs was {}, now {'max_ngram': 3}"),
+        (["--do-sample"], "do_sample was False, now True"),
+        (["--do-sample", "--top-p", "0.5"], "top_p was None, now 0.5"),
+        (["--model", "/elsewhere"], "now '/elsewhere'"),
+        (["--prompts", "b.jsonl"], "prompts was a.jsonl (sha256 "),
+    ],
+)
+def test_other_settings_are_refused(
+    root: Path, request: pytest.FixtureRequest, state: str, more: list[str], change: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    output = request.getfixturevalue(state)
+    request.getfixturevalue("no_model")
+    monkeypatch.chdir(root)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    assert distill(root, output, *more) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf-spec: {str(output)!r} holds answers made with other settings (")
+    assert change in error and error.count("\n") == 1
+    assert error.endswith("repeat its settings, or give another --output\n")
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+def test_prompts_that_have_changed_are_refused(
+    root: Path, finished: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        shutil.copy(root / name, tmp_path)
+    same = ["--prompts", str(tmp_path / "a.jsonl"), "--prompts", str(tmp_path / "b.jsonl")]
+    assert distill(root, finished, *same) == 0  # another folder, the same prompts
+    (tmp_path / "b.jsonl").write_text((root / "b.jsonl").read_text() + "\n")
+    assert distill(root, finished, *same) == 2
+    assert "prompts was a.jsonl (sha256 " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda folder: make_model(seed=1).save_pretrained(folder),
+            "model_fingerprint was ",
+        ),
+        (
+            lambda folder: edit_json(folder / "generation_config.json", eos_token_id=7),
+            "generation_config was ",
+        ),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+            "tokenizer_sha256 was ",
+        ),
+    ],
+)
+def test_a_model_that_has_changed_is_refused(
+    root: Path, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], Any], message: str,
+) -> None:  # fmt: skip
+    """Under the same name; that shows only when it is loaded."""
+    model = tmp_path / "m"
+    shutil.copytree(root / "m", model)
+    output = tmp_path / "out"
+    shutil.copytree(unfinished, output)
+    edit_json(output / "parts" / "settings.json", model=str(model))
+    more = ("--model", str(model))
+    change(model)
+    assert distill(root, output, *more) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    shutil.rmtree(model)
+    shutil.copytree(root / "m", model)
+    assert distill(root, output, *more) == 0
+
+
+def test_a_second_run_is_kept_out(
+    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = work.AnswerFolder(tmp_path)
+    with folder.locked():
+        assert distill(root, tmp_path) == 2
+    assert "another hf-spec distill is writing to" in capsys.readouterr().err
+
+
+def test_data_of_others_are_not_overwritten(
+    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "data" / "train-00000-of-00001.parquet"
+    theirs.parent.mkdir()
+    theirs.write_text("theirs")
+    assert distill(root, tmp_path) == 2
+    assert "holds data that hf-spec distill did not make" in capsys.readouterr().err
+    assert theirs.read_text() == "theirs"
+
+
+def test_units_that_cannot_be_read(
+    root: Path, unfinished: Path, oracle: list[dict[str, Any]], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """After a power cut, say: the error names the file, and what to do helps."""
+    output = tmp_path / "out"
+    shutil.copytree(unfinished, output)
+    part = output / "parts" / "unit-00000000.parquet"
+    good = part.read_bytes()
+    part.write_bytes(good[:-20])
+    assert distill(root, output) == 2
+    error = capsys.readouterr().err
+    assert f"cannot read {str(part)!r}" in error and "delete it and repeat" in error
+    part.unlink()
+    assert distill(root, output) == 0
+    assert rows_of(output) == oracle
+
+
+def test_units_that_hold_a_prompt_twice(root: Path, unfinished: Path, tmp_path: Path) -> None:
+    folder = work.AnswerFolder(tmp_path)
+    shutil.copytree(unfinished / "parts", folder.parts)
+    for number in range(5):
+        target = folder.parts / f"unit-{number:08d}.parquet"
+        if number:
+            shutil.copy(folder.parts / "unit-00000000.parquet", target)
+    with pytest.raises(ValueError, match="do not hold each prompt once"):
+        folder.finish(5, 19, {})
+    assert not (tmp_path / "provenance.json").exists() and not (tmp_path / "data").exists()
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["distill", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Examples:" in out and "hf-spec distill" in out and "accelerate launch" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--strategy", "fastest"], "unknown strategy 'fastest'; choose from none, "),
+        (["--strategy", "transformers:prompt_lookup"], "unknown strategy 'transformers:"),
+        (["--strategy-kwargs", "{"], "not JSON"),
+        (["--strategy-kwargs", "[1]"], "must be a JSON object"),
+        (["--strategy-kwargs", '{"colour": 1}'], "has no option 'colour'"),
+        (["--strategy-kwargs", '{"max_ngram": 0}'], "max_ngram"),
+        (["--strategy-kwargs", '{"acceptance": "typical"}'], "changes the answers"),
+        (["--strategy", "none", "--strategy-kwargs", "{}"], "--strategy-kwargs needs a strategy"),
+        (["--strategy", "none", "--adapter", "/a"], "cannot read adapter '/a'"),
+        (["--dtype", "int3"], "--dtype 'int3': choose from auto, bfloat16"),
+        (["--temperature", "0.7"], "--temperature needs --do-sample"),
+        (["--top-k", "7"], "--top-k needs --do-sample"),
+        (["--do-sample", "--temperature", "0"], "--temperature=0.0: must be a number in (0.0"),
+        (["--do-sample", "--top-k", "0"], "--top-k=0: must be a whole number of at least 1"),
+        (["--do-sample", "--top-p", "1.5"], "--top-p=1.5: must be a number in (0.0, 1.0]"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--limit", "0"], "--limit"),
+        (["--prompts", "/nowhere.jsonl"], "cannot read prompt file '/nowhere.jsonl'"),
+        (["--output", "/dev/null"], "cannot write to --output"),
+        (["--frobnicate"], "No such option: --frobnicate"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str],
+    more: list[str], message: str,
+) -> None:  # fmt: skip
+    assert distill(root, tmp_path / "out", *more) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("hf-spec: ") and error.count("\n") == 1
+
+
+def test_adapters_that_do_not_fit(
+    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf_spec.SpecConfig(assistant_strategy="layer_skip").save_pretrained(tmp_path / "skip")
+    adapter = ("--adapter", str(tmp_path / "skip"))
+    assert distill(root, tmp_path / "out", *adapter, "--strategy", "prompt_lookup") == 2
+    assert "is for strategy 'layer_skip'" in capsys.readouterr().err
+    assert distill(root, tmp_path / "out", *adapter, "--strategy", "none") == 2
+    assert "--adapter needs a strategy" in capsys.readouterr().err
+
+
+def test_a_strategy_that_needs_an_adapter(
+    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    import dataclasses
+
+    from hf_spec.methods import base
+
+    found = base.methods()
+    needy = dataclasses.replace(found["layer_skip"], needs_adapter=True)
+    monkeypatch.setattr(base, "methods", lambda: {**found, "layer_skip": needy})
+    assert distill(root, tmp_path, "--strategy", "layer_skip") == 2
+    assert (
+        "strategy 'layer_skip' needs a trained adapter: give --adapter" in capsys.readouterr().err
+    )
+
+
+def test_prompts_given_twice(
+    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = ("--prompts", str(root / "a.jsonl"), "--prompts", str(root / "a.jsonl"))
+    assert distill(root, tmp_path, *twice) == 2
+    assert "a.jsonl' are given twice" in capsys.readouterr().err
+
+
+def test_no_model_there(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert distill(root, tmp_path / "out", "--model", "/nowhere") == 2
+    assert capsys.readouterr().err == (
+        "hf-spec: cannot load model '/nowhere': there is no such folder\n"
+    )
+    assert distill(root, tmp_path / "out", "--device", "warp") == 2
+    assert "cannot load model" in capsys.readouterr().err
+    # What failed before its first unit leaves nothing to be continued.
+    assert distill(root, tmp_path / "out", "--limit", "1") == 0
+
+
+def test_no_room_for_a_prompt(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert distill(root, tmp_path, "--max-new-tokens", str(CONTEXT)) == 2
+    error = capsys.readouterr().err
+    assert f"--max-new-tokens {CONTEXT} leaves no room for a prompt" in error
+    assert error.count("\n") == 1
+
+
+def test_missing_packages(
+    root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert distill(root, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "(accelerate, datasets)" in error and "pip install 'hf_spec[train]'" in error
