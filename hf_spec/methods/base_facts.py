@@ -18,13 +18,15 @@ FACTS = ("model_type", "hidden_size", "num_hidden_layers", "num_key_value_heads"
 
 def facts_of(model: Any) -> dict[str, Any]:
     """`FACTS` of a causal language model, without those that its config does not tell."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return {}
     config = config.get_text_config()
     found = {name: getattr(config, name, None) for name in FACTS}
-    if found["num_key_value_heads"] is None:  # no grouped queries: as many as there are heads
-        found["num_key_value_heads"] = getattr(config, "num_attention_heads", None)
+    # Falcon has a name of its own; without grouped queries there are as many as heads.
+    for other in ("num_kv_heads", "num_attention_heads"):
+        if found["num_key_value_heads"] is None:
+            found["num_key_value_heads"] = getattr(config, other, None)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -42,10 +44,11 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
     found = facts_of(model)
     for name, value in made_for.items():
         if name in found and found[name] != value:
+            where = f" ({base})" if base else ""
             raise ValueError(
-                f"this {adapter} adapter was made for a model with {name}={value!r}"
-                f"{f' ({base})' if base else ''}, {type(model).__name__} has {name}={found[name]!r}. "
-                f"Load it onto {base or 'the model it was made for'}, or make one for this model."
+                f"this {adapter} adapter was made for a model with {name}={value!r}{where}, "
+                f"{type(model).__name__} has {name}={found[name]!r}. Load it onto "
+                f"{base or 'the model it was made for'}, or make one for this model."
             )
 
 
@@ -53,7 +56,8 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
 def warn_of_other_weights(adapter: str, base: str | None, made_for: str, found: str) -> None:
     """Log that a base of the right shape has other weights."""
     logger.warning(
-        "this %s adapter was trained on other weights than this model's (%s: fingerprint %s, here "
-        "%s): candidates may be accepted less often; outputs stay exact.",
+        "this %s adapter was trained on other weights than this model has (%s: fingerprint %s, "
+        "here %s; quantised and float16 weights count as others): candidates may be accepted less "
+        "often; outputs stay exact.",
         adapter, base or "its base model", made_for, found,
     )  # fmt: skip

@@ -15,28 +15,50 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.methods.base import methods
+from hf_spec.methods.base import get_method, methods
 
 GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
 
 
-def shim_text(strategy: str, options: dict[str, Any]) -> str:
+def shim_text(strategy: str, options: dict[str, Any], repository: str | None = None) -> str:
     """`custom_generate/generate.py` for a strategy with these options.
 
     They are written into it, since Transformers runs a copy of it elsewhere.
+
+    Args:
+        strategy: name of the strategy.
+        options: its options.
+        repository: where the adapter is found on the Hub, if it is there.
     """
     text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
-    for name, value in (("STRATEGY", strategy), ("OPTIONS", options)):
-        found = re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
+    constants = {
+        "STRATEGY": strategy,
+        "OPTIONS": options,
+        "PEFT_TYPE": getattr(get_method(strategy).adapter_config, "type_name", None),
+        "REPOSITORY": repository,
+    }
+    for name, value in constants.items():
+        found = _constant(text, name)
         if found is None:
             raise RuntimeError(f"hub_cards/{SHIM} has no line for {name}")
         text = text[: found.start(1)] + repr(value) + text[found.end(1) :]
     return text
 
 
-def write_companions(
-    folder: str | os.PathLike[str], config_class: type, shim: bool = True
-) -> None:
+def says_the_same(shim: str, strategy: str, options: dict[str, Any]) -> bool:
+    """Whether a shim's text is what `shim_text` gives, for whatever repository."""
+    found = _constant(shim, "REPOSITORY")
+    repository = found and re.fullmatch(r"'([\w./-]+)'", found[1])
+    expected = shim_text(strategy, options, repository[1] if repository else None)
+    return shim.rstrip() == expected.rstrip()
+
+
+def _constant(text: str, name: str) -> re.Match[str] | None:
+    """The line of a shim that sets a constant; its group is the value."""
+    return re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
+
+
+def write_companions(folder: str | os.PathLike[str], config_class: type, shim: bool = True) -> None:
     """Write the companions of an adapter, with its strategy's default options.
 
     Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that

@@ -141,11 +141,6 @@ class SpecPeftConfig(PeftConfig):
         """Whether training changes the base model's own weights, which are then saved, too."""
         return False
 
-    @property
-    def changes_base(self) -> bool:
-        """Whether the model computes something else while the adapter is active, as with LoRA."""
-        return False
-
     def training_defaults(self) -> dict[str, Any]:
         """Fields of `TrainingArguments` that differ from the defaults of the adapter's method.
 

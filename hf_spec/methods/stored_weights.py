@@ -68,18 +68,18 @@ class StoredWeights:
             return None
         try:
             with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                return {
+                    name.removeprefix(PEFT_PREFIX): TensorFacts(
+                        tuple(part.get_shape()), _dtype_name(part.get_dtype())
+                    )
+                    for name, part in slices.items()
+                }
         except SafetensorError as error:
             raise ValueError(
                 f"{WEIGHTS} of {self.place!r} is no safetensors file, or was cut off ({error}): "
                 "copy or download it again, or save the adapter again."
             ) from error
-        return {
-            name.removeprefix(PEFT_PREFIX): TensorFacts(
-                tuple(part.get_shape()), _dtype_name(part.get_dtype())
-            )
-            for name, part in slices.items()
-        }
 
     def has_pickle(self) -> bool:
         """Whether weights lie there as a pickle."""
@@ -143,14 +143,12 @@ def check_fit(
     if found:
         raise ValueError(
             f"these weights do not fit the config of this {adapter} adapter: {'; '.join(found)}. "
-            f"adapter_config.json and {WEIGHTS} must be of the same adapter: save, copy or download "
-            "both again."
+            f"adapter_config.json and {WEIGHTS} must be of the same adapter: save, copy or "
+            "download both again."
         )
 
 
-def complaints(
-    stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]
-) -> list[str]:
+def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]) -> list[str]:
     """What keeps stored tensors from being loaded as the expected ones; empty if nothing does.
 
     Names and shapes must be the same. A floating-point tensor may be of any such type, since

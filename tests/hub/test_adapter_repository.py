@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from safetensors.torch import load_file
 from tiny_checkpoint import save_checkpoint
 from transformers import AutoModelForCausalLM, GenerationMixin
@@ -24,6 +25,7 @@ from hf_spec.hub import folder as folder_module
 from hf_spec.hub.card import render_card, write_card
 from hf_spec.hub.folder import check_complete, save_spec_config, save_weightless
 from hf_spec.hub.push import push
+from hf_spec.methods import companions
 
 OPTIONS = {"draft_exit": "fixed", "max_draft": 3}
 
@@ -88,6 +90,43 @@ def test_saving_leaves_the_model_as_it_was(checkpoint: Path, tmp_path: Path) -> 
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
     assert len(load_file(tmp_path / "skip" / "adapter_model.safetensors")) == 1
+
+
+def test_peft_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> None:
+    """A folder that PEFT wrote is complete; options that were tuned since stay."""
+    model = get_peft_model(load(checkpoint), hf_spec.LayerSkipConfig(skip_attention=[1]))
+    model.save_pretrained(tmp_path)
+    check_complete(tmp_path)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path)
+    assert (config.assistant_strategy, config.assistant_kwargs) == ("layer_skip", {})
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    save_spec_config(tmp_path / "ours", "layer_skip", {})
+    assert written == json.loads((tmp_path / "ours" / "generation_config.json").read_text())
+
+    save_spec_config(tmp_path, "layer_skip", OPTIONS)
+    model.save_pretrained(tmp_path)
+    check_complete(tmp_path)
+    assert hf_spec.SpecConfig.from_pretrained(tmp_path).assistant_kwargs == OPTIONS
+
+
+def test_transformers_saves_what_decoding_needs(checkpoint: Path, tmp_path: Path) -> None:
+    """It writes the base's generation config first, which is kept and completed."""
+    model = load(checkpoint)
+    model.add_adapter(hf_spec.LayerSkipConfig(skip_attention=[1]))
+    model.save_pretrained(tmp_path)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path)
+    assert config.assistant_strategy == "layer_skip" and config.pad_token_id == 0
+    assert shim(tmp_path / "custom_generate" / "generate.py")["STRATEGY"] == "layer_skip"
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_a_named_adapter_has_no_shim(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """It would lie where nothing looks, and push_to_hub fails on folders in folders."""
+    folder = tmp_path / name  # of the same name as the adapter
+    model = get_peft_model(load(checkpoint), hf_spec.LayerSkipConfig(), name)
+    model.save_pretrained(folder if name == "default" else tmp_path)
+    assert (folder / "generation_config.json").is_file()
+    assert (folder / "custom_generate").is_dir() == (name == "default")
 
 
 def test_nothing_half_written_stays(tmp_path: Path) -> None:
@@ -283,7 +322,7 @@ def test_a_model_whose_generate_is_the_shim(adapter: Path, checkpoint: Path) -> 
 
 
 def shim(path: Path) -> dict[str, Any]:
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), scope)
     return scope
 
@@ -291,7 +330,47 @@ def shim(path: Path) -> dict[str, Any]:
 def test_the_shim_says_what_the_config_says(adapter: Path) -> None:
     scope = shim(adapter / "custom_generate" / "generate.py")
     assert (scope["STRATEGY"], scope["OPTIONS"]) == ("layer_skip", OPTIONS)
+    assert (scope["PEFT_TYPE"], scope["REPOSITORY"]) == ("LAYER_SKIP", None)
     ast.parse((adapter / "custom_generate" / "generate.py").read_text())
+
+
+def test_a_pushed_shim_names_its_repository(adapter: Path) -> None:
+    folder_module.write_shim(adapter, "org/a-b.c_d")
+    scope = shim(adapter / "custom_generate" / "generate.py")
+    assert (scope["OPTIONS"], scope["REPOSITORY"]) == (OPTIONS, "org/a-b.c_d")
+    check_complete(adapter)  # as it comes back from the Hub
+    text = (adapter / "custom_generate" / "generate.py").read_text()
+    (adapter / "custom_generate" / "generate.py").write_text(
+        text.replace("'org/a-b", "evil('org/a-b")
+    )
+    with pytest.raises(ValueError, match="does not say what generation_config.json says"):
+        check_complete(adapter)
+
+
+@pytest.mark.parametrize("loaded", [{}, {"default": "LORA"}, {"default": "LAYER_SKIP"}])
+@pytest.mark.parametrize("commit", ["0123456789" * 4, "custom"])
+def test_the_shim_loads_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: dict[str, str], commit: str
+) -> None:
+    """Once, under a name that is free, at the commit that it came with itself."""
+    monkeypatch.setattr(GenerationMixin, "generate", lambda model, **kwargs: kwargs)
+    calls: list[Any] = []
+    model = SimpleNamespace(load_adapter=lambda *args, **kwargs: calls.append((args, kwargs)))
+    if loaded:
+        model.peft_config = {k: SimpleNamespace(peft_type=v) for k, v in loaded.items()}
+    path = tmp_path / commit / "custom_generate" / "generate.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(companions.shim_text("layer_skip", OPTIONS, "org/skip"))
+    scope = shim(path)
+    scope["generate"](model, assistant_strategy="prompt_lookup")
+    assert calls == []  # a call that names a strategy itself is left alone
+    assert scope["generate"](model)["assistant_strategy"] == "layer_skip"
+    if "LAYER_SKIP" in loaded.values():
+        assert calls == []
+        return
+    name = "custom_generate" if loaded else "default"
+    pinned = {"revision": commit} if commit != "custom" else {}
+    assert calls == [(("org/skip",), {"adapter_name": name, "adapter_kwargs": pinned})]
 
 
 def test_the_shim_without_hf_spec(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,22 +394,24 @@ def test_the_bare_shim_names_no_strategy(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """The calls that reach the Hub; an upload with the texts of its files."""
+    """The calls that reach the Hub; a commit with the contents of its files."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def record(name: str) -> Any:
         def call(self: Any, repo_id: str, **kwargs: Any) -> Any:
-            folder = kwargs.pop("folder_path", None)
-            if folder is not None:
-                paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-                kwargs["files"] = {str(p.relative_to(folder)): p.read_bytes() for p in paths}
+            operations = kwargs.pop("operations", None)
+            if operations is not None:
+                kwargs["files"] = {
+                    one.path_in_repo: Path(one.path_or_fileobj).read_bytes() for one in operations
+                }
             calls.append((name, {"repo_id": repo_id, **kwargs}))
             return SimpleNamespace(commit_url="https://hub/commit/1")
 
         return call
 
-    for name in ("create_repo", "create_branch", "upload_folder"):
+    for name in ("create_repo", "create_branch", "create_commit"):
         monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", record(name))
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: [])
     return calls
 
 
@@ -342,7 +423,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     more = ["--private", "--revision", "v2", "--base-model", "org/base"]
     assert cli.main(["push", str(adapter), "org/skip", *more]) == 0
     assert capsys.readouterr().out == "uploaded: https://hub/commit/1\n"
-    assert [name for name, _ in hub] == ["create_repo", "create_branch", "upload_folder"]
+    assert [name for name, _ in hub] == ["create_repo", "create_branch", "create_commit"]
     assert hub[0][1] == {"repo_id": "org/skip", "private": True, "exist_ok": True}
     assert hub[1][1] == {"repo_id": "org/skip", "branch": "v2", "exist_ok": True}
     assert hub[2][1]["revision"] == "v2"
@@ -361,7 +442,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
 def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:
     (adapter / "README.md").write_text("# Mine\n")
     push(adapter, "org/skip", base_model="org/base")
-    assert [name for name, _ in hub] == ["create_repo", "upload_folder"]
+    assert [name for name, _ in hub] == ["create_repo", "create_commit"]
     assert hub[1][1]["files"]["README.md"] == b"# Mine\n"
 
 
@@ -391,7 +472,7 @@ def test_push_refused(
         response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
         raise HfHubHTTPError("x", response=response, server_message="out of order\nand more")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", refuse)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", refuse)
     assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 2
     error = capsys.readouterr().err
     assert message in error and "cannot upload to 'org/skip'" in error and error.count("\n") == 1

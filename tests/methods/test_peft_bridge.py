@@ -404,7 +404,7 @@ def doors(base_path, folder, config):
         (LayerSkipConfig(skip_attention=[7]), r"skip_attention must .* got 7"),
         (
             LayerSkipConfig(num_layers=6),
-            r"a model with num_hidden_layers=6.*, LlamaForCausalLM has num_hidden_layers=4\. Load it",
+            r"made for a model with num_hidden_layers=6.* has num_hidden_layers=4\. Load it",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -38,7 +38,7 @@ class LayerSkipConfig(SpecPeftConfig):
         super().__post_init__()
         if num_layers is not None:
             self.base_facts = {"num_hidden_layers": num_layers, **(self.base_facts or {})}
-        layers = (self.base_facts or {}).get("num_hidden_layers")
+        layers: Any = (self.base_facts or {}).get("num_hidden_layers")
         if layers is not None and (type(layers) is not int or layers < 1):
             raise ValueError(
                 f"the base model's number of layers must be a positive integer, got {layers!r}. "
@@ -46,17 +46,16 @@ class LayerSkipConfig(SpecPeftConfig):
             )
         if num_layers not in (None, layers):
             raise ValueError(
-                f"num_layers={num_layers!r} contradicts num_hidden_layers={layers!r} of base_facts. "
-                "Leave num_layers out."
+                f"num_layers={num_layers!r} contradicts num_hidden_layers={layers!r} of "
+                "base_facts. Leave num_layers out."
             )
         self.skip_attention = _indices("skip_attention", self.skip_attention)
         self.skip_mlp = _indices("skip_mlp", self.skip_mlp)
-        for name in ("skip_attention", "skip_mlp"):
-            beyond = [index for index in getattr(self, name) if layers and index >= layers]
-            if beyond:
+        for name, indices in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
+            if layers is not None and max(indices, default=0) >= layers:
                 raise ValueError(
-                    f"{name} names layer {beyond[0]}, but the base model has {layers} layers, 0 to "
-                    f"{layers - 1}, by base_facts. Correct one of them."
+                    f"{name} names layer {max(indices)}, but the base model has {layers} layers, "
+                    f"0 to {layers - 1}, by base_facts. Correct one of them."
                 )
 
     def check_base(self, model: nn.Module) -> None:
