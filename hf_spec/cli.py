@@ -11,6 +11,8 @@ import typer
 from hf_spec.bench.command import BAD_INPUT, INTERRUPTED, bench
 from hf_spec.demo.command import demo
 from hf_spec.hub.command import card, push
+from hf_spec.training.command import distill
+from hf_spec.training.train_command import train
 from hf_spec.tuning.command import plot, search
 
 #: Set to anything to see the whole traceback of an error.
@@ -26,6 +28,9 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(distill)
+# What it does not know are fields of the method's config.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(search)
 app.add_typer(plot, name="plot")
 app.command()(card)

@@ -13,6 +13,11 @@ from hf_spec.bench.command import DTYPES, INTERRUPTED, check_writable, load_mode
 #: The name for plain ``generate``.
 NO_STRATEGY = "none"
 DEFAULT_STRATEGY = "prompt_lookup"
+#: Options that hold here unless --strategy-kwargs say otherwise, for all strategies: falling back
+#: to plain steps depends on time, and with it which row draws which number and how ties fall ...
+OPTIONS = {"fallback": False}
+#: ... and for the default one: in a batch a few candidates per row fill a step.
+DEFAULT_OPTIONS = {"max_nodes": 4}
 
 
 def distill(
@@ -91,7 +96,7 @@ def distill(
         check_count("--top-k", top_k)
     if top_p is not None:
         check_range("--top-p", top_p, 0.0, 1.0, open_low=True)
-    contender, adapters = _contender(strategy, strategy_kwargs, adapter, do_sample)
+    contender, adapters = _contender(strategy, strategy_kwargs, adapter)
     missing = [name for name in ("accelerate", "datasets") if not importlib.util.find_spec(name)]
     if missing:
         raise ImportError(
@@ -138,9 +143,7 @@ def distill(
         _print(made, output)
 
 
-def _contender(
-    strategy: str | None, options: str | None, adapter: str | None, do_sample: bool
-) -> tuple[Any, Any]:
+def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
     """How to generate, and the adapters to load.
 
     Raises:
@@ -166,9 +169,8 @@ def _contender(
     if get_method(name).needs_adapter and not adapters:
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
     given = lineup.parse_kwargs([] if options is None else [f"{name}={options}"], [name])
-    if do_sample:
-        # Falling back to plain steps depends on time, and with it which row draws which number.
-        given[name] = {"fallback": False, **given.get(name, {})}
+    own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
+    given[name] = {**OPTIONS, **own, **given.get(name, {})}
     (contender,) = lineup.contenders([name], given, adapters)
     if contender.lossy:
         raise ValueError(

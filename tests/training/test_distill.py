@@ -129,14 +129,18 @@ def oracle(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("more", "name", "options"),
     [
-        ([], "prompt_lookup", {}),
-        (["--batch-size", "1"], "prompt_lookup", {}),
+        ([], "prompt_lookup", {"fallback": False, "max_nodes": 4}),
+        (
+            ["--batch-size", "1", "--strategy-kwargs", '{"fallback": true, "max_nodes": 9}'],
+            "prompt_lookup",
+            {"fallback": True, "max_nodes": 9},
+        ),
         (["--strategy", "none"], None, {}),
         (["--strategy", "none", "--batch-size", "7"], None, {}),
         (
             ["--strategy", "layer_skip", "--strategy-kwargs", '{"skip_attention": [1]}'],
             "layer_skip",
-            {"skip_attention": [1]},
+            {"fallback": False, "skip_attention": [1]},
         ),
     ],
 )
@@ -294,7 +298,8 @@ def test_with_an_adapter(root: Path, oracle: list[dict[str, Any]], tmp_path: Pat
     assert rows_of(tmp_path / "out") == oracle
     made = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert made["strategy"] == "layer_skip" and made["adapter"] == str(tmp_path / "skip")
-    assert made["strategy_kwargs"] == options and made["measured"]["tau"] > 1.0
+    assert made["strategy_kwargs"] == {**options, "fallback": False}
+    assert made["measured"]["tau"] > 1.0
     assert made["model_fingerprint"] == fingerprint(model)
 
 
@@ -466,8 +471,6 @@ def test_sampling_does_not_depend_on_time(
     monkeypatch.setattr(time, "perf_counter", perf_counter)
     assert distill(root, tmp_path / "out", *SAMPLED) == 0
     assert rows_of(tmp_path / "out") == sampled
-    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
-    assert made["strategy_kwargs"] == {"fallback": False}
 
 
 def test_sampling_does_not_depend_on_interruptions(
@@ -582,7 +585,7 @@ def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--dtype", "bfloat16"], "dtype was 'float32', now 'bfloat16'"),
         (["--seed", "1", "--strategy", "none"], "strategy was 'prompt_lookup', now None"),
         (["--seed", "1", "--strategy", "none"], "seed was 0, now 1"),
-        (["--strategy-kwargs", '{"max_ngram": 3}'], "strategy_kwargs was {}, now {'max_ngram': 3}"),
+        (["--strategy-kwargs", '{"max_nodes": 5}'], "'max_nodes': 5}"),
         (["--do-sample"], "do_sample was False, now True"),
         (["--do-sample", "--top-p", "0.5"], "top_p was None, now 0.5"),
         (["--model", "/elsewhere"], "now '/elsewhere'"),
