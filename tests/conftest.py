@@ -6,13 +6,15 @@ and then repeat themselves; drafts are rejected and accepted alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_spec.decoding import loop
 
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
@@ -98,6 +100,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Architectures that Transformers has no sdpa for.
 EAGER_ONLY = frozenset({"bloom", "gemma2", "gpt_neo", "gptj", "mpt"})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_step_drafts() -> Iterator[None]:
+    """Switches the controller off unless a call says ``fallback=True``.
+
+    On models of this size step times are noise, so that which steps draft would differ from run to
+    run, and many tests count steps and candidates.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "switched_on", lambda options, do_sample: options.fallback is True)
+        yield
 
 
 @cache

@@ -16,7 +16,10 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.bench import runner
 
-COMMANDS = ["demo", "bench", "strategies", "serve", "search", "plot search", "card", "push"]
+COMMANDS = [
+    "demo", "bench", "strategies", "serve", "distill", "train", "search", "plot search", "card",
+    "push",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

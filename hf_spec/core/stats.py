@@ -21,12 +21,13 @@ class SpecStats:
         num_generated_tokens: emitted tokens over all rows.
         num_drafted_tokens: candidates proposed over all rows.
         num_draft_forwards: extra forward passes made while drafting.
+        num_fallback_steps: plain steps taken because speculation did not pay, or to time one.
         accepted_histogram: ``{k: n}``: n row-steps emitted k tokens.
         offered: candidates' depth i (from 1): row-steps whose draft reached it.
         accepted: row-steps that accepted a candidate at depth i.
         draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
             in the full model, in choosing what to accept, and in all the rest.
-        details: what a drafter reports of itself.
+        details: what a drafter and the controller report of themselves.
     """
 
     num_steps: int = 0
@@ -34,6 +35,7 @@ class SpecStats:
     num_generated_tokens: int = 0
     num_drafted_tokens: int = 0
     num_draft_forwards: int = 0
+    num_fallback_steps: int = 0
     accepted_histogram: dict[int, int] = field(default_factory=dict)
     offered: dict[int, int] = field(default_factory=dict)
     accepted: dict[int, int] = field(default_factory=dict)

@@ -59,7 +59,6 @@ class Emission:
                 for row, mask in zip(rows, real.tolist())
             ]
         self.tokens: list[list[int]] = rows
-        self.prompt_lengths = [len(row) for row in rows]
         self.streamer = streamer
         self._streamed = self.width
         self._pad = pad_token_id or 0

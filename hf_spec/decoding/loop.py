@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.choose import Choice, Chooser
+from hf_spec.decoding.controller import controller_for, switched_on
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.methods.base import DecodingState, Draft, get_method
+from hf_spec.methods.base import DecodingState, Draft, Method, get_method
 from hf_spec.methods.forward import TreeOutput
+from hf_spec.methods.peft_bridge import find_active
 from hf_spec.methods.retrieval import WithRetrieval
 
 
@@ -71,7 +73,7 @@ def decode(
         forward, cache = prefilled.forward, prefilled.forward.cache
         prompt = cache.host_lengths
         state = DecodingState(
-            model, forward, cache, emission.tokens, emission.prompt_lengths, root=cache.lengths,
+            model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
         )  # fmt: skip
@@ -84,6 +86,11 @@ def decode(
         _emit(choice, draft, emission, state)
         if any(state.active):
             drafter.start(state)
+        controller = controller_for(
+            model, (method.name, repr(options), _adapter(method, model)),
+            (len(prompt), max(prompt).bit_length(), str(model.device)),
+            stats, switched_on(options, state.do_sample),
+        )  # fmt: skip
 
         while model._has_unfinished_sequences(not any(state.active), synced_gpus, model.device):
             if not any(state.active):
@@ -91,8 +98,11 @@ def decode(
                 forward(state.root[:, None], root_only)
                 cache.rollback()
                 continue
+            drafts = controller.speculate()
             with watch.phase("draft"):
-                draft = _within_budget(drafter.propose(state), state)
+                draft = Draft(root_only, state.root[:, None])
+                if drafts:
+                    draft = _within_budget(drafter.propose(state), state)
             with watch.phase("forward"):
                 output = forward(draft.tokens, draft.tree, probes=draft.probes)
             with watch.phase("verify"):
@@ -101,6 +111,7 @@ def decode(
             cache.commit(counts, _moved(choice, counts))
             state.probe_hidden = _answered(choice, counts, draft, output)
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
+            controller.observe(draft.num_rows, counts)
 
     sequences = emission.finish()
     emitted = [length - emission.width for length in emission.lengths]
@@ -108,7 +119,7 @@ def decode(
     if all(len(row) > length for row, length in zip(emission.tokens, cache.host_lengths)):
         cache.tokens = [row[:n] for row, n in zip(emission.tokens, cache.host_lengths)]
     past = prefilled.hand_back(emitted)
-    stats.details = drafter.details()
+    stats.details = {**drafter.details(), **controller.details()}
     watch.stop()
     remember_stats(model, stats)
     if not config.return_dict_in_generate:
@@ -117,6 +128,16 @@ def decode(
         sequences=sequences, scores=emission.columns(emission.scores),
         logits=emission.columns(emission.logits), past_key_values=past, spec_stats=stats,
     )  # fmt: skip
+
+
+def _adapter(method: Method, model: Any) -> str | None:
+    """Name of the method's active adapter: how drafts fare depends on it."""
+    if method.adapter_config is None:
+        return None
+    found = None
+    with suppress(ValueError):  # several; the drafter said so if that leaves it without one
+        found = find_active(model, method.adapter_config.type_name)
+    return None if found is None else found.name
 
 
 def _within_budget(draft: Draft, state: DecodingState) -> Draft:

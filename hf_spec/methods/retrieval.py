@@ -263,6 +263,9 @@ class WithRetrieval(Drafter):
         return Draft(stacked, padded, distributions, probes)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        if draft.tree.num_nodes == 1:  # also where nothing was proposed
+            self.inner.observe(state, draft, nodes)
+            return
         # The inner nodes keep their places, so an accepted path is theirs as far as it is in them.
         inner = [
             [node for node in path if node <= count]

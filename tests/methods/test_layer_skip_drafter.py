@@ -177,7 +177,7 @@ class Setting:
         zero = torch.zeros(len(rows), dtype=torch.long)
         forward = TreeForward(model, cache, attention, zero + 1000, zero)
         self.state = DecodingState(
-            model, forward, cache, rows, [len(row) - 1 for row in rows],
+            model, forward, cache, rows,
             root=torch.tensor([row[-1] for row in rows]), active=[True] * len(rows),
             remaining=[50] * len(rows), do_sample=False,
             process=lambda logits, suffixes, active: logits.float(),

@@ -342,7 +342,7 @@ def test_get_candidates_without_a_match_returns_the_ids() -> None:
         ({"acceptance": "greedy"}, "acceptance='greedy': choose one of auto, match"),
         ({"min_probability": 1.5}, r"min_probability=1.5: must be a number in \[0.0, 1.0\]"),
         ({"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
-        ({"ngram": 2}, "'prompt_lookup' has no option 'ngram'; its options are acceptance, max_d"),
+        ({"ngram": 2}, "'prompt_lookup' has no option 'ngram'; its options are acceptance, fallb"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,250 @@
+"""Never much slower than plain decoding: drafts only while drafting pays.
+
+Before each step the loop asks :meth:`Controller.speculate`, after it it reports what the step
+emitted. The controller keeps an account in units of one plain step: a speculative step earns the
+tokens it emitted and pays what it cost. While the account is empty the loop takes plain steps,
+which refill it slowly, until there is enough in it for another try. Knows step times and counts;
+knows nothing of models, trees or tokens. docs/controller.md has the simulations behind the numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_spec.core.stats import SpecStats
+from hf_spec.methods.base import StrategyOptions
+
+#: What a strategy may lose, in plain steps, before it has shown anything: 1.2 % of 128 tokens. At
+#: tau 1.8 and a step cost of 1.2, bad luck uses it up in one first call of twelve.
+START = 1.5
+#: Most that the account holds. What pays outlasts its bad stretches with it (one later call of 45
+#: pauses, in the same setting); more would delay the answer when acceptance ends in mid-output.
+FULL = 4.0
+#: Most that it can be in debt: what takes longer is something being compiled rather than a step.
+DEBT = 8.0
+#: What the account must hold for another try after a setback, ...
+RETRY = 1.0
+#: ... and for one at the start of a new call, whose text may be of another kind.
+FRESH = 0.25
+#: What a plain step of a pause puts into the account, halved at every setback but the first, down
+#: to a limit: pauses of about 20, 40, 80 and then 160 steps. Losses can thus come to 1 / 128 of
+#: plain time in the long run, and a strategy that starts to pay is found within 160 tokens.
+ALLOWANCE, HALVINGS = 1 / 16, 3
+#: Steps of a kind whose times are kept. The median is taken of them, since a busy machine delays
+#: single steps; it is trusted from the second on, since a first step warms something up.
+KEPT, TRUSTED = 5, 2
+#: Speculative steps between two looks at a plain step's cost, doubling from the first to the last:
+#: the first look may have met a cold machine, and what is busy now may be idle later.
+LOOKS = (32, 128)
+#: Tokens per step above which the first look can wait, too: speculation then pays wherever a
+#: step costs less than three plain ones.
+CLEAR = 3.0
+#: Weight of the newest step in the averages that are reported.
+WEIGHT = 1 / 16
+
+#: Kind of a step: rows of its forward in powers of two, and forwards made while drafting.
+Kind = tuple[int, int]
+PLAIN: Kind = (1, 0)
+#: Stands for drafting that found nothing, which a plain step follows.
+NOTHING: Kind = (0, 0)
+
+
+def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
+    """What the option ``fallback`` means for a call.
+
+    ``auto`` stays off where what is emitted depends on which steps draft, since the controller's
+    decisions depend on time: under rejection of sampled drafts a seeded call would draw other
+    random numbers, and typical acceptance is lossy where it drafts only.
+    """
+    if options.fallback != "auto":
+        return bool(options.fallback)
+    rejects = do_sample and options.samples_drafts and options.acceptance != "match"
+    return not rejects and options.acceptance != "typical"
+
+
+@dataclass
+class Costs:
+    """Seconds of steps on one device, batch size and context length.
+
+    Attributes:
+        age: speculative steps since a plain step was timed.
+        look: the age at which the next is due.
+    """
+
+    age: int = 0
+    look: int = LOOKS[0]
+    _seconds: dict[Kind, deque[float]] = field(default_factory=dict)
+
+    def add(self, kind: Kind, seconds: float) -> None:
+        self._seconds.setdefault(kind, deque(maxlen=KEPT)).append(seconds)
+
+    def time_plain(self, seconds: float) -> None:
+        """A plain step, whether it was taken for its own sake or because no draft was found."""
+        self.add(PLAIN, seconds)
+        if self.of(PLAIN) is not None:
+            if self.age >= self.look:
+                self.look = min(2 * self.look, LOOKS[1])
+            self.age = 0
+
+    def doubt(self) -> None:
+        """After a pause the machine may be another: of each kind keep the newest step only.
+
+        The next one then counts unless it is the slower of the two. Plain steps are up to date.
+        """
+        for kind, seconds in self._seconds.items():
+            while kind != PLAIN and len(seconds) > 1:
+                seconds.popleft()
+
+    def of(self, kind: Kind) -> float | None:
+        """What a step of this kind takes; None if it is not known yet."""
+        seconds = self._seconds.get(kind, ())
+        return statistics.median_low(seconds) if len(seconds) >= TRUSTED else None
+
+
+@dataclass
+class Account:
+    """How a strategy has fared on a model.
+
+    Attributes:
+        balance: plain steps that it may lose before the next pause.
+        setbacks: pauses since it last paid.
+        paused: whether plain steps are taken until the balance is large enough.
+        tokens: emitted tokens per row of its steps, averaged; None before the first.
+        cost: plain steps that one of its steps takes, averaged; None while unknown.
+    """
+
+    balance: float = START
+    setbacks: int = 0
+    paused: bool = False
+    tokens: float | None = None
+    cost: float | None = None
+
+    def reopen(self) -> None:
+        """At the start of a call, where less will do for another try."""
+        if self.balance >= FRESH:
+            self.paused = False
+
+    def book(self, tokens: float, cost: float) -> None:
+        """A speculative step: tokens per row, and its cost in plain steps."""
+        self.cost = _average(self.cost, cost)
+        self.balance = max(min(self.balance + tokens - cost, FULL), -DEBT)
+        if self.balance >= START:
+            self.setbacks = 0
+        elif self.balance < 0:
+            self.setbacks += 1
+            self.paused = True
+
+    def refill(self) -> None:
+        """A plain step of a pause."""
+        self.balance += ALLOWANCE / 2 ** min(self.setbacks - 1, HALVINGS)
+        if self.balance >= RETRY:
+            self.paused = False
+
+
+class Controller:
+    """Decides for one call which steps draft. See :func:`controller_for`.
+
+    Args:
+        stats: the call's statistics; plain steps chosen are counted there.
+        costs: what is known of step times; updated.
+        account: how the strategy has fared; updated.
+        enabled: if False, every step drafts and nothing is measured.
+    """
+
+    def __init__(self, stats: SpecStats, costs: Costs, account: Account, enabled: bool = True):
+        self.stats = stats
+        self.costs = costs
+        self.account = account
+        self.enabled = enabled
+        self._drafts = True
+        if enabled:
+            account.reopen()
+
+    def speculate(self) -> bool:
+        """Whether the step that begins now drafts."""
+        self._began = time.perf_counter()
+        self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
+        self._drafts = not self.enabled or not (self.account.paused or self._looks())
+        self.stats.num_fallback_steps += not self._drafts
+        return self._drafts
+
+    def _looks(self) -> bool:
+        """Whether a plain step is due so that its cost is known."""
+        tokens, costs = self.account.tokens, self.costs
+        unknown = costs.of(PLAIN) is None and tokens is not None and tokens <= CLEAR
+        return unknown or costs.age >= costs.look
+
+    def observe(self, rows: int, emitted: Sequence[int]) -> None:
+        """The step is over.
+
+        Args:
+            rows: rows of its forward per batch row: nodes of the tree, and probes.
+            emitted: tokens per batch row; none for a row that was finished before.
+        """
+        if not self.enabled:
+            return
+        seconds = time.perf_counter() - self._began
+        drafting = self.stats.draft_seconds - self._before[0]
+        kind = (rows.bit_length(), self.stats.num_draft_forwards - self._before[1])
+        costs, account = self.costs, self.account
+        if kind == PLAIN:
+            costs.time_plain(seconds - drafting)
+        else:
+            costs.age += 1
+        if not self._drafts:
+            if account.paused:
+                account.refill()
+                if not account.paused:
+                    costs.doubt()
+            return
+        # Drafting that found nothing costs its own time on top of the plain step that follows.
+        costs.add(*((NOTHING, drafting) if kind == PLAIN else (kind, seconds)))
+        live = [count for count in emitted if count]
+        tokens = sum(live) / max(len(live), 1)
+        account.tokens = _average(account.tokens, tokens)
+        plain, spent = costs.of(PLAIN), costs.of(NOTHING if kind == PLAIN else kind)
+        if plain is not None and spent is not None:
+            account.book(tokens, spent / plain + (kind == PLAIN))
+
+    def details(self) -> dict[str, Any]:
+        """For ``SpecStats.details``: what is expected of speculation, and whether it is paused."""
+        if not self.enabled:
+            return {}
+        plain, tokens, cost = self.costs.of(PLAIN), self.account.tokens, self.account.cost
+        return {
+            "controller": {
+                "predicted_speedup": tokens / cost if tokens and cost else None,
+                "plain_seconds": plain,
+                "speculative_seconds": plain * cost if plain and cost else None,
+                "falls_back": self.account.paused,
+            }
+        }
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + WEIGHT * (new - old)
+
+
+_costs: weakref.WeakKeyDictionary[Any, dict[Hashable, Costs]] = weakref.WeakKeyDictionary()
+_accounts: weakref.WeakKeyDictionary[Any, dict[Hashable, Account]] = weakref.WeakKeyDictionary()
+
+
+def controller_for(
+    model: Any, strategy: Hashable, setting: Hashable, stats: SpecStats, enabled: bool
+) -> Controller:
+    """A controller that knows what earlier calls of the same model have shown.
+
+    Args:
+        model: what is remembered is forgotten with it.
+        strategy: whose account it is: the strategy with its options and its adapter.
+        setting: what else step times depend on: batch size, context length, device.
+    """
+    costs = _costs.setdefault(model, {}).setdefault((strategy, setting), Costs())
+    account = _accounts.setdefault(model, {}).setdefault(strategy, Account())
+    return Controller(stats, costs, account, enabled)
