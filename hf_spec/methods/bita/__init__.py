@@ -8,16 +8,16 @@ from hf_spec.methods.bita.options import BitaOptions
 
 METHOD = Method(
     name="bita",
-    summary="learned mask tokens predict the next tokens in the verifying forward; output unchanged",
+    summary="learned mask tokens predict the next tokens in the verifying forward",
     options=BitaOptions,
     drafter=BitaDrafter,
     adapter_config=BitaConfig,
     needs_adapter=True,
-    # Section 4.1.
+    # Section 4.1; its batch of 128 has one anchor per sequence.
     training={
         "learning_rate": 3e-2,
         "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 16,
         "num_train_epochs": 4,
     },
+    num_anchors=32,
 )
