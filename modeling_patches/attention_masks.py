@@ -159,15 +159,36 @@ def mask_kinds(model: Any, sliding_windows: list[int | None]) -> dict[str, int |
 
 
 @contextmanager
-def tree_attention(model: Any, sliding_windows: list[int | None]) -> Iterator[TreeAttention]:
+def tree_attention(
+    model: Any, sliding_windows: list[int | None], checkpointing: bool = False
+) -> Iterator[TreeAttention]:
     """Prepare ``model`` for forwards with 4-D masks, and restore it afterwards.
 
     ``eager`` and ``flex_attention`` stay; ``sdpa`` becomes :func:`grouped_sdpa` where the model
     looks attention up by name; anything else (flash) is switched to sdpa with one warning.
+
+    Args:
+        model: the model.
+        sliding_windows: window of each layer.
+        checkpointing: forwards are computed again after the block, for their gradients, so that
+            nothing may be prepared; ``sdpa`` then stays, too.
+
+    Raises:
+        ValueError: the model needs what it cannot have.
     """
     with ExitStack() as stack:
         current = model.config.get_text_config(decoder=True)._attn_implementation
-        if current not in ("eager", "flex_attention"):
+        if checkpointing:
+            patches = [patch for patch in PATCHES if patch.applies(model)]
+            needed = [patch.__name__.rpartition(".")[2] for patch in patches]
+            if needed or current not in ("eager", "flex_attention", "sdpa"):
+                raise ValueError(
+                    f"gradient_checkpointing: {type(model).__name__} takes tree masks only while "
+                    f"it is prepared for them ({', '.join(needed) or current}), and activations "
+                    "are computed again after that. Train without checkpointing, or with "
+                    "attn_implementation='sdpa' if it is the attention."
+                )
+        elif current not in ("eager", "flex_attention"):
             if current != "sdpa":
                 if not getattr(model, "_supports_sdpa", False):
                     raise ValueError(

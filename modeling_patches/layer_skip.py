@@ -141,6 +141,8 @@ class LayerSkipper:
         if self.skip_attention:
             _refuse_shared_cache(_unwrap(model))
 
+        #: The modules that do not run in the block.
+        self.replaced: list[nn.Module] = []
         # Pairs of (instance dictionary of a module, its stub): all that entering has to touch.
         self._patches: list[tuple[dict[str, Any], _Stub]] = []
         for index in sorted({*self.skip_attention, *self.skip_mlp}):
@@ -153,6 +155,7 @@ class LayerSkipper:
             if index in self.skip_attention and index in self.skip_mlp and _is_plain(layer):
                 stubs.append((layer, _EmptyLayer(layer)))
             self._patches += [(module.__dict__, stub) for module, stub in stubs]
+            self.replaced += [module for module, _ in stubs]
         self._saved: list[list[Any]] = []
 
     def __enter__(self) -> "LayerSkipper":

@@ -82,3 +82,36 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
         )
     _, heads, _, dim = shapes.pop()
     return len(cache.layers), heads, dim
+
+
+def quantised_as(model: Any) -> str | None:
+    """How the model's weights are quantised, in a word; None if they are plain floating point."""
+    given = getattr(model.config, "quantization_config", None)
+    if given is not None:
+        method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+        return str(getattr(method, "value", method))
+    for parameter in model.parameters():
+        # Quantisers' parameters are of classes of their own, or hold small numbers.
+        foreign = not type(parameter).__module__.startswith("torch.")
+        if foreign or not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            return f"{type(parameter).__name__}, {parameter.dtype}"
+    return None
+
+
+def check_unquantised(model: Any, what: str, remedy: str) -> None:
+    """Raise unless the model's weights can be changed.
+
+    Args:
+        what: what would change them, for the error.
+        remedy: what else to choose.
+
+    Raises:
+        ValueError: they are quantised.
+    """
+    found = quantised_as(model)
+    if found is not None:
+        raise ValueError(
+            f"{what} changes the weights of the base model, and those of this "
+            f"{type(model).__name__} are quantised ({found}): load it unquantised, or choose "
+            f"{remedy}."
+        )

@@ -42,8 +42,12 @@ VARIANTS["bita"] = {
     "chain": {"tree": "chain", "max_depth": 2},
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
+VARIANTS["space"] = {
+    "auto": {},
+    "match": {"acceptance": "match", "num_candidates": 2, "retrieval": True},
+}
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING = {"bita": "wide"}
+HITTING = {"bita": "wide", "space": "auto"}
 CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.
@@ -435,9 +439,9 @@ def test_adapter_in_a_fresh_process(
     torch.manual_seed(3)
     model.add_adapter(config)
     model.save_pretrained(tmp_path / "adapter")
-    hf_spec.SpecConfig(name, max_new_tokens=NEW, do_sample=False).save_pretrained(
-        tmp_path / "adapter"
-    )
+    # Which steps draft must not depend on step times.
+    config = hf_spec.SpecConfig(name, {"fallback": False}, max_new_tokens=NEW, do_sample=False)
+    config.save_pretrained(tmp_path / "adapter")
     here = model.generate(prompt(), assistant_strategy=name, max_new_tokens=NEW, do_sample=False)
     drafted = hf_spec.last_stats(model).num_drafted_tokens
     program = f"""

@@ -39,6 +39,10 @@ ALLOWANCE, HALVINGS = 1 / 16, 3
 #: Steps of a kind whose times are kept. The median is taken of them, since a busy machine delays
 #: single steps; it is trusted from the second on, since a first step warms something up.
 KEPT, TRUSTED = 5, 2
+#: Plain steps after which a strategy's first pause is judged again (most of those kept are then of
+#: the pause), and how much slower they must be than before: it may have been the machine. Without
+#: it, what pays loses 5 % on a machine whose speed halves now and then, with it 1 to 2 %.
+DOUBTED, SLOWED = 3, 1.25
 #: Speculative steps between two looks at a plain step's cost, doubling from the first to the last:
 #: the first look may have met a cold machine, and what is busy now may be idle later.
 LOOKS = (32, 128)
@@ -124,27 +128,48 @@ class Account:
     paused: bool = False
     tokens: float | None = None
     cost: float | None = None
+    #: Balance before the steps that led to a pause, their tokens, their seconds, and those of a
+    #: plain step then; how many steps of the pause are over.
+    _opening: float = START
+    _emitted: float = 0.0
+    _spent: float = 0.0
+    _plain: float = 0.0
+    _waited: int = 0
 
-    def reopen(self) -> None:
-        """At the start of a call, where less will do for another try."""
-        if self.balance >= FRESH:
+    def reopen(self, enough: float) -> None:
+        """End a pause if there is enough in the account."""
+        if self.paused and self.balance >= enough:
             self.paused = False
+            self._open()
 
-    def book(self, tokens: float, cost: float) -> None:
-        """A speculative step: tokens per row, and its cost in plain steps."""
-        self.cost = _average(self.cost, cost)
-        self.balance = max(min(self.balance + tokens - cost, FULL), -DEBT)
+    def _open(self) -> None:
+        self._opening, self._emitted, self._spent = self.balance, 0.0, 0.0
+
+    def book(self, tokens: float, seconds: float, plain: float) -> None:
+        """A speculative step: its tokens per row and its seconds, and those of a plain step."""
+        self.cost = _average(self.cost, seconds / plain)
+        self.balance = max(min(self.balance + tokens - seconds / plain, FULL), -DEBT)
+        self._emitted += tokens
+        self._spent += seconds
         if self.balance >= START:
             self.setbacks = 0
+            self._open()
         elif self.balance < 0:
             self.setbacks += 1
-            self.paused = True
+            self.paused, self._waited, self._plain = True, 0, plain
 
-    def refill(self) -> None:
-        """A plain step of a pause."""
+    def refill(self, plain: float) -> None:
+        """A step of a pause; ``plain`` is what such a step takes by now."""
+        self._waited += 1
+        slowed = plain >= SLOWED * self._plain
+        if self._waited == DOUBTED and self.setbacks == 1 and slowed:
+            # Book again what led here, by the present cost of a plain step.
+            again = min(self._opening + self._emitted - self._spent / plain, START)
+            if again >= 0:
+                self.balance, self.paused = again, False
+                return
         self.balance += ALLOWANCE / 2 ** min(self.setbacks - 1, HALVINGS)
-        if self.balance >= RETRY:
-            self.paused = False
+        self.reopen(RETRY)
 
 
 class Controller:
@@ -163,18 +188,24 @@ class Controller:
         self.account = account
         self.enabled = enabled
         self._drafts = True
-        if enabled:
-            account.reopen()
+        if enabled and account.paused:
+            account.reopen(FRESH)
+            self._resume()
 
     def speculate(self) -> bool:
         """Whether the step that begins now drafts."""
         self._began = time.perf_counter()
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
-        self._drafts = not self.enabled or not (self.account.paused or self._looks())
+        self._drafts = not self.enabled or not (self.account.paused or self._look_is_due())
         self.stats.num_fallback_steps += not self._drafts
         return self._drafts
 
-    def _looks(self) -> bool:
+    def _resume(self) -> None:
+        """After a step of a pause."""
+        if not self.account.paused:
+            self.costs.doubt()
+
+    def _look_is_due(self) -> bool:
         """Whether a plain step is due so that its cost is known."""
         tokens, costs = self.account.tokens, self.costs
         unknown = costs.of(PLAIN) is None and tokens is not None and tokens <= CLEAR
@@ -198,10 +229,10 @@ class Controller:
         else:
             costs.age += 1
         if not self._drafts:
-            if account.paused:
-                account.refill()
-                if not account.paused:
-                    costs.doubt()
+            plain = costs.of(PLAIN)
+            if account.paused and plain is not None:
+                account.refill(plain)
+                self._resume()
             return
         # Drafting that found nothing costs its own time on top of the plain step that follows.
         costs.add(*((NOTHING, drafting) if kind == PLAIN else (kind, seconds)))
@@ -210,7 +241,7 @@ class Controller:
         account.tokens = _average(account.tokens, tokens)
         plain, spent = costs.of(PLAIN), costs.of(NOTHING if kind == PLAIN else kind)
         if plain is not None and spent is not None:
-            account.book(tokens, spent / plain + (kind == PLAIN))
+            account.book(tokens, spent + plain * (kind == PLAIN), plain)
 
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``: what is expected of speculation, and whether it is paused."""
@@ -245,6 +276,8 @@ def controller_for(
         strategy: whose account it is: the strategy with its options and its adapter.
         setting: what else step times depend on: batch size, context length, device.
     """
+    if not enabled:
+        return Controller(stats, Costs(), Account(), enabled)
     costs = _costs.setdefault(model, {}).setdefault((strategy, setting), Costs())
     account = _accounts.setdefault(model, {}).setdefault(strategy, Account())
     return Controller(stats, costs, account, enabled)

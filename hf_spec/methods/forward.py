@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core import mask as masks
 from hf_spec.core.cache import TreeCache
@@ -59,6 +60,34 @@ def output_logits(model: Any, hidden: Tensor) -> Tensor:
     order it does not change.
     """
     return model.get_output_embeddings()(hidden)
+
+
+class _DecoderOutput(BaseModelOutput):
+    """Final hidden states; whatever else a model looks for (caches, router logits) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def model_logits(model: Any, hidden: Tensor) -> Tensor:
+    """The model's own logits of final hidden states (batch, rows, hidden).
+
+    With all that it does to them, in contrast to :func:`output_logits`: for losses and for
+    distributions to sample from. The model runs with its decoder's layers left out.
+    """
+    decoder = model.get_decoder()
+    made = _DecoderOutput(last_hidden_state=hidden)
+    own = vars(decoder).get("forward")  # a patch or a hook of accelerate's
+    decoder.forward = lambda *args, **kwargs: made
+    try:
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        return model(input_ids=ids, use_cache=False, return_dict=True).logits
+    finally:
+        del decoder.forward
+        if own is not None:
+            decoder.forward = own
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:

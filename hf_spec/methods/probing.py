@@ -9,7 +9,7 @@ the anchor's place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ def probe_sequences(
     group: ProbeGroup,
     probe_inputs: ProbeInputs,
     frozen: bool = True,
+    while_probing: AbstractContextManager[Any] | None = None,
 ) -> ProbedSequences:
     """Run sequences with a group of probes under every anchor.
 
@@ -52,20 +53,28 @@ def probe_sequences(
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
         anchors: ``(batch, anchors)`` columns of ``input_ids`` under which probes hang.
         group: the probes under each anchor.
-        probe_inputs: their embeddings, and learned states in front; gradients reach these.
+        probe_inputs: their embeddings, the same under all anchors or ``(batch, anchors, group,
+            hidden)``, and learned states in front; gradients reach these.
         frozen: the model is not trained. The tokens then run by themselves, without gradients, and
             only the probes' rows are differentiated; dropout is off, as in decoding. Otherwise
             everything runs and is differentiated together.
+        while_probing: entered while the probes' rows run; for a frozen model.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     real = attention_mask.bool()
-    with tree_attention(model, sliding_windows(model)) as attention:
+    checkpointing = model.training and not frozen and _checkpoints(model)
+    with tree_attention(model, sliding_windows(model), checkpointing) as attention:
         run = _Run(model, attention, input_ids, real, anchors, group, probe_inputs)
         if not frozen:
             return run.together()
         with _evaluating(model):
-            return run.apart()
+            return run.apart(while_probing or nullcontext())
+
+
+def _checkpoints(model: Any) -> bool:
+    """Whether activations are computed again in the backward pass."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 @contextmanager
@@ -109,6 +118,8 @@ class _Run:
         """The probes' embeddings: (batch, anchors * group, hidden)."""
         count = self.anchors.shape[1]
         learned = self.inputs.embeddings.to(self.device, self.dtype)
+        if learned.ndim == 4:  # other ones under each anchor
+            return learned.flatten(1, 2)
         return learned.repeat(count, 1).expand(self.batch, -1, -1)
 
     def _probe_rows(self) -> Tensor:
@@ -140,7 +151,7 @@ class _Run:
         kinds = {kind: seen[size] for kind, size in self.attention.windows.items()}
         return self.attention.convert(kinds, self.dtype)
 
-    def apart(self) -> ProbedSequences:
+    def apart(self, while_probing: AbstractContextManager[Any]) -> ProbedSequences:
         with torch.no_grad(), final_hidden(self.model) as seen:
             causal = torch.arange(self.seq, device=self.device)
             visible = (causal[None] <= causal[:, None]) & self.real[:, None]
@@ -162,7 +173,7 @@ class _Run:
                     for part, state in zip(learned, states)
                 ]
             full.update(*states, index)
-        with final_hidden(self.model) as seen:
+        with final_hidden(self.model) as seen, while_probing:
             self.model(
                 inputs_embeds=self._embeddings(),
                 attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
@@ -192,7 +203,7 @@ class _Run:
         return taken(self.model, position_ids=positions, logits_to_keep=1)
 
     def _split(self, probes: Tensor, tokens: Tensor) -> ProbedSequences:
-        shape = (self.batch, self.anchors.shape[1], len(self.group), -1)
+        shape = (self.batch, self.anchors.shape[1], len(self.group), probes.shape[-1])
         return ProbedSequences(probes.reshape(shape), tokens)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,20 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
     return train, rows.select(sorted(kept_out))
 
 
-def training_arguments(method: Method, settings: TrainSettings, folder: Path) -> Any:
-    """``TrainingArguments`` of the method's defaults, the settings, and what the user adds."""
+def training_arguments(
+    method: Method, settings: TrainSettings, folder: Path, config: Any = None
+) -> Any:
+    """``TrainingArguments`` of the method's defaults, the settings, and what the user adds.
+
+    Args:
+        method: what is trained.
+        settings: the user's.
+        folder: for checkpoints.
+        config: the adapter's config, which may change the method's defaults.
+
+    Raises:
+        ValueError: with this config there is nothing to train, or an argument is unknown.
+    """
     from transformers import TrainingArguments
 
     assert method.training is not None
@@ -123,6 +135,7 @@ def training_arguments(method: Method, settings: TrainSettings, folder: Path) ->
         "use_cpu": not torch.accelerator.is_available(),
         "ddp_find_unused_parameters": False,
         **method.training,
+        **({} if config is None else config.training_defaults()),
     }
     chosen = {
         "max_steps": settings.max_steps,
@@ -148,11 +161,12 @@ def train(
     resume: bool = False,
     provenance: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
+    tokenizer: Any = None,
 ) -> dict[str, Any]:
     """Train an adapter and write it to ``output``, complete but for the card.
 
     Args:
-        model: the base model; it is left as it was.
+        model: the base model; it is left as it was, unless the config says that it is trained.
         rows: a ``datasets.Dataset`` with ``prompt_ids`` and ``answer_ids``.
         method_name: what to train.
         output: the adapter folder; checkpoints go to ``checkpoints`` in it.
@@ -161,6 +175,7 @@ def train(
         resume: go on from the last checkpoint in ``output``.
         provenance: where the data come from, for the record.
         callbacks: of the Trainer.
+        tokenizer: saved beside a base model that was trained.
 
     Returns:
         The record that is written to ``training.json``.
@@ -174,6 +189,7 @@ def train(
 
     from hf_spec.hub.folder import save_adapter
     from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
+    from hf_spec.training.base_weights import save_model
     from hf_spec.training.served import Served
     from hf_spec.training.trainer import SpecTrainer
 
@@ -185,6 +201,7 @@ def train(
     set_seed(settings.seed)
     adapter_config = method.adapter_config(**(config or {}))
     checkpoints = output / "checkpoints"
+    arguments = training_arguments(method, settings, checkpoints, adapter_config)
     last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     if last is not None and not resume:
         raise ValueError(
@@ -196,6 +213,8 @@ def train(
     before = bit_sums(base)
     requires_grad = [parameter.requires_grad for parameter in base]
     peft_model = get_peft_model(model, adapter_config)
+    for parameter in base if adapter_config.trains_base else ():
+        parameter.requires_grad_(True)
     data: dict[str, Any] = {
         "num_anchors": settings.num_anchors or method.num_anchors,
         "max_length": settings.max_length,
@@ -207,7 +226,7 @@ def train(
     ]
     trainer = SpecTrainer(
         model=peft_model,
-        args=training_arguments(method, settings, checkpoints),
+        args=arguments,
         train_dataset=AnswerDataset(training_rows, **data),
         eval_dataset=AnswerDataset(held, **data, random=False),
         data_collator=collate,
@@ -216,7 +235,9 @@ def train(
     )
     result = trainer.train(resume_from_checkpoint=last if resume else None)
     if trainer.is_world_process_zero():
-        if bit_sums(base) != before:
+        if adapter_config.trains_base:
+            save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])
+        elif bit_sums(base) != before:
             raise RuntimeError("training changed the base model; the adapter is not saved")
         save_adapter(peft_model, output, method.name, settings.options)
         record = _record(trainer, method, settings, adapter_config, result, provenance)
@@ -235,12 +256,21 @@ def bit_sums(parameters: Sequence[torch.Tensor]) -> str:
     """A hash of parameters bit by bit; that of a base model must survive training."""
     digest = hashlib.sha256()
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for parameter in parameters:
-        bits = parameter.detach().contiguous().view(kinds[parameter.element_size()])
+    for part in (part for parameter in parameters for part in _parts(parameter)):
+        bits = part.detach().contiguous().view(kinds[part.element_size()])
         # Two sums that both stay the same under a change of single bits are unlikely.
         flat = bits.flatten().long()
         digest.update(f"{int(flat.sum())} {int((flat[::2]).sum())}".encode())
     return digest.hexdigest()
+
+
+def _parts(tensor: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor of a quantiser's own class is made of; else itself."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _record(
@@ -251,7 +281,8 @@ def _record(
 
     history = [row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
     served = [row for row in history if "eval_tau" in row]
-    best = max(served, key=lambda row: row["eval_tau"], default=None)
+    kept = [row for row in served if row["step"] == trainer.state.best_global_step]
+    best = max(kept or served, key=lambda row: row["eval_tau"], default=None)
     arguments = trainer.args
     return {
         "method": method.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,8 +74,9 @@ def train(
     Every field of the method's adapter config is an option, too (--num-mask-tokens 4);
     --list-fields shows them. Training is transformers' Trainer: 'accelerate launch' runs it on
     several devices, --training-args reaches everything else (logging, precision, FSDP). At each
-    evaluation held-out prompts are decoded; the checkpoint of the largest tau is kept. The base
-    model is not changed.
+    evaluation held-out prompts are decoded; the checkpoint of the largest tau is kept, or that of
+    the smallest loss where the method fine-tunes the model. The base model is not changed, unless
+    a field of the config says so.
 
     \b
     Examples:
@@ -93,7 +95,9 @@ def train(
     if list_fields:
         for name, item in fields.items():
             option = "--" + name.replace("_", "-")
-            typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {item.default}]")
+            factory: Any = item.default_factory
+            default = factory() if item.default is dataclasses.MISSING else item.default
+            typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {default}]")
         return
     if model is None or data is None or output is None:
         raise ValueError("give --model, --data and --output")
@@ -101,7 +105,8 @@ def train(
         raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
-    chosen.adapter_config(**config)  # a wrong value is told before anything is loaded
+    # A wrong value is told before anything is loaded.
+    adapter_config = chosen.adapter_config(**config)
     options = _json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     settings = work.TrainSettings(
@@ -110,7 +115,7 @@ def train(
         served_prompts=served_prompts, served_tokens=served_tokens, eval_steps=eval_steps,
         options=options, seed=seed, arguments=_json_object("--training-args", training_args),
     )  # fmt: skip
-    work.training_arguments(chosen, settings, output)
+    work.training_arguments(chosen, settings, output, adapter_config)
     check_writable(output)
 
     from hf_spec.training.dataset import read_answers, read_provenance
@@ -121,7 +126,7 @@ def train(
     rows = read_answers(data, tokenizer)
     record = work.train(
         base, rows, method, output, config, settings, resume,
-        provenance=read_provenance(data),
+        provenance=read_provenance(data), tokenizer=tokenizer,
     )  # fmt: skip
     if not record:  # not the main process
         return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer
 
 from hf_spec.core.stats import SpecStats
+from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.training.served import Served, TopKCounts, served_metrics
 
 
@@ -18,6 +20,8 @@ class SpecTrainer(Trainer):
     checkpoints and resuming. ``evaluate`` gives ``eval_loss``, ``eval_top5_1`` and the like on
     ``eval_dataset``, and ``eval_tau`` and ``eval_acceptance_1`` ... by decoding ``served``.
 
+    Where the adapter's config says ``trains_base``, checkpoints hold the base model's weights, too.
+
     Args:
         served: prompts to decode at each evaluation; None: no decoding.
     """
@@ -27,6 +31,33 @@ class SpecTrainer(Trainer):
         self.served = served
         # Our losses are means, to be divided by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
+        config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
+        self.trains_base = bool(getattr(config, "trains_base", False))
+        if self.trains_base and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "training the base model's own weights does not run under FSDP or DeepSpeed here: "
+                "launch it without them, or train low-rank updates."
+            )
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.trains_base and self.args.should_save:
+            save_checkpoint(self._base, Path(output_dir or self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.trains_base:
+            load_checkpoint(self._base, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.trains_base:
+            load_checkpoint(self._base, Path(self.state.best_model_checkpoint))
+
+    @property
+    def _base(self) -> Any:
+        """The base model inside wrappers."""
+        return self.accelerator.unwrap_model(self.model).get_base_model()
 
     def evaluate(
         self,

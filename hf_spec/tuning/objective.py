@@ -214,7 +214,7 @@ class Evaluator:
 
     def speculate(self, prompt: int, skip: Skip, stop: Exit) -> tuple[float, SpecStats]:
         """Seconds and statistics of one prompt decoded with these sublayers left out."""
-        # Every step drafts, or bad choices would look like plain decoding and cost less than they do.
+        # Every step drafts, or bad choices would look like plain decoding.
         options = {**skip.options(), **stop.options(), "fallback": False}
         seconds, _ = self.decode(prompt, assistant_strategy=STRATEGY, assistant_kwargs=options)
         stats = hf_spec.last_stats(self.model)

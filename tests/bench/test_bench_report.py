@@ -108,8 +108,8 @@ def test_results_file_has_the_documented_keys(tmp_path):
     data = json.loads((tmp_path / "new" / "results.json").read_text())
     assert data["runs"] == bench.runs()
     assert set(data["runs"][0]) == {
-        "strategy", "task", "batch_size", "baseline", "prompts", "new_tokens", "seconds", "tokens_per_second",
-        "speedup", "tau", "identical", "diverged_at_tie", "diverged", "stats",
+        "strategy", "task", "batch_size", "baseline", "prompts", "new_tokens", "seconds",
+        "tokens_per_second", "speedup", "tau", "identical", "diverged_at_tie", "diverged", "stats",
     }  # fmt: skip
     assert data["environment"]["python"] == "3"
     assert data["environment"]["interrupted"] is False

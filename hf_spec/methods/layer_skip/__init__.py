@@ -8,8 +8,15 @@ from hf_spec.methods.layer_skip.options import LayerSkipOptions
 
 METHOD = Method(
     name="layer_skip",
-    summary="the model drafts for itself with some layers left out; nothing to train",
+    summary="the model drafts for itself with some layers left out; needs no training",
     options=LayerSkipOptions,
     drafter=LayerSkipDrafter,
     adapter_config=LayerSkipConfig,
+    # Of low-rank updates of the drafting path; the number of epochs is that of appendix F.
+    training={
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 3,
+    },
+    num_anchors=16,
 )

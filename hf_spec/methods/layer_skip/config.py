@@ -6,15 +6,19 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from hf_spec.methods.base import check_count
+from hf_spec.methods.low_rank import check_settings
 from hf_spec.methods.peft_bridge import SpecPeftConfig
 from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.low_rank import linear_modules
 
 
 @dataclass
 class LayerSkipConfig(SpecPeftConfig):
-    """Config of a weightless adapter: a set of attention and a set of MLP sublayers to skip.
+    """Config of an adapter: a set of attention and a set of MLP sublayers to skip.
 
-    Both may be empty; drafting then costs as much as verifying. The lists are kept sorted.
+    Both may be empty; drafting then costs as much as verifying. The lists are kept sorted. The
+    adapter has no weights unless `draft_rank` says so.
 
     Args:
         num_layers: layers of the base model, in adapters that were saved before `base_facts` were.
@@ -31,6 +35,20 @@ class LayerSkipConfig(SpecPeftConfig):
     )
     skip_mlp: list[int] = field(
         default_factory=list, metadata={"help": "Layers whose MLP drafting leaves out."}
+    )
+    draft_rank: int = field(
+        default=0,
+        metadata={"help": "Rank of low-rank updates that drafting uses, to be trained; 0: none."},
+    )
+    draft_alpha: float = field(
+        default=16, metadata={"help": "Their scale is draft_alpha / draft_rank."}
+    )
+    draft_target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Linear modules that get such updates: names, or a regular expression. Left "
+            "out, all in the layers that drafting runs."
+        },
     )
     num_layers: InitVar[int | None] = None
 
@@ -58,9 +76,42 @@ class LayerSkipConfig(SpecPeftConfig):
                     f"0 to {layers - 1}, by base_facts. Correct one of them."
                 )
 
+        check_count("draft_rank", self.draft_rank, low=0)
+        check_settings("draft_", self.draft_rank or 1, self.draft_alpha, self.draft_target_modules)
+
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if the indices do not fit the layers of `model`."""
         LayerSkipper(model, self.skip_attention, self.skip_mlp)  # finds every sublayer or raises
+        self.draft_modules(model)
+
+    def training_defaults(self) -> dict[str, Any]:
+        if not self.draft_rank or not (self.skip_attention or self.skip_mlp):
+            raise ValueError(
+                f"draft_rank={self.draft_rank}, skip_attention={self.skip_attention}, skip_mlp="
+                f"{self.skip_mlp}: nothing to train. What is trained are low-rank updates of a "
+                "model with layers left out: give a draft_rank, such as 8, and layers to skip, "
+                "such as `hf-spec search` finds. Without updates layer_skip needs no training."
+            )
+        return {}
+
+    def draft_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Modules of `model` that are updated while drafting, by name: those that drafting runs.
+
+        Raises:
+            ValueError: there are none although there should be.
+        """
+        if not self.draft_rank:
+            return {}
+        skipper = LayerSkipper(model, self.skip_attention, self.skip_mlp)
+        left_out = {id(module) for stubbed in skipper.replaced for module in stubbed.modules()}
+        chosen = linear_modules(model, self.draft_target_modules)
+        found = {name: module for name, module in chosen.items() if id(module) not in left_out}
+        if not found:
+            raise ValueError(
+                f"draft_target_modules={self.draft_target_modules!r}: drafting leaves out all "
+                "linear modules of that name. Choose others, or skip less."
+            )
+        return found
 
 
 def _indices(name: str, values: Iterable[int]) -> list[int]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.methods.layer_skip.drafting import DraftingModel
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
-from hf_spec.methods.peft_bridge import active_adapter_config
-from modeling_patches.layer_skip import LayerSkipper
+from hf_spec.methods.peft_bridge import ActiveAdapter, find_active
 
 
 class LayerSkipDrafter(Drafter):
@@ -28,7 +28,8 @@ class LayerSkipDrafter(Drafter):
 
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)
-        self.skipper = LayerSkipper(model, *_layers(model, options))
+        self.drafting = DraftingModel(model, *_choice(model, options))
+        self.skipper = self.drafting.skipper
 
     def start(self, state: DecodingState) -> None:
         rows = state.batch_size
@@ -45,7 +46,7 @@ class LayerSkipDrafter(Drafter):
         lengths = [0] * len(drafting)
         drafted: list[list[int]] = [[] for _ in drafting]
         distributions: list[Tensor] = []
-        with self.skipper:
+        with self.drafting:
             for k in range(depth):
                 if not any(drafting):
                     break
@@ -85,7 +86,7 @@ class LayerSkipDrafter(Drafter):
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         # Stock decoding hands over no cache, so the draft runs on its own.
-        with self.skipper:
+        with self.drafting:
             candidates = self.model.generate(
                 input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
                 num_beams=1, assistant_strategy=None,
@@ -117,16 +118,22 @@ class DraftExit:
         self.acceptance = smoothed
 
 
-def _layers(model: Any, options: LayerSkipOptions) -> tuple[list[int], list[int]]:
-    """Layers to skip: those of the options, else those of the active adapter."""
+def _choice(
+    model: Any, options: LayerSkipOptions
+) -> tuple[list[int], list[int], ActiveAdapter | None]:
+    """Layers to skip: those of the options, else those of the active adapter, with what it learned.
+
+    What an adapter learned makes up for its own layers, and is left out where others are skipped.
+    """
     attention, mlp = options.skip_attention, options.skip_mlp
     if attention is None and mlp is None:
-        adapter = active_adapter_config(model, "LAYER_SKIP")
+        adapter = find_active(model, "LAYER_SKIP")
         if adapter is None:
             raise ValueError(
                 "assistant_strategy='layer_skip' needs the layers to skip: give assistant_kwargs="
                 "{'skip_attention': [...], 'skip_mlp': [...]}, load a LAYER_SKIP adapter "
                 "(model.load_adapter), or find good layers with `hf-spec search`."
             )
-        attention, mlp = adapter.skip_attention, adapter.skip_mlp
-    return list(attention or ()), list(mlp or ())
+        config: Any = adapter.config
+        return config.skip_attention, config.skip_mlp, adapter
+    return list(attention or ()), list(mlp or ()), None

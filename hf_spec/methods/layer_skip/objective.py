@@ -1,0 +1,79 @@
+"""How the drafting model learns to say what the full model says (Draft & Verify, appendix F).
+
+Low-rank updates of the drafting path are trained by distillation from the full model. As in
+decoding, drafted tokens stand behind the full model's keys and values: the full model runs over a
+sequence once, and short pieces of it, as they would be drafted, run through the drafting model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.methods.forward import ProbeInputs, model_logits
+from hf_spec.methods.layer_skip.drafting import DraftingModel
+from hf_spec.methods.peft_bridge import ActiveAdapter
+from hf_spec.methods.probing import future_labels, probe_sequences
+
+#: Tokens of a piece: about as many as are drafted in a step.
+PIECE = 4
+
+
+def loss(
+    model: Any,
+    adapter: ActiveAdapter,
+    input_ids: Tensor,
+    labels: Tensor,
+    anchors: Tensor,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """KL divergence of the drafting model's next-token distribution from the full model's.
+
+    Averaged over the drafted tokens of a sequence and then over sequences.
+
+    Args:
+        model: the base model; it is not trained.
+        adapter: the adapter that is trained.
+        input_ids: ``(batch, seq)`` prompts with answers.
+        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
+        anchors: ``(batch, anchors)`` columns; a piece of :data:`PIECE` tokens starts behind each.
+        attention_mask: ``(batch, seq)``.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, PIECE, vocab)`` of the drafting model;
+        ``labels``, ``(batch, anchors, PIECE)``, the token behind each drafted one.
+    """
+    config: Any = adapter.config
+    if not config.draft_rank:
+        raise ValueError("draft_rank=0: the adapter has no weights to train.")
+    drafting = DraftingModel(model, config.skip_attention, config.skip_mlp, adapter)
+    # A piece sees the tokens up to its anchor, and itself, causally: as a group of probes does.
+    group = ProbeGroup.causal(PIECE)
+    wanted = future_labels(labels, anchors, group)
+    offsets, _ = group_tensors(group, str(anchors.device))
+    places = (anchors[:, :, None] + offsets).clamp(max=input_ids.shape[1] - 1).flatten(1)
+    with torch.no_grad():
+        embed = model.get_input_embeddings()
+        tokens = input_ids.gather(1, places).to(embed.weight.device)
+        pieces = ProbeInputs(embed(tokens).unflatten(1, (-1, PIECE)))
+    hidden = probe_sequences(
+        model, input_ids, attention_mask, anchors, group, pieces, while_probing=drafting
+    )
+    with drafting:
+        drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2))
+    with torch.no_grad():
+        columns = places.to(drafted.device)[:, :, None]
+        width = hidden.token_hidden.shape[-1]
+        full = model_logits(model, hidden.token_hidden.gather(1, columns.expand(-1, -1, width)))
+    losses = torch.nn.functional.kl_div(
+        drafted.float().log_softmax(-1), full.float().log_softmax(-1),
+        reduction="none", log_target=True,
+    ).sum(-1)  # fmt: skip
+    real = (wanted != -100).to(losses.device)  # (batch, anchors, PIECE)
+    counts = real.flatten(1).sum(-1).clamp(min=1)
+    mean = (losses * real.flatten(1)).sum(-1) / counts
+    logits = drafted.unflatten(1, (-1, PIECE))
+    return {"loss": mean.mean(), "logits": logits, "labels": wanted.to(logits.device)}

@@ -1,0 +1,101 @@
+"""The SPACE adapter's parameters, and how it changes the model. Importing this registers the type.
+
+While an adapter is active, every call of the model is one of the fine-tuned model, as with LoRA.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_spec.methods.low_rank import adapter_low_rank, fresh_factors
+from hf_spec.methods.peft_bridge import SpecAdapterLayer, SpecPeftConfig, register
+from hf_spec.methods.space.config import SpaceConfig
+from hf_spec.methods.space.objective import loss
+from modeling_patches.low_rank import LowRank
+from modeling_patches.support import check_unquantised
+
+#: Standard deviation of fresh mask tokens ("normal distribution", section 4.1).
+INIT_STD = 0.02
+
+
+class SpaceAdapter(SpecAdapterLayer):
+    """Mask tokens ``masks`` (k, hidden), one for all if shared, and factors of low-rank updates."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.updates: dict[str, LowRank] = {}  # by adapter, attached to the model
+
+    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
+        assert isinstance(config, SpaceConfig)
+        count = 1 if config.shared_mask else config.num_mask_tokens
+        hidden = model.get_input_embeddings().weight.shape[1]
+        factors = fresh_factors(config.modules(model), config.rank)
+        return {"masks": torch.randn(count, hidden) * INIT_STD, **factors}
+
+    def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
+        assert isinstance(config, SpaceConfig)
+        modules = config.modules(model)
+        if modules:
+            scale = config.alpha / config.rank
+            self.updates[adapter_name] = adapter_low_rank(self, adapter_name, modules, scale)
+            self.updates[adapter_name].attach()
+
+    def disconnect(self, keep_merged: bool = False) -> None:
+        if not keep_merged:
+            self._take_apart()
+        for update in self.updates.values():
+            update.detach()
+        self.updates = {}
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        wanted = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        active: Any = self.active_adapters
+        if wanted != list(active):
+            self._take_apart()
+        super().set_adapter(adapter_names, inference_mode)
+
+    def enable_adapters(self, enabled: bool) -> None:
+        if not enabled:
+            self._take_apart()
+        super().enable_adapters(enabled)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        if adapter_name in self.merged_adapters:
+            self._take_apart()
+        if adapter_name in self.updates:
+            self.updates.pop(adapter_name).detach()
+        super().delete_adapter(adapter_name)
+
+    def merge_into(
+        self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> None:
+        """Add the low-rank updates of the active adapter to the base's weights; masks stay.
+
+        Raises:
+            ValueError: there is no such adapter to merge, or the weights cannot be changed.
+        """
+        active: Any = self.active_adapters
+        here = [name for name in active if name in self.updates]
+        names = here if adapter_names is None else list(adapter_names)
+        if len(here) != 1 or names != here or self.disable_adapters:
+            raise ValueError(
+                f"merging takes the one active SPACE adapter with update='lora', got {names} with "
+                f"{', '.join(here) or 'none'} active. Choose it with set_adapter first."
+            )
+        check_unquantised(model, "merging", "to leave the adapter unmerged")
+        self.updates[here[0]].merge(model, check_finite=safe_merge)
+        self.merged_adapters = here
+
+    def unmerge_from(self, model: nn.Module) -> None:
+        self._take_apart()
+
+    def _take_apart(self) -> None:
+        """Undo a merge: it holds for the adapter that was active then, and while it is."""
+        for name in self.merged_adapters:
+            self.updates[name].unmerge()
+        self.merged_adapters = []
+
+
+register(SpaceConfig, SpaceAdapter, loss)

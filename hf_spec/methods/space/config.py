@@ -1,0 +1,93 @@
+"""What a SPACE adapter holds: Yi et al., "Generation Meets Verification: Accelerating Large
+Language Model Inference with Smart Parallel Auto-Correct Decoding" (2024), section 3.1."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from hf_spec.methods.base import check_count, check_range
+from hf_spec.methods.low_rank import check_settings
+from hf_spec.methods.peft_bridge import SpecPeftConfig
+from modeling_patches.low_rank import linear_modules
+from modeling_patches.support import check_unquantised
+
+UPDATES = ("lora", "full", "none")
+#: Learning rates by update; that of full fine-tuning is the paper's (table 2). Mask tokens alone
+#: are soft prompts, which need more.
+LEARNING_RATES = {"lora": 1e-3, "full": 5e-5, "none": 3e-2}
+
+
+@dataclass
+class SpaceConfig(SpecPeftConfig):
+    """Config of a SPACE adapter.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+
+    type_name: ClassVar[str] = "SPACE"
+    changes_model: ClassVar[bool] = True
+
+    num_mask_tokens: int = field(
+        default=5, metadata={"help": "k, future tokens drafted besides the certain one."}
+    )
+    shared_mask: bool = field(
+        default=False,
+        metadata={"help": "One embedding for all mask tokens, as in the paper, instead of k."},
+    )
+    p_ar: float = field(
+        default=0.5,
+        metadata={"help": "Share of autoregressive sequences in training; 1 is plain fine-tuning."},
+    )
+    update: str = field(
+        default="lora",
+        metadata={
+            "help": "How the model is fine-tuned. lora: low-rank updates, in the adapter. full: "
+            "all weights, saved as a model beside it. none: not at all, mask tokens only."
+        },
+    )
+    rank: int = field(default=16, metadata={"help": "Of the low-rank updates."})
+    alpha: float = field(default=32, metadata={"help": "Their scale is alpha / rank."})
+    target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Linear modules that get low-rank updates: names, or a regular expression. "
+            "Left out, all in the decoder layers."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_mask_tokens", self.num_mask_tokens)
+        check_range("p_ar", self.p_ar, 0.0, 1.0)
+        if not isinstance(self.shared_mask, bool):
+            raise ValueError(f"shared_mask={self.shared_mask!r}: must be True or False.")
+        if self.update not in UPDATES:
+            raise ValueError(f"update={self.update!r}: choose one of {', '.join(UPDATES)}.")
+        check_settings("", self.rank, self.alpha, self.target_modules)
+        if self.target_modules is not None and not isinstance(self.target_modules, str):
+            self.target_modules = sorted(self.target_modules)
+
+    @property
+    def trains_base(self) -> bool:
+        return self.update == "full"
+
+    def training_defaults(self) -> dict[str, Any]:
+        if self.update == "none" and self.p_ar == 1:
+            raise ValueError(
+                "update='none' with p_ar=1.0: nothing is trained. Lower p_ar, or choose another "
+                "update."
+            )
+        return {"learning_rate": LEARNING_RATES[self.update]}
+
+    def modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules of `model` that have low-rank updates, by name."""
+        return linear_modules(model, self.target_modules) if self.update == "lora" else {}
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise ValueError if `model` cannot be updated as the config says."""
+        super().check_base(model)
+        self.modules(model)
+        if self.trains_base and not self.inference_mode:
+            check_unquantised(model, "update='full'", "update='lora' or 'none'")

@@ -1,0 +1,87 @@
+"""Auto-correct decoding: SPACE, section 3.2, algorithm 1.
+
+A step forwards k candidates with a group of k mask tokens behind the last token and behind each
+candidate, eqs. (5)-(7). The group behind the last accepted token gives the next k candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
+from hf_spec.core.tree import TokenTree
+from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.methods.forward import model_logits, output_logits
+from hf_spec.methods.peft_bridge import require_active
+from hf_spec.methods.probing import probe_sequences
+from hf_spec.methods.space.masks import mask_tokens
+from hf_spec.methods.space.options import SpaceOptions
+
+
+class SpaceDrafter(Drafter):
+    """Chains of what the mask tokens predict, the likeliest tokens or samples."""
+
+    options: SpaceOptions
+
+    def __init__(self, model: Any, options: SpaceOptions):
+        super().__init__(model, options)
+        inputs = mask_tokens(require_active(model, "SPACE", "space"))
+        self.count = options.count(inputs.embeddings.shape[0])
+        self.probe_inputs = replace(inputs, embeddings=inputs.embeddings[: self.count])
+        self.group = ProbeGroup.causal(self.count)
+        self._probes: dict[TokenTree, ProbeRows] = {}
+
+    def propose(self, state: DecodingState) -> Draft:
+        hidden = state.probe_hidden
+        # In the first step nothing has been asked for yet: the root goes alone.
+        depth = 0 if hidden is None else max(min(self.count, state.max_depth), 0)
+        chain = TokenTree.chain(depth)
+        tree = chain.batch(state.batch_size, state.root.device)
+        if chain not in self._probes:
+            self._probes[chain] = hang(self.group, tree)
+        tokens, distributions = state.root[:, None], None
+        if hidden is not None and depth:
+            candidates, distributions = self._candidates(state, hidden[:, :depth])
+            tokens = torch.cat([tokens, candidates.to(tokens.device)], dim=1)
+        return Draft(tree, tokens, distributions, self._probes[chain])
+
+    def _candidates(self, state: DecodingState, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Line 23: a token from each mask position; (batch, depth), and q of line 24 if sampled.
+
+        q is the whole distribution after the call's processors, which see the candidates before.
+        """
+        samples = state.do_sample and self.options.acceptance in ("auto", "rejection")
+        if not samples and getattr(state.process, "trivial", False):
+            return output_logits(self.model, hidden).argmax(-1), None
+        logits = model_logits(self.model, hidden)  # (batch, depth, vocab)
+        drafted: list[list[int]] = [[] for _ in state.tokens]
+        tokens, distributions = [], []
+        for place in range(hidden.shape[1]):
+            q = state.process(logits[:, place], drafted, state.active).softmax(-1)
+            token = torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True)
+            for row, chosen in zip(drafted, token[:, 0].tolist()):
+                row.append(chosen)
+            tokens.append(token)
+            distributions.append(q)
+        if not samples:
+            return torch.cat(tokens, dim=1), None
+        nothing = torch.zeros_like(distributions[0])  # of the root
+        return torch.cat(tokens, dim=1), torch.stack([nothing, *distributions], dim=1)
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        last = torch.tensor([[input_ids.shape[1] - 1]], device=input_ids.device)
+        assert self.probe_inputs is not None
+        with torch.no_grad():
+            hidden = probe_sequences(
+                self.model, input_ids, None, last, self.group, self.probe_inputs
+            )
+        rows = torch.cat([hidden.token_hidden[:, -1:], hidden.probe_hidden[:, 0]], dim=1)
+        chain = output_logits(self.model, rows).argmax(-1).to(input_ids.device)
+        candidates: Any = torch.cat([input_ids, chain], dim=1)
+        return candidates, None

@@ -1,0 +1,12 @@
+"""What a SPACE adapter's mask tokens mean to a forward pass."""
+
+from typing import Any
+
+from hf_spec.methods.forward import ProbeInputs
+from hf_spec.methods.peft_bridge import ActiveAdapter
+
+
+def mask_tokens(adapter: ActiveAdapter) -> ProbeInputs:
+    """The k mask tokens, one behind the other; gradients reach the adapter's parameters."""
+    config: Any = adapter.config
+    return ProbeInputs(adapter.weights()["masks"].expand(config.num_mask_tokens, -1))

@@ -1,0 +1,118 @@
+"""SPACE's training loss, semi-autoregressive supervised fine-tuning: section 3.1, eqs. (1)-(4).
+
+Each loss is a mean over the tokens it predicts, where the paper's equations write a sum. The token
+y_m, which stands in both sums of eq. (3), counts once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.methods.forward import model_logits
+from hf_spec.methods.peft_bridge import ActiveAdapter
+from hf_spec.methods.probing import future_labels, probe_sequences
+from hf_spec.methods.space.masks import mask_tokens
+
+#: Label of tokens that are not predicted.
+IGNORED = -100
+
+
+def loss(
+    model: Any,
+    adapter: ActiveAdapter,
+    input_ids: Tensor,
+    labels: Tensor,
+    anchors: Tensor,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Eq. (4), averaged over sequences.
+
+    In training a sequence has the autoregressive loss L_AR with probability p_ar, else the
+    semi-autoregressive loss L_SAR, averaged over its anchors; which of the two follows from its
+    tokens and anchors. In evaluation both count, by their probabilities. Where the model itself is
+    not trained, the loss is that of the mask tokens alone.
+
+    Args:
+        model: the model that is trained.
+        adapter: the adapter that is trained.
+        input_ids: ``(batch, seq)`` prompts with answers.
+        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
+        anchors: ``(batch, anchors)`` columns of y_(m-1): k mask tokens hang under each.
+        attention_mask: ``(batch, seq)``.
+
+    Returns:
+        ``loss``, a scalar; unless no sequence has mask tokens, their ``logits``, ``(batch, anchors,
+        k, vocab)``, and ``labels``, ``(batch, anchors, k)``.
+    """
+    config: Any = adapter.config
+    frozen = config.update == "none"
+    inputs = mask_tokens(adapter)
+    group = ProbeGroup.causal(inputs.embeddings.shape[0])
+    wanted = future_labels(labels, anchors, group)
+    useful = (wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
+    share = _sar_share(config, model.training, input_ids, labels, anchors, useful)
+    if not bool(share.any()):
+        anchors, wanted, useful = anchors[:, :0], wanted[:, :0], useful[:, :0]
+    hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs, frozen)
+
+    device, precision = hidden.token_hidden.device, _precision(hidden.token_hidden)
+    anchors, wanted, useful, share = (x.to(device) for x in (anchors, wanted, useful, share))
+    output: dict[str, Tensor] = {}
+    mask_losses = hidden.token_hidden.new_zeros(wanted.shape, dtype=precision)
+    if wanted.shape[1]:
+        logits = model_logits(model, hidden.probe_hidden.flatten(1, 2))
+        output = {"logits": logits.unflatten(1, wanted.shape[1:]), "labels": wanted}
+        mask_losses = _cross_entropy(output["logits"], wanted)
+    sums, counts = mask_losses.sum(-1), (wanted != IGNORED).sum(-1)  # (batch, anchors)
+    ar_loss = sums.new_zeros(len(wanted))
+    if not frozen:
+        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(device)
+        real = following != IGNORED  # (batch, seq)
+        predicted = model_logits(model, hidden.token_hidden[real][None])[0]
+        losses = sums.new_zeros(real.shape)
+        losses = losses.masked_scatter(real, _cross_entropy(predicted, following[real]))
+        ar_loss = losses.sum(-1) / real.sum(-1).clamp(min=1)
+        # The first sum of eq. (3): the tokens up to y_m, which the anchor itself predicts.
+        sums = sums + losses.cumsum(-1).gather(1, anchors)
+        counts = counts + real.cumsum(-1).gather(1, anchors)
+    sar_losses = torch.where(useful, sums / counts.clamp(min=1), 0.0)
+    sar_loss = sar_losses.sum(-1) / useful.sum(-1).clamp(min=1)
+    share = torch.where(useful.any(-1), share, 0.0)  # an answer too short for a mask token
+    total = (1 - share) * ar_loss + share * sar_loss
+    return {"loss": total.mean(), **output}
+
+
+def _sar_share(
+    config: Any, training: bool, input_ids: Tensor, labels: Tensor, anchors: Tensor, useful: Tensor
+) -> Tensor:
+    """``(batch,)`` how much L_SAR counts in each sequence's loss: 0 or 1 in training."""
+    if config.update == "none":
+        return torch.ones(len(labels))
+    if not training:
+        return torch.full((len(labels),), 1.0 - config.p_ar)
+    draws = []
+    for ids, answer, places, real in zip(input_ids, labels != IGNORED, anchors, useful):
+        # What is hashed is the sequence's own, so that padding and the number of processes do not
+        # matter; anchors differ from epoch to epoch.
+        parts = (ids[answer].tolist(), places[real].tolist())
+        digest = hashlib.sha256(repr(parts).encode()).digest()
+        draws.append(int.from_bytes(digest[:8], "big") / 2**64 >= config.p_ar)
+    return torch.tensor(draws, dtype=torch.float32)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of ``logits`` (..., vocab) and ``labels`` (...), one value per label; 0 where ignored."""
+    flat = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2).to(_precision(logits)), labels.flatten(),
+        reduction="none", ignore_index=IGNORED,
+    )  # fmt: skip
+    return flat.view(labels.shape)
+
+
+def _precision(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

@@ -1,0 +1,77 @@
+"""Weights of a base model that is trained along with its adapter: in checkpoints and as a model.
+
+PEFT saves adapters only, and takes the base for what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.hub.folder import staging
+from hf_spec.methods.fingerprint import fingerprint
+from hf_spec.methods.peft_bridge import CONTAINER
+
+#: File of a checkpoint, and folder beside an adapter, that hold the trained base.
+CHECKPOINT, MODEL = "base_model.safetensors", "model"
+
+
+def base_state(model: Any) -> dict[str, Tensor]:
+    """The base model's own weights by name, without those of adapters; each tensor once.
+
+    Args:
+        model: the base model, with or without adapters of ours attached.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not name.startswith(f"{CONTAINER}.") and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+def save_checkpoint(model: Any, folder: Path) -> None:
+    """Add the base model's weights to a checkpoint of its adapter."""
+    from safetensors.torch import save_file
+
+    state = {name: tensor.contiguous() for name, tensor in base_state(model).items()}
+    with staging(folder) as temporary:
+        save_file(state, temporary / CHECKPOINT)
+
+
+def load_checkpoint(model: Any, folder: Path) -> None:
+    """Put the weights of a checkpoint back into the base model.
+
+    Raises:
+        ValueError: the checkpoint has none, or others.
+    """
+    from safetensors.torch import load_file
+
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} holds no {CHECKPOINT}: it is of another training")
+    state = load_file(path)
+    if state.keys() != base_state(model).keys():
+        raise ValueError(f"{str(path)!r} holds the weights of another model")
+    model.load_state_dict(state, strict=False)  # tied weights are there once
+
+
+def save_model(model: Any, folder: Path, config: Any, companions: Sequence[Any] = ()) -> None:
+    """Save the trained base as a model of its own in ``folder / MODEL``, and point to it.
+
+    Args:
+        model: the base model, adapters attached.
+        folder: the adapter folder.
+        config: the adapter's config, which is told the base's name and fingerprint.
+        companions: what is saved beside the model, such as its tokenizer.
+    """
+    with staging(folder / MODEL) as temporary:
+        model.save_pretrained(temporary, state_dict=base_state(model))
+        for companion in companions:
+            companion.save_pretrained(temporary)
+    config.base_model_name_or_path = str(folder / MODEL)
+    config.base_fingerprint = fingerprint(model)

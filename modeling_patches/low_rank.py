@@ -1,0 +1,289 @@
+"""Add low-rank updates to linear modules: y + scale * B(A(x)) (Hu et al., "LoRA", 2021, eq. (3)).
+
+PEFT's own LoRA layers replace the modules that they update, and are saved under a type of their
+own. Here a module stays what and where it is and carries a forward hook while its update is
+attached, so that an update can be switched for a block of code and leaves no trace afterwards. Of
+a module only input and output are used: quantised linear modules work as plain ones do.
+
+Updates can also be merged into the weights of plain modules, and be taken out again bit for bit.
+This file knows neither adapters nor files: where the factors come from is the caller's business.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from modeling_patches.layer_skip import decoder_layers
+
+#: PEFT's word for the linear modules of all decoder layers.
+ALL_LINEAR = "all-linear"
+#: Attributes that hold the numbers of input and output features: torch's linear module and most
+#: quantised ones, Transformers' `Conv1D`, GPTQ's.
+_FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
+#: Integers as wide as the entries of a weight, to compare bits.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Targets = str | Sequence[str] | None
+
+
+class Factors(NamedTuple):
+    """A low-rank update.
+
+    Attributes:
+        down: A, ``(rank, in_features)``.
+        up: B, ``(out_features, rank)``.
+        scale: factor of their product.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+def features(module: nn.Module) -> tuple[int, int] | None:
+    """Input and output features of a linear module, None for any other module."""
+    for names in _FEATURES:
+        inputs, outputs = (getattr(module, name, None) for name in names)
+        if isinstance(inputs, int) and isinstance(outputs, int):
+            return inputs, outputs
+    return None
+
+
+def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Module]:
+    """Linear modules of a causal language model, by their names in it.
+
+    A module that PEFT has wrapped is found inside the wrapper, under the name it had before.
+
+    Args:
+        model: the model itself, not a `PeftModel` around it.
+        targets: which ones, as PEFT's `target_modules` says it: names, or ends of names behind a
+            dot; or one string, a regular expression that matches whole names. None, or
+            "all-linear", takes those inside the decoder layers, attention and MLP alike.
+
+    Raises:
+        ValueError: nothing matches, or one of several names matches nothing.
+    """
+    everything = {name: m for name, m in _walk(model) if features(m) is not None}
+    if targets is None or targets == ALL_LINEAR:
+        inside = {id(module) for module in decoder_layers(model).modules()}
+        found = {name: module for name, module in everything.items() if id(module) in inside}
+        unmatched = [] if found else ["the decoder layers"]
+    elif isinstance(targets, str):
+        found = {name: m for name, m in everything.items() if re.fullmatch(targets, name)}
+        unmatched = [] if found else [targets]
+    else:
+        ends = {end: [name for name in everything if _ends(name, end)] for end in targets}
+        matched = {name for names in ends.values() for name in names}
+        found = {name: module for name, module in everything.items() if name in matched}
+        unmatched = [end for end, names in ends.items() if not names] or ([] if found else [""])
+    if unmatched:
+        last = sorted({name.rpartition(".")[2] for name in everything})
+        raise ValueError(
+            f"no linear module of {type(model).__name__} matches "
+            f"{', '.join(map(repr, unmatched))}: name linear modules, such as "
+            f"{', '.join(last[:8]) or 'none here'}, or give a regular expression for whole "
+            "names."
+        )
+    return found
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names; an adapter's wrapper is skipped for what it stands in for."""
+    wrapped = getattr(module, "base_layer", None)
+    if isinstance(wrapped, nn.Module):
+        yield from _walk(wrapped, name)
+        return
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _walk(child, f"{name}.{child_name}" if name else child_name)
+
+
+class LowRank:
+    """Low-rank updates of some modules, while attached: by `attach`, or for a `with` block.
+
+    A model with updates attached can be copied (deeply) and pickled if `factors` can.
+
+    Args:
+        modules: the modules, by name.
+        factors: `factors(name)` gives the update of a module, or None for none. It is asked at
+            every call of the module, so that it may follow a state that changes; gradients reach
+            what it gives. Factors may be of another floating-point type than the module.
+
+    Attributes:
+        enabled: False leaves the modules as they are while the hooks stay.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], factors: Callable[[str], Factors | None]
+    ) -> None:
+        self.modules: dict[str, Any] = dict(modules)
+        self.factors = factors
+        self.enabled = True
+        self._handles: list[Any] = []
+        self._entries = 0
+        # While merged: weights as they were, and a sum over the bits of what replaced them.
+        self._originals: dict[str, tuple[Tensor, int]] = {}
+
+    def attach(self) -> None:
+        """Let the modules' calls be updated from now on."""
+        if not self._handles:
+            self._handles = [
+                module.register_forward_hook(_Hook(self, name))
+                for name, module in self.modules.items()
+            ]
+
+    def detach(self) -> None:
+        """Take off what `attach` put on; merged weights stay merged."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __enter__(self) -> "LowRank":
+        self.attach()
+        self._entries += 1
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._entries -= 1
+        if not self._entries:
+            self.detach()
+
+    # -- merging -----------------------------------------------------------------------------------
+
+    @property
+    def merged(self) -> bool:
+        """Whether the updates stand in the weights; calls are then left alone."""
+        return bool(self._originals)
+
+    @torch.no_grad()
+    def merge(self, model: nn.Module, check_finite: bool = False) -> None:
+        """Add the updates to the modules' weights; what these were is kept for `unmerge`.
+
+        Args:
+            model: the model that the modules belong to.
+            check_finite: refuse results that are not finite.
+
+        Raises:
+            ValueError: a module cannot be merged into, since it is quantised, offloaded, or shares
+                its weight with another module; or a result is not finite. Nothing is merged then.
+        """
+        if self.merged:
+            return
+        shared = _shared_weights(model)
+        for name, module in self.modules.items():
+            _check_mergeable(name, module, shared)
+        for name, module in self.modules.items():
+            factors = self.factors(name)
+            if factors is None:
+                continue
+            original, result = module.weight.data, _merged(module, factors)
+            if check_finite and not bool(result.isfinite().all()):
+                self._restore()
+                raise ValueError(
+                    f"merging gives entries of {name}.weight that are not finite: the update is "
+                    "broken, or too large for the weight's type."
+                )
+            self._originals[name] = (original, _bit_sum(result))
+            module.weight.data = result
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put back the weights that `merge` has replaced, exactly as they were.
+
+        Raises:
+            ValueError: weights have been changed since; restoring would undo that, too.
+        """
+        for name, (_, bits) in self._originals.items():
+            if _bit_sum(self.modules[name].weight.data) != bits:
+                raise ValueError(
+                    f"{name}.weight has been changed since the update was merged into it: undo "
+                    "that first (another adapter merged later, a cast), or load the model anew."
+                )
+        self._restore()
+
+    def _restore(self) -> None:
+        for name, (original, _) in self._originals.items():
+            weight = self.modules[name].weight
+            weight.data = original.to(weight.device)
+        self._originals = {}
+
+
+class _Hook:
+    """A module's forward hook; no closure, so that the model can be pickled."""
+
+    def __init__(self, owner: LowRank, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        owner = self.owner
+        if not owner.enabled or owner.merged:
+            return None
+        factors = owner.factors(self.name)
+        return None if factors is None else _updated(args[0], output, *factors)
+
+
+def _updated(inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features)."""
+    # Both are no-ops but for models spread over devices and factors more precise than the model.
+    down, up = down.to(output.device), up.to(output.device)
+    inner = nn.functional.linear(inputs.to(output.device, down.dtype), down)  # (..., rank)
+    update = nn.functional.linear(inner, up)  # (..., out_features)
+    return torch.add(output, update, alpha=scale).to(output.dtype)
+
+
+def _merged(module: Any, factors: Factors) -> Tensor:
+    """The weight of ``module`` with the update added."""
+    weight = module.weight.data
+    precise = torch.promote_types(weight.dtype, torch.float32)
+    down, up = (part.to(weight.device, precise) for part in factors[:2])
+    update = (up @ down) * factors.scale  # (out_features, in_features)
+    if isinstance(module, Conv1D):
+        update = update.T
+    return (weight.to(precise) + update).to(weight.dtype)
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Ids of the weights that several modules have."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for _, module in _walk(model):
+        for parameter in module.parameters(recurse=False):
+            (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _check_mergeable(name: str, module: Any, shared: set[int]) -> None:
+    """Raise unless the module's weight is a plain one of its own."""
+    weight = getattr(module, "weight", None)
+    reason = ""
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        reason = f"is a {type(module).__name__}"
+    # Quantisers' parameters are of classes of their own, or hold integers.
+    elif type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
+        reason = f"is quantised ({type(weight).__name__} of {getattr(weight, 'dtype', None)})"
+    elif weight.dtype.itemsize < 2:
+        reason = f"is stored in {weight.dtype}"
+    elif weight.is_meta:
+        reason = "has no weight in memory"
+    elif id(weight) in shared:
+        reason = "shares its weight with another module"
+    if reason:
+        raise ValueError(
+            f"cannot merge into {name}, which {reason}: leave the update unmerged, or load the "
+            "model in bfloat16 or another plain type, in memory."
+        )
+
+
+def _bit_sum(weight: Tensor) -> int:
+    """A sum over the bits of a weight, which a change is unlikely to keep."""
+    bits = weight.contiguous().view(_BITS[weight.element_size()])
+    return int(bits.sum(dtype=torch.int64))

@@ -1,0 +1,384 @@
+"""Low-rank updates of the drafting path: seen while drafting only, and learned from the full model.
+
+The oracle of the drafting model is a copy of the model with the updates in its weights, made here
+without our code, with layers left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import prompt, ragged
+from datasets import Dataset
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tiny_checkpoint import make_model, save_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.methods.base import get_method
+from hf_spec.methods.layer_skip import objective
+from hf_spec.methods.peft_bridge import find_active
+from hf_spec.training.anchors import AnswerDataset, collate
+from hf_spec.training.train import TrainSettings, bit_sums, split, train
+from modeling_patches.layer_skip import LayerSkipper
+
+Tiny = Callable[..., PreTrainedModel]
+SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
+FIXED = {"draft_exit": "fixed", "max_draft": 4}
+
+
+def randomise(model: Any, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weights = find_active(model, "LAYER_SKIP").weights()
+    for tensor in weights.values():
+        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor.dtype)
+    return weights
+
+
+def added(model: PreTrainedModel, **fields: Any) -> Any:
+    model.add_adapter(hf_spec.LayerSkipConfig(**{**SKIP, "draft_rank": 4, **fields}), "mine")
+    randomise(model)
+    return find_active(model, "LAYER_SKIP")
+
+
+def updated(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
+    """A copy without adapter, the updates in its weights."""
+    oracle = copy.deepcopy(model)
+    oracle.delete_adapter(adapter.name)
+    weights, scale = adapter.weights(), adapter.config.draft_alpha / adapter.config.draft_rank
+    for name, module in oracle.named_modules():
+        key = name.replace(".", "__")
+        if f"up__{key}" in weights:
+            update = scale * weights[f"up__{key}"].double() @ weights[f"down__{key}"].double()
+            update = update.T if type(module).__name__ == "Conv1D" else update
+            module.weight.data = (module.weight.double() + update).to(module.weight.dtype)
+    return oracle
+
+
+def hooked(model: Any) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+def test_updates_are_of_what_drafting_runs(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    names = set(added(model).weights())
+    kinds = {0: ["mlp"], 2: ["mlp", "self_attn"]}  # layer 1 is left out, layer 0 half
+    modules = {
+        f"model.layers.{index}.{kind}.{name}_proj"
+        for index, kinds in kinds.items()
+        for kind in kinds
+        for name in {"mlp": ("gate", "up", "down"), "self_attn": "qkvo"}[kind]
+    }
+    assert names == {part + m.replace(".", "__") for m in modules for part in ("down__", "up__")}
+    assert hooked(model) == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "gemma2"])
+def test_drafts_are_those_of_the_updated_model(tiny: Tiny, architecture: str) -> None:
+    model = copy.deepcopy(tiny(architecture))
+    adapter = added(model)
+    oracle = updated(model, adapter)
+    ids = prompt(9)
+    options = get_method("layer_skip").parse_options(FIXED)
+    drafter = get_method("layer_skip").drafter(model, options)
+    candidates, _ = drafter.get_candidates(ids)
+    wanted = ids
+    with LayerSkipper(oracle, **SKIP), torch.no_grad():
+        for _ in range(4):
+            following = oracle(wanted, use_cache=False).logits[:, -1:].argmax(-1)
+            wanted = torch.cat([wanted, following], dim=1)
+    assert candidates.tolist() == wanted.tolist()
+    with LayerSkipper(model, **SKIP), torch.no_grad():  # without the updates others are drafted
+        assert not torch.equal(oracle(ids).logits, model(ids).logits)
+    assert hooked(model) == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "mixtral"])
+def test_verifying_never_sees_the_updates(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Neither hooks nor skipped layers are there when the whole model runs; output is its own."""
+    model = copy.deepcopy(tiny(architecture))
+    plain = model.generate(**ragged(), max_new_tokens=20, do_sample=False)
+    added(model)
+    assert model.generate(**ragged(), max_new_tokens=20, do_sample=False).tolist() == plain.tolist()
+    seen: set[tuple[bool, bool]] = set()
+    stubs = "forward" in vars(model)
+    assert not stubs
+    last = [m for _, m in model.named_modules() if type(m).__name__.endswith("Norm")][-1]
+    run = type(last).forward
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is last:
+            skipping = any("forward" in vars(m) for m in model.modules())
+            updating = any(
+                type(hook).__module__ == "modeling_patches.low_rank"
+                for m in model.modules()
+                for hook in m._forward_hooks.values()
+            )
+            seen.add((skipping, updating))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(last), "forward", spy)
+    ours = model.generate(
+        **ragged(), max_new_tokens=20, do_sample=False, assistant_strategy="layer_skip",
+        assistant_kwargs=FIXED,
+    )  # fmt: skip
+    monkeypatch.undo()
+    assert ours.tolist() == plain.tolist()
+    if architecture != "gpt2":  # its last norm is torch's own, which all of its norms are
+        assert seen == {(False, False), (True, True)}
+    assert hooked(model) == 0
+
+
+def test_other_layers_are_drafted_without_the_updates(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    added(model)
+    method = get_method("layer_skip")
+    with_them = method.drafter(model, method.parse_options(FIXED))
+    without = method.drafter(model, method.parse_options({**FIXED, "skip_mlp": [2]}))
+    assert len(with_them.drafting.parts) == 2 and len(without.drafting.parts) == 1
+
+
+# -- the loss ------------------------------------------------------------------------------------
+
+
+def batch_of(rows: list[tuple[list[int], list[int]]], num_anchors: int = 3) -> dict[str, Tensor]:
+    data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
+    dataset = AnswerDataset(data, num_anchors=num_anchors)
+    return collate([dataset[index] for index in range(len(data))])
+
+
+def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
+    """One piece at a time behind the full model's own cache of the tokens before it."""
+    rows = []
+    for row, mask in enumerate(batch["attention_mask"].bool()):
+        ids, labels = batch["input_ids"][row, mask], batch["labels"][row, mask]
+        full = model(ids[None]).logits[0].double().log_softmax(-1)
+        terms = []
+        for anchor in sorted(set(batch["anchors"][row].tolist())):
+            piece = ids[anchor + 1 : anchor + 1 + objective.PIECE]
+            if not len(piece):
+                continue
+            cache = DynamicCache()
+            with torch.no_grad():
+                model(ids[None, : anchor + 1], past_key_values=cache, use_cache=True)
+            with LayerSkipper(oracle, **SKIP):
+                drafted = oracle(
+                    piece[None], past_key_values=cache,
+                    position_ids=torch.arange(anchor + 1, anchor + 1 + len(piece))[None],
+                    attention_mask=_causal(anchor + 1, len(piece)),
+                ).logits[0].double().log_softmax(-1)  # fmt: skip
+            for at in range(len(piece)):
+                place = anchor + 1 + at
+                if place + 1 < len(ids) and labels[place + 1] != -100:
+                    p, q = full[place], drafted[at]
+                    terms.append((p.exp() * (p - q)).sum())
+        rows.append(torch.stack(terms).mean())
+    return torch.stack(rows).mean()
+
+
+def _causal(before: int, new: int) -> Tensor:
+    seen = torch.ones(new, before + new).tril(before)
+    mask = torch.zeros(new, before + new, dtype=torch.float64)
+    return mask.masked_fill(seen == 0, torch.finfo(torch.float64).min)[None, None]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_loss_is_that_of_pieces_behind_the_full_models_cache(
+    tiny: Tiny, architecture: str
+) -> None:
+    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
+    adapter = added(model)
+    oracle = updated(model, adapter)
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for index in range(3):
+        ids = torch.randint(3, 61, (14 + index,), generator=generator).tolist()
+        rows.append((ids[:6], ids[6:]))
+    batch = batch_of(rows)
+    model.train()
+    output = objective.loss(model, adapter, **batch)
+    assert model.training and hooked(model) == 0
+    model.eval()  # gpt2 has dropout, which the loss runs without
+    # The divergence is taken in fp32, and so are some norms.
+    with torch.no_grad():
+        torch.testing.assert_close(
+            output["loss"].double(), naive(model, oracle, batch), rtol=1e-4, atol=1e-5
+        )
+    anchors = batch["anchors"].shape[1]
+    assert output["logits"].shape == (3, anchors, 4, 61)
+    assert output["labels"].shape == (3, anchors, 4)
+    output["loss"].backward()
+    for name, weight in adapter.weights().items():
+        assert weight.grad.abs().sum() > 0, name
+    trained = {id(weight) for weight in adapter.weights().values()}
+    assert all(p.grad is None for p in model.parameters() if id(p) not in trained)
+
+
+def test_a_draft_of_the_whole_model_has_nothing_to_learn(tiny: Tiny) -> None:
+    """Nothing left out and fresh updates: the divergence is 0."""
+    model = copy.deepcopy(tiny("llama"))
+    config = hf_spec.LayerSkipConfig(draft_rank=2)
+    model.add_adapter(config)
+    batch = batch_of([([5, 6, 7, 8], list(range(9, 20)))])
+    output = objective.loss(model, find_active(model, "LAYER_SKIP"), **batch)
+    assert abs(float(output["loss"])) < 1e-5
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def answers_of(model: Any, count: int = 24) -> Dataset:
+    """What the model itself answers."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, 250, (count, 8), generator=generator)
+    ids = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return Dataset.from_list(
+        [{"prompt_ids": row[:8], "answer_ids": row[8:]} for row in ids.tolist()]
+    )
+
+
+def test_drafts_improve_with_training(tmp_path: Path) -> None:
+    """On prompts that were held out: the loss falls and more drafted tokens are accepted."""
+    model = make_model(layers=3)
+    before = bit_sums(list(model.parameters()))
+    rows, skip = answers_of(model, 128), {"skip_attention": [], "skip_mlp": [1]}
+    settings = TrainSettings(
+        max_steps=100, eval_steps=50, held_out=8, served_prompts=8, served_tokens=16, batch_size=8,
+        learning_rate=1e-2, options=FIXED,
+    )  # fmt: skip
+    config = {**skip, "draft_rank": 16}
+    record = train(model, rows, "layer_skip", tmp_path, config, settings)
+    assert bit_sums(list(model.parameters())) == before and hooked(model) == 0
+    losses = [row["loss"] for row in record["history"] if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+
+    _, held = split(rows, 8)
+    ids = torch.tensor(held["prompt_ids"])
+    kwargs = {"max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
+
+    def tau() -> float:
+        ours = model.generate(
+            ids, attention_mask=torch.ones_like(ids), **kwargs, assistant_strategy="layer_skip",
+            assistant_kwargs=FIXED,
+        )  # fmt: skip
+        assert ours.tolist() == plain.tolist()
+        return hf_spec.last_stats(model).mean_accepted_tokens
+
+    model.add_adapter(hf_spec.LayerSkipConfig(**skip), "untrained")
+    untrained = tau()
+    model.load_adapter(str(tmp_path), adapter_name="trained")
+    model.set_adapter("trained")
+    trained = tau()
+    assert trained == pytest.approx(record["best"]["eval_tau"])
+    assert trained > untrained + 0.1
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save_checkpoint(tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    (tmp_path / "data").mkdir()
+    answers_of(model, 8).to_parquet(str(tmp_path / "data" / "rows.parquet"))
+    out = tmp_path / "out"
+    rest = [
+        "--model", str(base), "--data", str(tmp_path / "data"), "--output", str(out),
+        "--dtype", "float32", "--device", "cpu", "--max-steps", "2", "--eval-steps", "2",
+        "--held-out", "2", "--served-prompts", "1", "--served-tokens", "4",
+    ]  # fmt: skip
+    skip = ["--skip-attention", "[1]", "--skip-mlp", "[0]"]
+    assert cli.main(["train", "layer_skip", *rest, *skip]) == 2
+    assert "draft_rank=0, skip_attention=[1]" in capsys.readouterr().err
+    assert cli.main(["train", "layer_skip", *rest, "--draft-rank", "2"]) == 2
+    assert "nothing to train" in capsys.readouterr().err
+    assert cli.main(["train", "layer_skip", *rest, *skip, "--draft-rank", "2"]) == 0
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["skip_attention"], config["skip_mlp"], config["draft_rank"]) == ([1], [0], 2)
+    card = (out / "README.md").read_text()
+    assert "low-rank updates (rank 2)" in card and "nothing was trained" not in card
+    assert cli.main(["train", "layer_skip", "--list-fields"]) == 0
+    assert "--draft-rank" in capsys.readouterr().out
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_save_and_load(tiny: Tiny, tmp_path: Path) -> None:
+    model = get_peft_model(
+        copy.deepcopy(tiny("llama")),
+        hf_spec.LayerSkipConfig(**SKIP, draft_rank=3, draft_target_modules=["q_proj", "up_proj"]),
+    )
+    expected = {name: w.detach().clone() for name, w in randomise(model).items()}
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model.spec_modules.type_layer_skip.layer_skip_"
+    assert set(stored) == {prefix + name for name in expected}
+    # One attention, two MLPs are left.
+    assert len(stored) == 2 * 3
+    for load in (PeftModel.from_pretrained, lambda base, folder: base.load_adapter(folder)):
+        base = copy.deepcopy(tiny("llama"))
+        load(base, str(tmp_path))
+        found = find_active(base, "LAYER_SKIP")
+        assert found.config.draft_target_modules == ["q_proj", "up_proj"]
+        weights = found.weights()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_old_adapters_without_weights_load(tiny: Tiny, tmp_path: Path) -> None:
+    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.LayerSkipConfig(**SKIP))
+    model.save_pretrained(tmp_path)
+    assert len(load_file(tmp_path / "adapter_model.safetensors")) == 1
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    old = {key: value for key, value in config.items() if not key.startswith("draft_")}
+    assert len(old) == len(config) - 3
+    path.write_text(json.dumps(old))
+    base = copy.deepcopy(tiny("llama"))
+    base.load_adapter(str(tmp_path))
+    assert find_active(base, "LAYER_SKIP").config.draft_rank == 0
+    plain = base.generate(prompt(), max_new_tokens=8, do_sample=False)
+    ours = base.generate(
+        prompt(), max_new_tokens=8, do_sample=False, assistant_strategy="layer_skip"
+    )
+    assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"draft_rank": -1}, r"draft_rank=-1: must be a whole number of at least 0"),
+        ({"draft_rank": 2, "draft_alpha": 0}, r"draft_alpha=0: must be a number in \(0"),
+        ({"draft_target_modules": []}, r"draft_target_modules=\[\]: give a list"),
+    ],
+)
+def test_bad_configs(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.LayerSkipConfig(**fields)
+
+
+def test_bad_targets(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    for targets, message in (
+        (["layers.1.mlp.up_proj"], "drafting leaves out all linear modules of that name"),
+        (["query"], "no linear module of LlamaForCausalLM matches 'query'"),
+    ):
+        config = hf_spec.LayerSkipConfig(**SKIP, draft_rank=2, draft_target_modules=targets)
+        with pytest.raises(ValueError, match=message):
+            model.add_adapter(config)
+        assert not hasattr(model, "spec_modules")

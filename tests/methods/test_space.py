@@ -1,0 +1,684 @@
+"""``space``: its loss against one mask group per forward, decoding, and every operation of PEFT."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import prompt, ragged
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_spec
+from hf_spec.methods.base import get_method
+from hf_spec.methods.peft_bridge import find_active
+from hf_spec.methods.space import objective
+from hf_spec.training.anchors import AnswerDataset, collate
+
+Tiny = Callable[..., PreTrainedModel]
+NEW = 16
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def randomise(model: Any, seed: int = 0, std: float = 0.15) -> None:
+    """Fill the active SPACE adapter, so that it changes the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in find_active(model, "SPACE").weights().values():
+        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor.dtype)
+
+
+def added(model: PreTrainedModel, name: str = "one", seed: int = 0, **fields: Any) -> Any:
+    """The model with an adapter that changes it; returns the active adapter."""
+    model.add_adapter(hf_spec.SpaceConfig(**fields), name)
+    model.set_adapter(name)
+    randomise(model, seed)
+    return find_active(model, "SPACE")
+
+
+def fine_tuned(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
+    """The oracle: a copy without adapter, the updates added to its weights one by one."""
+    oracle = copy.deepcopy(model)
+    oracle.delete_adapter(adapter.name)
+    weights, scale = adapter.weights(), adapter.config.alpha / adapter.config.rank
+    for name, module in oracle.named_modules():
+        key = name.replace(".", "__")
+        if f"up__{key}" in weights:
+            update = scale * weights[f"up__{key}"].double() @ weights[f"down__{key}"].double()
+            update = update.T if type(module).__name__ == "Conv1D" else update
+            module.weight.data = (module.weight.double() + update).to(module.weight.dtype)
+    return oracle
+
+
+def logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return model(prompt(9) if ids is None else ids).logits
+
+
+def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
+    return model.generate(**ragged(), **GREEDY, **kwargs).tolist()
+
+
+# -- the loss ------------------------------------------------------------------------------------
+
+
+def batch_of(rows: list[tuple[list[int], list[int]]], num_anchors: int = 4) -> dict[str, Tensor]:
+    data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
+    dataset = AnswerDataset(data, num_anchors=num_anchors)
+    return collate([dataset[index] for index in range(len(data))])
+
+
+def some_rows(count: int = 3) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for index in range(count):
+        ids = torch.randint(3, 61, (6 + 5 + index,), generator=generator).tolist()
+        rows.append((ids[:6], ids[6:]))
+    return rows
+
+
+def naive(model: Any, adapter: Any, batch: dict[str, Tensor]) -> tuple[list[float], list[float]]:
+    """L_AR and L_SAR of each row, from plain forwards over one sequence each.
+
+    For L_SAR one forward per anchor: the tokens up to it, then the mask tokens, causally.
+    """
+    masks = adapter.weights()["masks"].expand(adapter.config.num_mask_tokens, -1)
+    embed = model.get_input_embeddings()
+    ar_losses, sar_losses = [], []
+    for row in range(len(batch["input_ids"])):
+        length = int(batch["attention_mask"][row].sum())
+        ids = batch["input_ids"][row, :length]
+        answer = [at for at in range(length) if batch["labels"][row, at] != -100]
+        log_p = model(ids[None]).logits[0].double().log_softmax(-1)
+        of_token = {at: -log_p[at - 1, ids[at]] for at in answer}  # y_t after y_<t
+        ar_losses.append(torch.stack(list(of_token.values())).mean())
+        per_anchor = []
+        for anchor in sorted(set(batch["anchors"][row].tolist())):
+            if anchor + 2 >= length:
+                continue  # padding of the list of anchors
+            sequence = torch.cat([embed(ids[: anchor + 1]), masks.to(embed.weight.dtype)])
+            log_p = model(inputs_embeds=sequence[None]).logits[0].double().log_softmax(-1)
+            terms = [of_token[at] for at in answer if at <= anchor + 1]
+            terms += [
+                -log_p[anchor + i, ids[anchor + i + 1]]
+                for i in range(1, len(masks) + 1)
+                if anchor + i + 1 < length
+            ]
+            per_anchor.append(torch.stack(terms).mean())
+        sar_losses.append(torch.stack(per_anchor).mean())
+    return ar_losses, sar_losses
+
+
+@pytest.mark.parametrize("shared_mask", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "bloom"])
+def test_the_loss_is_that_of_one_mask_group_per_forward(
+    tiny: Tiny, architecture: str, shared_mask: bool
+) -> None:
+    """Values and gradients; gemma2 has a soft cap on its logits, bloom has ALiBi."""
+    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
+    adapter = added(model, num_mask_tokens=3, p_ar=0.3, rank=2, shared_mask=shared_mask)
+    batch = batch_of(some_rows())
+    model.eval()
+    output = objective.loss(model, adapter, **batch)
+    ar, sar = naive(model, adapter, batch)
+    expected = torch.stack([0.3 * one + 0.7 * two for one, two in zip(ar, sar)]).mean()
+    # Norms, some softmaxes and ALiBi's slopes are in fp32.
+    torch.testing.assert_close(output["loss"], expected, rtol=1e-6, atol=1e-6)
+    anchors = batch["anchors"].shape[1]
+    assert output["logits"].shape == (3, anchors, 3, 61)
+    assert output["labels"].shape == (3, anchors, 3)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    assert len(parameters) == len(adapter.weights())
+    ours = torch.autograd.grad(output["loss"], parameters)
+    theirs = torch.autograd.grad(expected, parameters)
+    for one, two in zip(ours, theirs):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama", dtype=torch.float64))
+    adapter = added(model, num_mask_tokens=2, p_ar=0.4)
+    rows = some_rows(40)
+    model.train()
+    data = AnswerDataset([{"prompt_ids": p, "answer_ids": a} for p, a in rows], num_anchors=4)
+    chosen, alone = [], []
+    for index in range(len(rows)):
+        batch = collate([data[index]])
+        with torch.no_grad():
+            value = objective.loss(model, adapter, **batch)["loss"]
+            ar, sar = naive(model, adapter, batch)
+        is_ar = torch.isclose(value, ar[0], rtol=1e-5)  # norms are in fp32
+        is_sar = torch.isclose(value, sar[0], rtol=1e-5)
+        assert is_ar != is_sar
+        chosen.append(bool(is_ar))
+        alone.append(float(value))
+    # Binomial(40, 0.4), which leaves 6..26 with a probability below 1e-3; the draws are fixed.
+    assert 6 <= sum(chosen) <= 26
+    # In one batch, padded, each row has the loss that it has alone.
+    with torch.no_grad():
+        together = float(objective.loss(model, adapter, **batch_of(rows))["loss"])
+    assert together == pytest.approx(sum(alone) / len(alone), rel=1e-4)
+
+
+def test_other_anchors_are_another_draw() -> None:
+    config = hf_spec.SpaceConfig(p_ar=0.5)
+    rows = [{"prompt_ids": [5, 6], "answer_ids": list(range(7, 27))}]
+    dataset = AnswerDataset(rows, num_anchors=4)
+    drawn = set()
+    for epoch in range(12):
+        dataset.set_epoch(epoch)
+        batch = collate([dataset[0]])
+        useful = torch.ones_like(batch["anchors"], dtype=torch.bool)
+        args = (batch["input_ids"], batch["labels"], batch["anchors"], useful)
+        drawn.add(objective._sar_share(config, True, *args).item())
+    assert drawn == {0.0, 1.0}
+
+
+def test_p_ar_of_one_is_plain_fine_tuning(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    adapter = added(model, p_ar=1.0)
+    batch = batch_of(some_rows())
+    for training in (True, False):
+        model.train(training)
+        output = objective.loss(model, adapter, **batch)
+        ar, _ = naive(model, adapter, batch)
+        torch.testing.assert_close(output["loss"].double(), torch.stack(ar).mean())
+        assert "logits" not in output
+        output["loss"].backward()
+        # Data-parallel wrappers wait for a gradient of every parameter.
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_without_an_update_the_mask_tokens_alone_are_trained(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    adapter = added(model, update="none", num_mask_tokens=3)
+    assert list(adapter.weights()) == ["masks"]
+    batch = batch_of(some_rows())
+    output = objective.loss(model, adapter, **batch)
+    losses = torch.nn.functional.cross_entropy(
+        output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
+    )
+    counts = (output["labels"] != -100).sum(-1)
+    per_anchor = losses.sum(-1) / counts.clamp(min=1)
+    expected = (per_anchor.sum(-1) / (counts > 0).sum(-1)).mean()
+    torch.testing.assert_close(output["loss"], expected)
+    output["loss"].backward()
+    assert adapter.weights()["masks"].grad.abs().sum() > 0
+    assert model.lm_head.weight.grad is None
+
+
+def test_the_loss_is_part_of_the_peft_models_forward(tiny: Tiny) -> None:
+    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig(rank=2))
+    randomise(model)
+    model(**batch_of(some_rows()))["loss"].backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if "space_" in name}
+    assert len(trained) == 1 + 2 * 3 * 7
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("options", [{}, {"num_candidates": 2}, {"retrieval": True}])
+def test_decoding_equals_plain_decoding_of_the_fine_tuned_model(
+    tiny: Tiny, architecture: str, options: dict[str, Any]
+) -> None:
+    model = copy.deepcopy(tiny(architecture))
+    base = tokens(model)
+    adapter = added(model)
+    plain = tokens(model)
+    assert plain == tokens(fine_tuned(model, adapter)) != base
+    ours = tokens(model, assistant_strategy="space", assistant_kwargs=options)
+    assert ours == plain
+    model.disable_adapters()
+    assert tokens(model) == base
+    with pytest.raises(ValueError, match="needs an active adapter of type SPACE"):
+        tokens(model, assistant_strategy="space")
+
+
+def taught(tiny: Tiny, **fields: Any) -> PreTrainedModel:
+    """A model that has learned to count in a circle of four, and to foresee that."""
+    model = copy.deepcopy(tiny("llama"))
+    torch.manual_seed(0)
+    peft_model = get_peft_model(model, hf_spec.SpaceConfig(**{"num_mask_tokens": 3, **fields}))
+    rows = [
+        ([4 + (i + s) % 4 for s in range(6)], [4 + (i + s) % 4 for s in range(6, 20)])
+        for i in range(4)
+    ]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    peft_model.train()
+    for _ in range(30):
+        loss = peft_model(**batch_of(rows, num_anchors=8))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("shared_mask", [False, True])
+def test_what_was_learned_is_accepted(tiny: Tiny, shared_mask: bool) -> None:
+    """All k candidates and none: any number of them is accepted."""
+    model = taught(tiny, shared_mask=shared_mask, p_ar=0.0)
+    ids = torch.tensor([[4, 5, 6, 7, 4, 5]])
+    plain = model.generate(ids, **GREEDY)
+    assert plain[0, 6:].tolist() == [4 + (2 + s) % 4 for s in range(NEW)]
+    ours = model.generate(ids, **GREEDY, assistant_strategy="space")
+    assert ours.tolist() == plain.tolist()
+    stats = hf_spec.last_stats(model)
+    # After the prefill and a step without candidates, k + 1 tokens per step.
+    assert stats.accepted_histogram == {1: 2, 4: 3, 2: 1}
+    assert stats.num_steps == 6 and stats.num_draft_forwards == 0
+    assert stats.offered == {1: 4, 2: 3, 3: 3}
+
+
+def test_a_step_without_candidates_comes_first(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has k + 1 groups of k mask tokens, one under the root alone in the first."""
+    model = copy.deepcopy(tiny("llama"))
+    added(model, num_mask_tokens=3)
+    method, seen = get_method("space"), []
+    propose = method.drafter.propose
+
+    def watched(self: Any, state: Any) -> Any:
+        draft = propose(self, state)
+        sizes = draft.probes.sizes
+        assert (sizes == 3).all() and sizes.shape == draft.tokens.shape
+        seen.append(draft.tokens.shape[1] - 1)
+        return draft
+
+    monkeypatch.setattr(method.drafter, "propose", watched)
+    model.generate(prompt(), **GREEDY, assistant_strategy="space")
+    # The budget ends: a candidate that could not be emitted is not proposed.
+    assert seen[:2] == [0, 3] and seen[-1] <= 3 and max(seen) == 3
+
+
+def test_sampled_candidates_carry_the_whole_distribution(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """q is what the mask positions give after the same processors, which see earlier candidates."""
+    model = copy.deepcopy(tiny("gemma2"))  # with a soft cap behind the output embeddings
+    added(model, num_mask_tokens=3)
+    method, checked = get_method("space"), []
+    propose = method.drafter.propose
+
+    def watched(self: Any, state: Any) -> Any:
+        calls: list[tuple[list[list[int]], Tensor, Tensor]] = []
+        process = state.process
+
+        def spy(given: Tensor, suffixes: Any, active: Any) -> Tensor:
+            scores = process(given, suffixes, active)
+            calls.append(([list(one) for one in suffixes], given, scores))
+            return scores
+
+        state.process = spy
+        draft = propose(self, state)
+        state.process = process
+        for place, (suffixes, given, scores) in enumerate(calls, start=1):
+            assert suffixes == draft.tokens[:, 1:place].tolist()
+            assert torch.equal(draft.distributions[:, place], scores.softmax(-1))
+            cap = model.config.final_logit_softcapping
+            raw = model.lm_head(state.probe_hidden[:, place - 1])
+            torch.testing.assert_close(given, torch.tanh(raw / cap) * cap)
+            token = draft.tokens[:, place : place + 1]
+            assert (draft.distributions[:, place].gather(1, token) > 0).all()
+            checked.append(place)
+        return draft
+
+    monkeypatch.setattr(method.drafter, "propose", watched)
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2}
+    model.generate(**ragged(), **settings, assistant_strategy="space")
+    assert len(checked) > 5
+
+
+@pytest.mark.parametrize(
+    ("do_sample", "acceptance", "sampled"),
+    [
+        (False, "auto", False),
+        (True, "auto", True),
+        (True, "rejection", True),
+        (True, "match", False),
+        (True, "typical", False),
+        (False, "rejection", False),
+    ],
+)
+def test_when_candidates_are_sampled(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, do_sample: bool, acceptance: str, sampled: bool
+) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    added(model)
+    method, seen = get_method("space"), []
+    propose = method.drafter.propose
+
+    def watched(self: Any, state: Any) -> Any:
+        draft = propose(self, state)
+        if draft.tokens.shape[1] > 1:
+            seen.append(draft.distributions is not None)
+        return draft
+
+    monkeypatch.setattr(method.drafter, "propose", watched)
+    model.generate(
+        prompt(), max_new_tokens=8, do_sample=do_sample, top_k=3, assistant_strategy="space",
+        assistant_kwargs={"acceptance": acceptance},
+    )  # fmt: skip
+    assert seen and set(seen) == {sampled}
+
+
+# -- operations of PEFT --------------------------------------------------------------------------
+
+
+def hooked(model: Any) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_two_adapters_are_switched_disabled_and_deleted(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    base = logits(model)
+    one = added(model, "one", seed=1)
+    first = logits(model)
+    expected = logits(fine_tuned(model, one))
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+    added(model, "two", seed=2, target_modules=["q_proj", "down_proj"], rank=3)
+    second = logits(model)
+    assert not torch.equal(first, second) and not torch.equal(first, base)
+    for name, wanted in (("one", first), ("two", second), ("one", first)):
+        model.set_adapter(name)
+        assert torch.equal(logits(model), wanted)
+        assert tokens(model, assistant_strategy="space") == tokens(model)
+    model.disable_adapters()
+    assert torch.equal(logits(model), base)
+    model.enable_adapters()
+    assert torch.equal(logits(model), first)
+    model.set_adapter(["one", "two"])  # as several LoRAs do, both count
+    assert not torch.equal(logits(model), first) and not torch.equal(logits(model), second)
+    model.set_adapter("one")
+    model.delete_adapter("two")
+    assert torch.equal(logits(model), first)
+    assert hooked(model) == 3 * 7
+    model.delete_adapter("one")
+    assert torch.equal(logits(model), base) and hooked(model) == 0
+    added(model, "three", seed=1)
+    assert torch.equal(logits(model), first)
+
+
+def test_saved_and_loaded_in_every_way(tiny: Tiny, tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft_model = get_peft_model(model, hf_spec.SpaceConfig(num_mask_tokens=2, rank=3))
+    randomise(peft_model)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    prefix = "base_model.model.spec_modules.type_space.space_"
+    assert stored[f"{prefix}masks"].shape == (2, 32)
+    assert stored[f"{prefix}down__model__layers__0__mlp__down_proj"].shape == (3, 48)
+    assert stored[f"{prefix}up__model__layers__0__mlp__down_proj"].shape == (32, 3)
+    assert len(stored) == 1 + 2 * 3 * 7
+    expected, folder = logits(model), str(tmp_path / "adapter")
+    masks = find_active(model, "SPACE").weights()["masks"]
+
+    def base() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    def itself(**kwargs: Any) -> PreTrainedModel:
+        loaded = base()
+        loaded.load_adapter(folder, adapter_name="mine", **kwargs)
+        return loaded
+
+    for way in (
+        lambda: PeftModel.from_pretrained(base(), folder),
+        lambda: PeftModel.from_pretrained(base(), folder, low_cpu_mem_usage=True),
+        lambda: PeftModel.from_pretrained(base(), folder, is_trainable=True),
+        lambda: itself(),
+        lambda: itself(low_cpu_mem_usage=True),
+        lambda: AutoPeftModelForCausalLM.from_pretrained(folder),
+    ):
+        loaded = way()
+        assert torch.equal(logits(loaded), expected)
+        assert torch.equal(find_active(loaded, "SPACE").weights()["masks"], masks)
+    program = f"""
+        import torch, hf_spec
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "base")!r})
+        model.load_adapter({folder!r})
+        ids = torch.tensor({prompt().tolist()})
+        for kwargs in ({{}}, {{"assistant_strategy": "space"}}):
+            print(model.generate(ids, max_new_tokens=8, do_sample=False, **kwargs).tolist())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    here = model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist()
+    assert done.stdout.splitlines()[-2:] == [str(here)] * 2, done.stderr
+
+
+def test_bfloat16(tiny: Tiny, tmp_path: Path) -> None:
+    """PEFT keeps adapters of a bf16 model in fp32; a base that adds one itself takes its type."""
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    wrapped = get_peft_model(copy.deepcopy(model), hf_spec.SpaceConfig())
+    randomise(wrapped)
+    assert {w.dtype for w in find_active(wrapped, "SPACE").weights().values()} == {torch.float32}
+    added(model)
+    assert {w.dtype for w in find_active(model, "SPACE").weights().values()} == {torch.bfloat16}
+    for one in (wrapped, model):
+        assert logits(one).dtype == torch.bfloat16
+        one.generate(**ragged(), **GREEDY, assistant_strategy="space")
+        loss = find_and_compute(one)
+        loss.backward()
+    # The same numbers, rounded to bf16 here and there: logits of size 10 agree to some ulps.
+    assert (logits(wrapped) - logits(model)).abs().mean() < 0.2
+    wrapped.save_pretrained(tmp_path)
+    model.load_adapter(str(tmp_path), adapter_name="loaded")
+    model.set_adapter("loaded")
+    torch.testing.assert_close(logits(model), logits(wrapped), rtol=0, atol=0.25)
+
+
+def find_and_compute(model: Any) -> Tensor:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    adapter = find_active(model, "SPACE")
+    return objective.loss(base, adapter, **batch_of(some_rows()))["loss"]
+
+
+def pickled(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+def test_a_copy_of_the_model_has_an_adapter_of_its_own(
+    tiny: Tiny, duplicate: Callable[..., Any]
+) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    added(model)
+    before = logits(model)
+    other = duplicate(model)
+    assert torch.equal(logits(other), before)
+    randomise(other, seed=9)
+    changed = logits(other)
+    assert not torch.equal(changed, before) and torch.equal(logits(model), before)
+    other.delete_adapter("one")
+    assert hooked(other) == 0 and hooked(model) == 3 * 7
+    assert torch.equal(logits(model), before)
+
+
+def test_merging_is_exactly_reversible(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama_tied"))
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = logits(model)
+    peft_model = get_peft_model(model, hf_spec.SpaceConfig())
+    randomise(peft_model)
+    active, unmerged = logits(model), tokens(model)
+    for safe in (False, True):
+        peft_model.merge_adapter(safe_merge=safe)
+        # fp32 sums in another order, logits of size 10.
+        torch.testing.assert_close(logits(model), active, rtol=1e-4, atol=1e-3)
+        assert not torch.equal(model.state_dict()["model.layers.0.mlp.up_proj.weight"],
+                               base["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+        assert tokens(model, assistant_strategy="space") == tokens(model) == unmerged
+        assert hf_spec.last_stats(model).num_drafted_tokens > 0
+        peft_model.merge_adapter()  # once is enough
+        peft_model.unmerge_adapter()
+        after = model.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in base.items())
+        assert torch.equal(logits(model), active)
+    peft_model.merge_adapter()
+    with peft_model.disable_adapter():  # PEFT's LoRA comes out of the weights, too
+        assert torch.equal(logits(model), plain)
+    assert torch.equal(logits(model), active)
+    peft_model.merge_adapter()
+    assert torch.equal(logits(peft_model.unload()), plain)
+    assert hooked(model) == 0
+
+
+def test_merging_and_other_adapters(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    plain = logits(model)
+    peft_model = get_peft_model(model, hf_spec.SpaceConfig(), "one")
+    randomise(peft_model, 1)
+    first = logits(model)
+    peft_model.add_adapter("two", hf_spec.SpaceConfig())
+    peft_model.set_adapter("two")
+    randomise(peft_model, 2)
+    second = logits(model)
+    with pytest.raises(ValueError, match=r"merging takes the one active .* \['one'\] with two act"):
+        peft_model.merge_adapter(["one"])
+    peft_model.merge_adapter(["two"])
+    peft_model.set_adapter("one")  # takes the other out of the weights
+    assert torch.equal(logits(model), first)
+    peft_model.merge_adapter()
+    with pytest.raises(ValueError, match="merged"):
+        peft_model.delete_adapter("one")
+    peft_model.unmerge_adapter()
+    peft_model.delete_adapter("one")
+    peft_model.set_adapter("two")
+    assert torch.equal(logits(model), second)
+    peft_model.merge_adapter()
+    find_active(model, "SPACE").layer.delete_adapter("two")  # as Transformers' own does it
+    assert torch.equal(logits(model), plain)
+
+
+def test_merge_and_unload_gives_the_fine_tuned_model(tiny: Tiny, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    peft_model = get_peft_model(model, hf_spec.SpaceConfig())
+    randomise(peft_model)
+    active = logits(model)
+    merged = peft_model.merge_and_unload()
+    assert hooked(merged) == 0 and not hasattr(merged, "spec_modules")
+    torch.testing.assert_close(logits(merged), active, rtol=1e-4, atol=1e-3)
+    merged.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
+
+
+def test_what_cannot_be_merged(tiny: Tiny) -> None:
+    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig(update="none"))
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=r"merging takes the one active SPACE adapter"):
+            merge()
+    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig())
+    weight = model.get_base_model().model.layers[1].mlp.up_proj.weight
+    weight.requires_grad_(False)
+    weight.data = weight.data.to(torch.int8)
+    with pytest.raises(ValueError, match=r"merging changes .* are quantised \(Parameter, torch.i"):
+        model.merge_adapter()
+
+
+def test_beside_a_lora(tiny: Tiny) -> None:
+    """Both change the model; each is switched, merged and saved by itself."""
+    model = copy.deepcopy(tiny("llama"))
+    base = logits(model)
+    added(model, "ours")
+    ours = logits(model)
+    lora = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model.add_adapter(lora, "lora")
+    model.set_adapter("lora")
+    theirs = logits(model)
+    model.set_adapter("ours")
+    assert torch.equal(logits(model), ours)
+    model.set_adapter(["ours", "lora"])
+    both = logits(model)
+    assert not any(torch.equal(both, one) for one in (ours, theirs, base))
+    assert tokens(model, assistant_strategy="space") == tokens(model)
+    added(model, "on_top", seed=3)  # its modules stand inside LoRA's wrappers
+    names = {name for name in find_active(model, "SPACE").weights() if "base_layer" in name}
+    assert names == set()
+    assert hooked(model) == 2 * 3 * 7
+    model.set_adapter("ours")
+    assert torch.equal(logits(model), ours)
+    model.delete_adapter("on_top")
+    model.delete_adapter("lora")
+    assert torch.equal(logits(model), ours)
+
+
+def test_gradient_checkpointing(tiny: Tiny) -> None:
+    """Loss and gradients are the same where activations are computed again."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = copy.deepcopy(tiny("llama"))
+        adapter = added(model, p_ar=0.0)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = objective.loss(model, adapter, **batch_of(some_rows()))["loss"]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients.append(torch.autograd.grad(loss, parameters))
+    for one, two in zip(*gradients):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "gpt_neo"])
+def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(
+    tiny: Tiny, architecture: str
+) -> None:
+    model = copy.deepcopy(tiny(architecture))
+    adapter = added(model)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="gradient_checkpointing"):
+        objective.loss(model, adapter, **batch_of(some_rows()))
+
+
+# -- configs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_mask_tokens": 0}, r"num_mask_tokens=0: must be a whole number of at least 1"),
+        ({"p_ar": 1.5}, r"p_ar=1\.5: must be a number in \[0\.0, 1\.0\]"),
+        ({"update": "adapter"}, r"update='adapter': choose one of lora, full, none"),
+        ({"rank": 0}, r"rank=0: must be a whole number of at least 1"),
+        ({"alpha": 0}, r"alpha=0: must be a number in \(0\.0, inf\]"),
+        ({"target_modules": []}, r"target_modules=\[\]: give a list of names"),
+        ({"target_modules": 3}, r"target_modules=3: give a list of names"),
+        ({"shared_mask": 1}, r"shared_mask=1: must be True or False"),
+    ],
+)
+def test_bad_configs(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.SpaceConfig(**fields)
+
+
+def test_bad_targets_leave_nothing_behind(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    with pytest.raises(ValueError, match=r"no linear module of LlamaForCausalLM matches 'query'"):
+        model.add_adapter(hf_spec.SpaceConfig(target_modules=["query"]))
+    assert hooked(model) == 0 and not hasattr(model, "spec_modules")
+
+
+def test_more_candidates_than_mask_tokens_are_refused(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    added(model, num_mask_tokens=2)
+    with pytest.raises(ValueError, match=r"num_candidates=3: the adapter has 2 mask tokens"):
+        tokens(model, assistant_strategy="space", assistant_kwargs={"num_candidates": 3})
