@@ -36,13 +36,12 @@ FRESH = 0.25
 #: to a limit: pauses of about 20, 40, 80 and then 160 steps. Losses can thus come to 1 / 128 of
 #: plain time in the long run, and a strategy that starts to pay is found within 160 tokens.
 ALLOWANCE, HALVINGS = 1 / 16, 3
-#: Steps of a kind whose times are kept. The median is taken of them, since a busy machine delays
+#: Steps of a kind whose costs are kept. The median is taken of them, since a busy machine delays
 #: single steps; it is trusted from the second on, since a first step warms something up.
 KEPT, TRUSTED = 5, 2
-#: Plain steps after which a strategy's first pause is judged again (most of those kept are then of
-#: the pause), and how much slower they must be than before: it may have been the machine. Without
-#: it, what pays loses 5 % on a machine whose speed halves now and then, with it 1 to 2 %.
-DOUBTED, SLOWED = 3, 1.25
+#: Speculative steps behind plain ones that are compared with these. A machine may be twice as fast
+#: a moment later, so that times from further apart say little about what a step costs.
+PAIRED = 2
 #: Speculative steps between two looks at a plain step's cost, doubling from the first to the last:
 #: the first look may have met a cold machine, and what is busy now may be idle later.
 LOOKS = (32, 128)
@@ -74,7 +73,7 @@ def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
 
 @dataclass
 class Costs:
-    """Seconds of steps on one device, batch size and context length.
+    """What steps take with one batch size, context length and device.
 
     Attributes:
         age: speculative steps since a plain step was timed.
@@ -83,32 +82,35 @@ class Costs:
 
     age: int = 0
     look: int = LOOKS[0]
-    _seconds: dict[Kind, deque[float]] = field(default_factory=dict)
-
-    def add(self, kind: Kind, seconds: float) -> None:
-        self._seconds.setdefault(kind, deque(maxlen=KEPT)).append(seconds)
+    _plain: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _relative: dict[Kind, deque[float]] = field(default_factory=dict)
 
     def time_plain(self, seconds: float) -> None:
         """A plain step, whether it was taken for its own sake or because no draft was found."""
-        self.add(PLAIN, seconds)
-        if self.of(PLAIN) is not None:
+        self._plain.append(seconds)
+        if self.plain is not None:
             if self.age >= self.look:
                 self.look = min(2 * self.look, LOOKS[1])
             self.age = 0
 
-    def doubt(self) -> None:
-        """After a pause the machine may be another: of each kind keep the newest step only.
+    @property
+    def plain(self) -> float | None:
+        """Seconds of a plain step; None if they are not known yet."""
+        return _median(self._plain)
 
-        The next one then counts unless it is the slower of the two. Plain steps are up to date.
-        """
-        for kind, seconds in self._seconds.items():
-            while kind != PLAIN and len(seconds) > 1:
-                seconds.popleft()
+    def add(self, kind: Kind, cost: float) -> None:
+        """A step of this kind took as long as ``cost`` plain steps."""
+        self._relative.setdefault(kind, deque(maxlen=KEPT)).append(cost)
 
     def of(self, kind: Kind) -> float | None:
-        """What a step of this kind takes; None if it is not known yet."""
-        seconds = self._seconds.get(kind, ())
-        return statistics.median_low(seconds) if len(seconds) >= TRUSTED else None
+        """Plain steps that a step of this kind takes; None if that is not known yet."""
+        return _median(self._relative.get(kind, ()))
+
+    def doubt(self) -> None:
+        """For another try: of each kind keep the newest step, which counts if the next is slower."""
+        for costs in self._relative.values():
+            while len(costs) > 1:
+                costs.popleft()
 
 
 @dataclass
@@ -128,46 +130,24 @@ class Account:
     paused: bool = False
     tokens: float | None = None
     cost: float | None = None
-    #: Balance before the steps that led to a pause, their tokens, their seconds, and those of a
-    #: plain step then; how many steps of the pause are over.
-    _opening: float = START
-    _emitted: float = 0.0
-    _spent: float = 0.0
-    _plain: float = 0.0
-    _waited: int = 0
 
     def reopen(self, enough: float) -> None:
         """End a pause if there is enough in the account."""
-        if self.paused and self.balance >= enough:
+        if self.balance >= enough:
             self.paused = False
-            self._open()
 
-    def _open(self) -> None:
-        self._opening, self._emitted, self._spent = self.balance, 0.0, 0.0
-
-    def book(self, tokens: float, seconds: float, plain: float) -> None:
-        """A speculative step: its tokens per row and its seconds, and those of a plain step."""
-        self.cost = _average(self.cost, seconds / plain)
-        self.balance = max(min(self.balance + tokens - seconds / plain, FULL), -DEBT)
-        self._emitted += tokens
-        self._spent += seconds
+    def book(self, tokens: float, cost: float) -> None:
+        """A speculative step: its tokens per row, and its cost in plain steps."""
+        self.cost = _average(self.cost, cost)
+        self.balance = max(min(self.balance + tokens - cost, FULL), -DEBT)
         if self.balance >= START:
             self.setbacks = 0
-            self._open()
         elif self.balance < 0:
             self.setbacks += 1
-            self.paused, self._waited, self._plain = True, 0, plain
+            self.paused = True
 
-    def refill(self, plain: float) -> None:
-        """A step of a pause; ``plain`` is what such a step takes by now."""
-        self._waited += 1
-        slowed = plain >= SLOWED * self._plain
-        if self._waited == DOUBTED and self.setbacks == 1 and slowed:
-            # Book again what led here, by the present cost of a plain step.
-            again = min(self._opening + self._emitted - self._spent / plain, START)
-            if again >= 0:
-                self.balance, self.paused = again, False
-                return
+    def refill(self) -> None:
+        """A plain step of a pause."""
         self.balance += ALLOWANCE / 2 ** min(self.setbacks - 1, HALVINGS)
         self.reopen(RETRY)
 
@@ -188,6 +168,9 @@ class Controller:
         self.account = account
         self.enabled = enabled
         self._drafts = True
+        #: Seconds of the latest plain steps in a row, and speculative steps since.
+        self._plain: list[float] = []
+        self._since = 0
         if enabled and account.paused:
             account.reopen(FRESH)
             self._resume()
@@ -208,7 +191,7 @@ class Controller:
     def _look_is_due(self) -> bool:
         """Whether a plain step is due so that its cost is known."""
         tokens, costs = self.account.tokens, self.costs
-        unknown = costs.of(PLAIN) is None and tokens is not None and tokens <= CLEAR
+        unknown = costs.plain is None and tokens is not None and tokens <= CLEAR
         return unknown or costs.age >= costs.look
 
     def observe(self, rows: int, emitted: Sequence[int]) -> None:
@@ -223,31 +206,45 @@ class Controller:
         seconds = time.perf_counter() - self._began
         drafting = self.stats.draft_seconds - self._before[0]
         kind = (rows.bit_length(), self.stats.num_draft_forwards - self._before[1])
-        costs, account = self.costs, self.account
         if kind == PLAIN:
-            costs.time_plain(seconds - drafting)
-        else:
-            costs.age += 1
+            self._time_plain(seconds - drafting)
         if not self._drafts:
-            plain = costs.of(PLAIN)
-            if account.paused and plain is not None:
-                account.refill(plain)
+            if self.account.paused:
+                self.account.refill()
                 self._resume()
             return
-        # Drafting that found nothing costs its own time on top of the plain step that follows.
-        costs.add(*((NOTHING, drafting) if kind == PLAIN else (kind, seconds)))
         live = [count for count in emitted if count]
         tokens = sum(live) / max(len(live), 1)
-        account.tokens = _average(account.tokens, tokens)
-        plain, spent = costs.of(PLAIN), costs.of(NOTHING if kind == PLAIN else kind)
-        if plain is not None and spent is not None:
-            account.book(tokens, spent + plain * (kind == PLAIN), plain)
+        self.account.tokens = _average(self.account.tokens, tokens)
+        if kind == PLAIN:
+            # Drafting that found nothing costs its own time on top of the plain step behind it.
+            self.costs.add(NOTHING, drafting / (seconds - drafting))
+            cost = self.costs.of(NOTHING)
+        else:
+            self._time(kind, seconds)
+            cost = self.costs.of(kind)
+        if cost is not None:
+            self.account.book(tokens, cost + (kind == PLAIN))
+
+    def _time_plain(self, seconds: float) -> None:
+        if self._since:
+            self._plain, self._since = [], 0
+        self._plain.append(seconds)
+        self.costs.time_plain(seconds)
+
+    def _time(self, kind: Kind, seconds: float) -> None:
+        self._since += 1
+        self.costs.age += 1
+        near = _median(self._plain[-KEPT:], 1) if self._since <= PAIRED else None
+        plain = near or (self.costs.plain if self.costs.of(kind) is None else None)
+        if plain is not None:
+            self.costs.add(kind, seconds / plain)
 
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``: what is expected of speculation, and whether it is paused."""
         if not self.enabled:
             return {}
-        plain, tokens, cost = self.costs.of(PLAIN), self.account.tokens, self.account.cost
+        plain, tokens, cost = self.costs.plain, self.account.tokens, self.account.cost
         return {
             "controller": {
                 "predicted_speedup": tokens / cost if tokens and cost else None,
@@ -256,6 +253,11 @@ class Controller:
                 "falls_back": self.account.paused,
             }
         }
+
+
+def _median(values: Sequence[float], fewest: int = TRUSTED) -> float | None:
+    """The median of what noise only adds to; None if there are too few."""
+    return statistics.median_low(values) if len(values) >= fewest else None
 
 
 def _average(old: float | None, new: float) -> float:

@@ -1,0 +1,139 @@
+"""Quantised bases: every strategy gives plain decoding's output of the same quantised model.
+
+torchao is no dependency of the project: importing peft imports it where it is installed, which
+costs half a second and prints warnings. `pip install --no-deps torchao` makes these tests run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ragged
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
+
+import hf_spec
+from hf_spec.methods.base import methods
+from hf_spec.methods.fingerprint import fingerprint
+from hf_spec.methods.peft_bridge import find_active
+from hf_spec.training.train import TrainSettings, bit_sums, train
+from modeling_patches.support import check_unquantised, quantised_as
+
+torchao = pytest.importorskip(
+    "torchao.quantization", reason="torchao is not installed; pip install --no-deps torchao"
+)
+
+Tiny = Callable[..., PreTrainedModel]
+#: Options of strategies that need some.
+OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0]}}
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from conftest import _build
+
+    folder = tmp_path_factory.mktemp("base")
+    _build("llama", "sdpa", torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> PreTrainedModel:
+    """Weights of linear modules in int8, all but the head's."""
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    loaded = AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=config, dtype=torch.float32
+    )
+    loaded.generation_config.eos_token_id = None
+    loaded.generation_config.pad_token_id = 0
+    return loaded.eval()
+
+
+def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
+    return model.generate(**ragged(), max_new_tokens=NEW, do_sample=False, **kwargs).tolist()
+
+
+def randomise(model: Any, peft_type: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for tensor in find_active(model, peft_type).weights().values():
+        tensor.data = 0.1 * torch.randn(tensor.shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", methods())
+def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> None:
+    method = methods()[name]
+    base = tokens(model)
+    assert base != tokens(tiny("llama"))  # int8 it is
+    if method.needs_adapter:
+        model.add_adapter(method.adapter_config())
+        randomise(model, method.adapter_config.type_name)
+    plain = tokens(model)
+    changes = method.adapter_config is not None and method.adapter_config.changes_model
+    assert (plain != base) == changes
+    kwargs = {"assistant_strategy": name, "assistant_kwargs": OPTIONS.get(name, {})}
+    assert tokens(model, **kwargs) == plain
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def test_learned_drafts(model: PreTrainedModel) -> None:
+    plain = tokens(model)
+    model.add_adapter(hf_spec.LayerSkipConfig(**OPTIONS["layer_skip"], draft_rank=2))
+    randomise(model, "LAYER_SKIP")
+    assert tokens(model, assistant_strategy="layer_skip") == plain
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+TRAINED = {
+    "bita": {"num_mask_tokens": 2, "num_prompt_tokens": 2},
+    "space": {"num_mask_tokens": 2, "rank": 2},
+    "layer_skip": {**OPTIONS["layer_skip"], "draft_rank": 2},
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training(model: PreTrainedModel, tmp_path: Path, name: str) -> None:
+    rows = [
+        {"prompt_ids": [4 + i % 4, 5], "answer_ids": [4 + (i + s) % 4 for s in range(12)]}
+        for i in range(12)
+    ]
+    settings = TrainSettings(
+        max_steps=6, eval_steps=3, held_out=2, served_prompts=1, served_tokens=4, batch_size=4,
+        num_anchors=4, learning_rate=1e-2,
+    )  # fmt: skip
+    before = bit_sums(list(model.parameters()))
+    record = train(model, Dataset.from_list(rows), name, tmp_path, TRAINED[name], settings)
+    losses = [row["eval_loss"] for row in record["history"] if "eval_loss" in row]
+    assert losses[-1] < losses[0]
+    assert bit_sums(list(model.parameters())) == before
+
+
+def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"update='full' changes .* are quantised \(torchao\)"):
+        get_peft_model(model, hf_spec.SpaceConfig(update="full"))
+    assert not hasattr(model, "spec_modules")
+    peft_model = get_peft_model(model, hf_spec.SpaceConfig())
+    randomise(peft_model, "SPACE")
+    plain = tokens(model)
+    for merge in (peft_model.merge_adapter, peft_model.merge_and_unload):
+        with pytest.raises(ValueError, match=r"merging changes .* are quantised \(torchao\)"):
+            merge()
+    assert tokens(model) == plain
+
+
+def test_quantised_models_are_told(model: PreTrainedModel, tiny: Tiny) -> None:
+    assert quantised_as(model) == "torchao"
+    assert quantised_as(tiny("llama")) is None
+    assert quantised_as(copy.deepcopy(tiny("llama")).to(torch.bfloat16)) is None
+    by_hand = copy.deepcopy(tiny("llama"))
+    torchao.quantize_(by_hand, torchao.Int8WeightOnlyConfig())  # behind Transformers' back
+    assert quantised_as(by_hand) == "Int8Tensor, torch.float32"
+    with pytest.raises(ValueError, match=r"this changes .* load it unquantised, or choose that\."):
+        check_unquantised(by_hand, "this", "that")
+    assert fingerprint(model) not in (None, fingerprint(tiny("llama")))
