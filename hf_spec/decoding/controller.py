@@ -21,9 +21,9 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.methods.base import StrategyOptions
 
 #: What a strategy may lose, in plain steps, before it has shown anything: 1.2 % of 128 tokens. At
-#: tau 1.8 and a step cost of 1.2, bad luck uses it up in one first call of twelve.
+#: tau 1.8 and a step cost of 1.2, bad luck uses it up in one first call of 18.
 START = 1.5
-#: Most that the account holds. What pays outlasts its bad stretches with it (one later call of 45
+#: Most that the account holds. What pays outlasts its bad stretches with it (one later call of 36
 #: pauses, in the same setting); more would delay the answer when acceptance ends in mid-output.
 FULL = 4.0
 #: Most that it can be in debt: what takes longer is something being compiled rather than a step.
@@ -43,11 +43,13 @@ KEPT, TRUSTED = 5, 2
 #: a moment later, so that times from further apart say little about what a step costs.
 PAIRED = 2
 #: Speculative steps between two looks at a plain step's cost, doubling from the first to the last:
-#: the first look may have met a cold machine, and what is busy now may be idle later.
-LOOKS = (32, 128)
+#: the first looks may have met a cold machine, and costs shift as the context grows.
+LOOKS = (16, 128)
 #: Tokens per step above which the first look can wait, too: speculation then pays wherever a
 #: step costs less than three plain ones.
 CLEAR = 3.0
+#: No step takes less; clocks may be coarse.
+TICK = 1e-9
 #: Weight of the newest step in the averages that are reported.
 WEIGHT = 1 / 16
 
@@ -106,12 +108,6 @@ class Costs:
         """Plain steps that a step of this kind takes; None if that is not known yet."""
         return _median(self._relative.get(kind, ()))
 
-    def doubt(self) -> None:
-        """For another try: of each kind keep the newest step, which counts if the next is slower."""
-        for costs in self._relative.values():
-            while len(costs) > 1:
-                costs.popleft()
-
 
 @dataclass
 class Account:
@@ -169,11 +165,10 @@ class Controller:
         self.enabled = enabled
         self._drafts = True
         #: Seconds of the latest plain steps in a row, and speculative steps since.
-        self._plain: list[float] = []
+        self._plain: deque[float] = deque(maxlen=KEPT)
         self._since = 0
-        if enabled and account.paused:
+        if enabled:
             account.reopen(FRESH)
-            self._resume()
 
     def speculate(self) -> bool:
         """Whether the step that begins now drafts."""
@@ -182,11 +177,6 @@ class Controller:
         self._drafts = not self.enabled or not (self.account.paused or self._look_is_due())
         self.stats.num_fallback_steps += not self._drafts
         return self._drafts
-
-    def _resume(self) -> None:
-        """After a step of a pause."""
-        if not self.account.paused:
-            self.costs.doubt()
 
     def _look_is_due(self) -> bool:
         """Whether a plain step is due so that its cost is known."""
@@ -206,19 +196,19 @@ class Controller:
         seconds = time.perf_counter() - self._began
         drafting = self.stats.draft_seconds - self._before[0]
         kind = (rows.bit_length(), self.stats.num_draft_forwards - self._before[1])
+        plain = max(seconds - drafting, TICK)
         if kind == PLAIN:
-            self._time_plain(seconds - drafting)
+            self._time_plain(plain)
         if not self._drafts:
             if self.account.paused:
                 self.account.refill()
-                self._resume()
             return
         live = [count for count in emitted if count]
         tokens = sum(live) / max(len(live), 1)
         self.account.tokens = _average(self.account.tokens, tokens)
         if kind == PLAIN:
             # Drafting that found nothing costs its own time on top of the plain step behind it.
-            self.costs.add(NOTHING, drafting / (seconds - drafting))
+            self.costs.add(NOTHING, drafting / plain)
             cost = self.costs.of(NOTHING)
         else:
             self._time(kind, seconds)
@@ -228,15 +218,17 @@ class Controller:
 
     def _time_plain(self, seconds: float) -> None:
         if self._since:
-            self._plain, self._since = [], 0
+            self._plain.clear()
+            self._since = 0
         self._plain.append(seconds)
         self.costs.time_plain(seconds)
 
     def _time(self, kind: Kind, seconds: float) -> None:
         self._since += 1
         self.costs.age += 1
-        near = _median(self._plain[-KEPT:], 1) if self._since <= PAIRED else None
-        plain = near or (self.costs.plain if self.costs.of(kind) is None else None)
+        plain = _median(self._plain, 1) if self._since <= PAIRED else None
+        if plain is None and self.costs.of(kind) is None:
+            plain = self.costs.plain  # better than nothing
         if plain is not None:
             self.costs.add(kind, seconds / plain)
 
