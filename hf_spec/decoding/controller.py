@@ -21,9 +21,9 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.methods.base import StrategyOptions
 
 #: What a strategy may lose, in plain steps, before it has shown anything: 1.2 % of 128 tokens. At
-#: tau 1.8 and a step cost of 1.2, bad luck uses it up in one first call of 18.
+#: tau 1.8 and a step cost of 1.2, bad luck uses it up in one first call of 16.
 START = 1.5
-#: Most that the account holds. What pays outlasts its bad stretches with it (one later call of 36
+#: Most that the account holds. What pays outlasts its bad stretches with it (one later call of 40
 #: pauses, in the same setting); more would delay the answer when acceptance ends in mid-output.
 FULL = 4.0
 #: Most that it can be in debt: what takes longer is something being compiled rather than a step.
@@ -44,9 +44,9 @@ KEPT, TRUSTED = 5, 2
 PAIRED = 2
 #: Speculative steps between two looks at a plain step's cost, doubling from the first to the last:
 #: the first looks may have met a cold machine, and costs shift as the context grows.
-LOOKS = (16, 128)
-#: Tokens per step above which the first look can wait, too: speculation then pays wherever a
-#: step costs less than three plain ones.
+LOOKS = (8, 128)
+#: Tokens per step above which looks can wait: speculation then pays wherever a step costs less
+#: than three plain ones.
 CLEAR = 3.0
 #: No step takes less; clocks may be coarse.
 TICK = 1e-9
@@ -181,8 +181,9 @@ class Controller:
     def _look_is_due(self) -> bool:
         """Whether a plain step is due so that its cost is known."""
         tokens, costs = self.account.tokens, self.costs
-        unknown = costs.plain is None and tokens is not None and tokens <= CLEAR
-        return unknown or costs.age >= costs.look
+        if tokens is None or tokens > CLEAR:
+            return costs.age >= LOOKS[1]
+        return costs.plain is None or costs.age >= costs.look
 
     def observe(self, rows: int, emitted: Sequence[int]) -> None:
         """The step is over.
@@ -214,7 +215,8 @@ class Controller:
             self._time(kind, seconds)
             cost = self.costs.of(kind)
         if cost is not None:
-            self.account.book(tokens, cost + (kind == PLAIN))
+            # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
+            self.account.book(tokens, max(cost + (kind == PLAIN), 1.0))
 
     def _time_plain(self, seconds: float) -> None:
         if self._since:

@@ -313,7 +313,7 @@ def test_the_first_step_drafts_and_the_next_two_time_a_plain_step(clock: Clock) 
 
 def test_no_plain_step_is_timed_while_drafts_are_long(clock: Clock) -> None:
     steps = Steps(clock)
-    for _ in range(LOOKS[0]):
+    for _ in range(LOOKS[1]):
         steps.draft(1.5, emitted=6)
     steps.plain()
     steps.plain()
@@ -333,7 +333,7 @@ def test_the_plain_step_is_looked_at_now_and_then(clock: Clock) -> None:
         if steps.stats.num_fallback_steps > before:
             looks.append(_)
     gaps = [later - sooner - 1 for sooner, later in zip([-1, *looks], looks)]
-    assert gaps == [16, 32, 64, 128, 128]
+    assert gaps == [8, 16, 32, 64, 128, 128]
     assert steps.costs.plain == 2.0
 
 
@@ -418,6 +418,12 @@ def test_a_stall_is_not_held_against_a_strategy(clock: Clock) -> None:
     assert steps.account.balance == before + 1 - 1.25
 
 
+def test_no_step_counts_as_cheaper_than_a_plain_one(clock: Clock) -> None:
+    steps = Steps(clock, known(), Account(balance=RETRY))
+    steps.draft(0.25), steps.draft(0.25)
+    assert steps.account.balance == RETRY and steps.account.cost == 1.0
+
+
 def test_debts_are_limited(clock: Clock) -> None:
     steps = Steps(clock, known())
     for _ in range(2):
@@ -465,7 +471,10 @@ def test_details(clock: Clock) -> None:
         "falls_back": False,
     }  # fmt: skip
     while not steps.account.paused:
-        steps.draft(3.0)
+        if steps.costs.age < steps.costs.look:
+            steps.draft(3.0)
+        else:
+            steps.plain()
     found = steps.one.details()["controller"]
     assert found["falls_back"] and found["predicted_speedup"] < 2.0
     json.dumps(steps.stats.to_dict())
