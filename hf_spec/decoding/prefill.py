@@ -115,16 +115,18 @@ def prefill(
             )
     windows = sliding_windows(model)
 
-    def make_forward(cache: TreeCache, last: Tensor | None) -> TreeForward:
+    def make_forward(
+        cache: TreeCache, last: Tensor | None, inputs: ProbeInputs | None = probe_inputs
+    ) -> TreeForward:
         lengths = cache.lengths
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, attention, limit, shift, extra, probe_inputs)
+        return TreeForward(model, cache, attention, limit, shift, extra, inputs)
 
     if isinstance(given, TreeCache):
         with tree_attention(model, windows) as attention:
-            forward = make_forward(given, None)
+            forward = make_forward(given, None, None)  # the prompt has no probes
             forward.last_position = forward.last_position + 2**30
             logits = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
             last = None if positions is None else positions[:, -1]

@@ -103,10 +103,9 @@ class SpecTrainer(Trainer):
 
     def _decode(self, served: Served) -> SpecStats:
         """Every process decodes its share of the prompts."""
-        model = self.accelerator.unwrap_model(self.model).get_base_model()
         share = slice(self.args.process_index, None, self.args.world_size)
         total = SpecStats()
-        for part in self._gathered(served.measure(model, share)):
+        for part in self._gathered(served.measure(self._base, share)):
             total.merge(part)
         return total
 

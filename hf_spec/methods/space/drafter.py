@@ -12,28 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.methods.base import DecodingState, Draft
 from hf_spec.methods.forward import model_logits, output_logits
 from hf_spec.methods.peft_bridge import require_active
-from hf_spec.methods.probing import probe_sequences
+from hf_spec.methods.probe_drafter import ProbeDrafter
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.methods.space.options import SpaceOptions
 
 
-class SpaceDrafter(Drafter):
+class SpaceDrafter(ProbeDrafter):
     """Chains of what the mask tokens predict, the likeliest tokens or samples."""
 
     options: SpaceOptions
 
     def __init__(self, model: Any, options: SpaceOptions):
-        super().__init__(model, options)
         inputs = mask_tokens(require_active(model, "SPACE", "space"))
         self.count = options.count(inputs.embeddings.shape[0])
-        self.probe_inputs = replace(inputs, embeddings=inputs.embeddings[: self.count])
-        self.group = ProbeGroup.causal(self.count)
-        self._probes: dict[TokenTree, ProbeRows] = {}
+        used = replace(inputs, embeddings=inputs.embeddings[: self.count])
+        super().__init__(model, options, used)
 
     def propose(self, state: DecodingState) -> Draft:
         hidden = state.probe_hidden
@@ -41,13 +38,11 @@ class SpaceDrafter(Drafter):
         depth = 0 if hidden is None else max(min(self.count, state.max_depth), 0)
         chain = TokenTree.chain(depth)
         tree = chain.batch(state.batch_size, state.root.device)
-        if chain not in self._probes:
-            self._probes[chain] = hang(self.group, tree)
         tokens, distributions = state.root[:, None], None
         if hidden is not None and depth:
             candidates, distributions = self._candidates(state, hidden[:, :depth])
             tokens = torch.cat([tokens, candidates.to(tokens.device)], dim=1)
-        return Draft(tree, tokens, distributions, self._probes[chain])
+        return Draft(tree, tokens, distributions, self.probes(chain, tree))
 
     def _candidates(self, state: DecodingState, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Line 23: a token from each mask position; (batch, depth), and q of line 24 if sampled.
@@ -71,17 +66,3 @@ class SpaceDrafter(Drafter):
             return torch.cat(tokens, dim=1), None
         nothing = torch.zeros_like(distributions[0])  # of the root
         return torch.cat(tokens, dim=1), torch.stack([nothing, *distributions], dim=1)
-
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        last = torch.tensor([[input_ids.shape[1] - 1]], device=input_ids.device)
-        assert self.probe_inputs is not None
-        with torch.no_grad():
-            hidden = probe_sequences(
-                self.model, input_ids, None, last, self.group, self.probe_inputs
-            )
-        rows = torch.cat([hidden.token_hidden[:, -1:], hidden.probe_hidden[:, 0]], dim=1)
-        chain = output_logits(self.model, rows).argmax(-1).to(input_ids.device)
-        candidates: Any = torch.cat([input_ids, chain], dim=1)
-        return candidates, None
