@@ -75,7 +75,7 @@ class ProbeRows:
         depths: ``(batch, nodes + probes)`` of the tree's nodes and of the probes.
         ancestors: ``(batch, nodes + probes, nodes + probes)`` bool: what each row sees of them.
         first: ``(batch, nodes)`` row of the first probe under each node, counted behind the nodes.
-        sizes: ``(batch, nodes)`` probes under each node.
+        sizes: probes under each node of each row.
     """
 
     group: ProbeGroup
@@ -83,7 +83,7 @@ class ProbeRows:
     depths: Tensor
     ancestors: Tensor
     first: Tensor
-    sizes: Tensor
+    sizes: tuple[tuple[int, ...], ...]
 
     @property
     def num_probes(self) -> int:
@@ -117,19 +117,20 @@ def hang(
     """
     batch, nodes, device = tree.batch_size, tree.num_nodes, tree.parents.device
     if sizes is None:
+        held = ((len(group),) * nodes,) * batch
         count = torch.full((batch, nodes), len(group), dtype=torch.long, device=device)
         anchors = torch.arange(nodes, device=device).repeat_interleave(len(group))
         anchors = anchors.expand(batch, -1)
         kinds = torch.arange(len(group), device=device).repeat(nodes).expand(batch, -1)
         real = None
     else:
-        padded = [list(row) + [0] * (nodes - len(row)) for row in sizes]
-        most = max(sum(row) for row in padded)
-        held = [[(n, i) for n, size in enumerate(row) for i in range(size)] for row in padded]
-        filled = [row + [(0, 0)] * (most - len(row)) for row in held]
+        held = tuple((*row, *[0] * (nodes - len(row))) for row in sizes)
+        most = max(sum(row) for row in held)
+        listed = [[(n, i) for n, size in enumerate(row) for i in range(size)] for row in held]
+        filled = [row + [(0, 0)] * (most - len(row)) for row in listed]
         pairs = torch.tensor(filled, dtype=torch.long, device=device).reshape(batch, most, 2)
         anchors, kinds = pairs.unbind(-1)
-        count = torch.tensor(padded, dtype=torch.long, device=device)
+        count = torch.tensor(held, dtype=torch.long, device=device)
         steps = torch.arange(most, device=device)
         real = steps < count.sum(-1, keepdim=True)
     offsets, visible = group_tensors(group, str(device))
@@ -143,4 +144,4 @@ def hang(
     ancestors = torch.cat(
         [torch.cat([tree.ancestors, unseen], dim=2), torch.cat([above, own], dim=2)], dim=1
     )
-    return ProbeRows(group, kinds, depths, ancestors, count.cumsum(-1) - count, count)
+    return ProbeRows(group, kinds, depths, ancestors, count.cumsum(-1) - count, held)

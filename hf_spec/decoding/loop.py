@@ -109,7 +109,7 @@ def decode(
                 choice = chooser.accept(draft, output.logits, state.active)
             counts = _emit(choice, draft, emission, state)
             cache.commit(counts, _moved(choice, counts))
-            state.probe_hidden = _answered(choice, counts, draft, output)
+            state.probe_hidden, state.probe_counts = _answered(choice, counts, draft, output)
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
             controller.observe(draft.num_rows, counts)
 
@@ -178,11 +178,14 @@ def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
     return None if in_place else choice.path
 
 
-def _answered(choice: Choice, counts: list[int], draft: Draft, output: TreeOutput) -> Tensor | None:
-    """Hidden states of the probes under each row's last accepted node, if there are probes."""
+def _answered(
+    choice: Choice, counts: list[int], draft: Draft, output: TreeOutput
+) -> tuple[Tensor | None, list[int]]:
+    """Hidden states of the probes under each row's last accepted node, and how many there are."""
     if draft.probes is None or output.probe_hidden is None:
-        return None
+        return None, [0] * len(counts)
     hidden = output.probe_hidden
     last = [nodes[count - 1] if count else 0 for nodes, count in zip(choice.nodes, counts)]
+    held = [sizes[n] if on else 0 for sizes, n, on in zip(draft.probes.sizes, last, counts)]
     under = draft.probes.under(torch.tensor(last, device=draft.tokens.device)).to(hidden.device)
-    return hidden.gather(1, under[:, :, None].expand(-1, -1, hidden.shape[-1]))
+    return hidden.gather(1, under[:, :, None].expand(-1, -1, hidden.shape[-1])), held

@@ -10,10 +10,10 @@ import dataclasses
 import importlib
 import pkgutil
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -113,9 +113,18 @@ class Draft:
         return self.tokens.shape[1] + (0 if self.probes is None else self.probes.num_probes)
 
 
-#: ``process(logits, suffixes, active)``: logits (batch, vocab) -> float32 scores after all
-#: processors, each active row's prefix being its tokens so far and then its suffix.
-ProcessFn = Callable[..., Tensor]
+class Process(Protocol):
+    """The call's logits processors."""
+
+    @property
+    def trivial(self) -> bool:
+        """Whether they leave the order of the logits as it is, so that the likeliest stays so."""
+
+    def __call__(
+        self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool]
+    ) -> Tensor:
+        """Logits ``(batch, vocab)`` -> float32 scores after all processors, each active row's
+        prefix being its tokens so far and then its suffix."""
 
 
 @dataclass
@@ -135,6 +144,7 @@ class DecodingState:
         stats: the statistics of the call so far.
         probe_hidden: ``(batch, group, hidden)`` what the last step's forward made of the probes
             under each row's last accepted node; None if there were none.
+        probe_counts: how many of them each row has; the others are any rows. 0 in finished rows.
     """
 
     model: Any
@@ -145,9 +155,13 @@ class DecodingState:
     active: list[bool]
     remaining: list[int]
     do_sample: bool
-    process: ProcessFn
+    process: Process
     stats: SpecStats = field(default_factory=SpecStats)
     probe_hidden: Tensor | None = None
+    probe_counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.probe_counts = self.probe_counts or [0] * len(self.tokens)
 
     @property
     def batch_size(self) -> int:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from hf_spec.core.tree import TokenTree
 
 
-def ranked_tokens(tree: TokenTree, root: Tensor, logits: Tensor) -> Tensor:
+def ranked_tokens(trees: Sequence[TokenTree], root: Tensor, logits: Tensor) -> Tensor:
     """Tokens on the nodes: a node of rank r at depth d carries the r-th likeliest token there.
 
     Args:
-        tree: the tree of all rows; no deeper than there are predictions.
+        trees: the tree of each row; no deeper than there are predictions.
         root: ``(batch,)`` the root's token.
         logits: ``(batch, depth, vocab)`` predictions for depth 1, 2, ...
 
     Returns:
-        ``(batch, nodes)`` int64.
+        ``(batch, nodes)`` int64; any tokens on the padding of smaller trees.
     """
-    if len(tree) == 1:
+    width = max(max(tree.ranks) for tree in trees) + 1
+    if max(map(len, trees)) == 1:
         return root[:, None]
-    width = max(tree.ranks[1:]) + 1
-    best = logits[:, : tree.max_depth].topk(width, dim=-1).indices.flatten(1)
-    places = [(depth - 1) * width + rank for depth, rank in zip(tree.depths[1:], tree.ranks[1:])]
-    chosen = best[:, torch.tensor(places, device=best.device)]
+    best = logits.topk(width, dim=-1).indices.flatten(1)
+    chosen = best.gather(1, _places(tuple(trees), width, str(best.device)))
     return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
+
+
+@lru_cache(maxsize=1024)
+def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
+    """Where the token of each candidate stands among ``width`` tokens per depth: (batch, nodes)."""
+    most = max(map(len, trees)) - 1
+    rows = []
+    for tree in trees:
+        row = [(d - 1) * width + r for d, r in zip(tree.depths[1:], tree.ranks[1:])]
+        rows.append(row + [0] * (most - len(row)))
+    return torch.tensor(rows, device=device)

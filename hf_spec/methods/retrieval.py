@@ -255,9 +255,7 @@ class WithRetrieval(Drafter):
             group = draft.probes.group
             sizes = [
                 [*held[: count + 1], *[len(group)] * (len(tree) - count - 1)]
-                for held, count, tree in zip(
-                    draft.probes.sizes.tolist(), draft.tree.row_candidates, trees
-                )
+                for held, count, tree in zip(draft.probes.sizes, draft.tree.row_candidates, trees)
             ]
             probes = hang(group, stacked, sizes)
         return Draft(stacked, padded, distributions, probes)

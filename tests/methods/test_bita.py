@@ -69,7 +69,7 @@ def test_ranked_tokens() -> None:
     for row, depth, tokens in [(0, 0, [3, 4]), (0, 1, [5, 6]), (1, 0, [1, 2]), (1, 1, [7, 0])]:
         logits[row, depth, tokens[0]], logits[row, depth, tokens[1]] = 2.0, 1.0
     tree = TokenTree.from_paths([[0], [1], [0, 1], [1, 0]])
-    tokens = ranked_tokens(tree, torch.tensor([9, 10]), logits)
+    tokens = ranked_tokens([tree, tree], torch.tensor([9, 10]), logits)
     assert tokens.tolist() == [[9, 3, 4, 6, 5], [10, 1, 2, 0, 7]]
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.base import DecodingState, Draft
-from hf_spec.methods.forward import model_logits, output_logits
+from hf_spec.core.tree_states import TreeStates
+from hf_spec.methods.base import DecodingState
+from hf_spec.methods.forward import model_logits
 from hf_spec.methods.peft_bridge import require_active
 from hf_spec.methods.probe_drafter import ProbeDrafter
 from hf_spec.methods.space.masks import mask_tokens
@@ -28,41 +29,34 @@ class SpaceDrafter(ProbeDrafter):
 
     def __init__(self, model: Any, options: SpaceOptions):
         inputs = mask_tokens(require_active(model, "SPACE", "space"))
-        self.count = options.count(inputs.embeddings.shape[0])
-        used = replace(inputs, embeddings=inputs.embeddings[: self.count])
-        super().__init__(model, options, used)
+        count = options.count(inputs.embeddings.shape[0])
+        used = replace(inputs, embeddings=inputs.embeddings[:count])
+        chain = TreeStates.uniform(TokenTree.chain(count), count)
+        super().__init__(model, options, used, chain)
 
-    def propose(self, state: DecodingState) -> Draft:
-        hidden = state.probe_hidden
-        # In the first step nothing has been asked for yet: the root goes alone.
-        depth = 0 if hidden is None else max(min(self.count, state.max_depth), 0)
-        chain = TokenTree.chain(depth)
-        tree = chain.batch(state.batch_size, state.root.device)
-        tokens, distributions = state.root[:, None], None
-        if hidden is not None and depth:
-            candidates, distributions = self._candidates(state, hidden[:, :depth])
-            tokens = torch.cat([tokens, candidates.to(tokens.device)], dim=1)
-        return Draft(tree, tokens, distributions, self.probes(chain, tree))
-
-    def _candidates(self, state: DecodingState, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Line 23: a token from each mask position; (batch, depth), and q of line 24 if sampled.
+    def candidates(
+        self, state: DecodingState, trees: list[TokenTree], depth: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Line 23: a token from each mask position, and its distribution, line 24, if sampled.
 
         q is the whole distribution after the call's processors, which see the candidates before.
         """
         samples = state.do_sample and self.options.acceptance in ("auto", "rejection")
-        if not samples and getattr(state.process, "trivial", False):
-            return output_logits(self.model, hidden).argmax(-1), None
-        logits = model_logits(self.model, hidden)  # (batch, depth, vocab)
+        if not samples and state.process.trivial:
+            return super().candidates(state, trees, depth)
+        assert state.probe_hidden is not None
+        logits = model_logits(self.model, state.probe_hidden[:, :depth])  # (batch, depth, vocab)
         drafted: list[list[int]] = [[] for _ in state.tokens]
         tokens, distributions = [], []
-        for place in range(hidden.shape[1]):
+        for place in range(depth):
             q = state.process(logits[:, place], drafted, state.active).softmax(-1)
             token = torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True)
             for row, chosen in zip(drafted, token[:, 0].tolist()):
                 row.append(chosen)
             tokens.append(token)
             distributions.append(q)
+        columns = [state.root[:, None], *(token.to(state.root.device) for token in tokens)]
         if not samples:
-            return torch.cat(tokens, dim=1), None
+            return torch.cat(columns, dim=1), None
         nothing = torch.zeros_like(distributions[0])  # of the root
-        return torch.cat(tokens, dim=1), torch.stack([nothing, *distributions], dim=1)
+        return torch.cat(columns, dim=1), torch.stack([nothing, *distributions], dim=1)

@@ -1,0 +1,140 @@
+"""Trees that change from step to step with how many future tokens are known (PPD, section 5.4).
+
+The probes under the last accepted node predict as many future tokens as there are; that number is
+the **state** of a row. This module knows shapes only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from hf_spec.core.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class TreeState:
+    """What a row forwards in one state.
+
+    Args:
+        tree: its candidates.
+        probes: probes under each node, in distances: n asks for n tokens behind the next one.
+
+    Raises:
+        ValueError: if there is not one whole number of probes, from 0, for each node.
+    """
+
+    tree: TokenTree
+    probes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        counts = tuple(self.probes)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in counts)
+        if not whole or len(counts) != len(self.tree):
+            raise ValueError(
+                f"probes={list(counts)[:8]} for {len(self.tree)} nodes: give each node, the root "
+                "first, its number of probes, from 0."
+            )
+        object.__setattr__(self, "probes", counts)
+
+    @property
+    def num_rows(self) -> int:
+        """Nodes and probes."""
+        return len(self.tree) + sum(self.probes)
+
+    def truncate(self, max_depth: int) -> TreeState:
+        """The state without the nodes below ``max_depth`` and their probes."""
+        return self if max_depth >= self.tree.max_depth else _truncate(self, max_depth)
+
+
+@dataclass(frozen=True)
+class TreeStates:
+    """A dynamic tree: ``states[k]`` is forwarded where k future tokens are predicted.
+
+    Args:
+        states: from 0, where nothing is known and the tree is the root alone, to m.
+
+    Raises:
+        ValueError: if a state's tree is deeper than its number, or a node has more than m probes.
+    """
+
+    states: tuple[TreeState, ...]
+
+    def __post_init__(self) -> None:
+        states = tuple(self.states)
+        most = len(states) - 1
+        if most < 0:
+            raise ValueError("a dynamic tree needs a state 0, the root alone.")
+        for k, state in enumerate(states):
+            if state.tree.max_depth > k:
+                raise ValueError(
+                    f"state {k} has candidates at depth {state.tree.max_depth}: {k} future tokens "
+                    "are known in it."
+                )
+            if max(state.probes) > most:
+                raise ValueError(
+                    f"state {k} has a node with {max(state.probes)} probes: there are states up "
+                    f"to {most}."
+                )
+        object.__setattr__(self, "states", states)
+
+    @classmethod
+    def uniform(cls, tree: TokenTree, count: int) -> TreeStates:
+        """The same tree always, with ``count`` probes under each node."""
+        return _uniform(tree, count)
+
+    @property
+    def max_probes(self) -> int:
+        """m, the largest number of probes under a node."""
+        return len(self.states) - 1
+
+    @property
+    def max_rows(self) -> int:
+        """Nodes and probes of the largest state."""
+        return max(state.num_rows for state in self.states)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The states as JSON types; :meth:`from_json` gives back equal ones."""
+        return [
+            {"paths": [list(path) for path in state.tree.paths], "probes": list(state.probes)}
+            for state in self.states
+        ]
+
+    @classmethod
+    def from_json(cls, data: Any) -> TreeStates:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if it is not a list of objects with ``paths`` and ``probes``, or these are
+                no states.
+        """
+        form = 'a dynamic tree is a list of states {"paths": [[0], ...], "probes": [3, ...]}'
+        states = []
+        for item in data if isinstance(data, Sequence) and not isinstance(data, str) else [None]:
+            if not isinstance(item, dict) or set(item) != {"paths", "probes"}:
+                raise ValueError(f"{form}, got {json.dumps(item)[:80]}.")
+            paths, probes = item["paths"], item["probes"]
+            if not isinstance(paths, list) or not isinstance(probes, list):
+                raise ValueError(f"{form}, got {json.dumps(item)[:80]}.")
+            states.append(TreeState(_in_order(paths), tuple(probes)))
+        return cls(tuple(states))
+
+
+def _in_order(paths: list[Any]) -> TokenTree:
+    """The tree whose nodes stand as the paths do: probes are counted in that order."""
+    return TokenTree.from_json(json.dumps({"version": 1, "paths": paths}))
+
+
+@lru_cache(maxsize=512)
+def _truncate(state: TreeState, max_depth: int) -> TreeState:
+    kept = state.tree.kept(max_depth)
+    return TreeState(state.tree.truncate(max_depth), tuple(state.probes[node] for node in kept))
+
+
+@lru_cache(maxsize=512)
+def _uniform(tree: TokenTree, count: int) -> TreeStates:
+    trees = [tree.truncate(k) for k in range(count + 1)]
+    return TreeStates(tuple(TreeState(one, (count,) * len(one)) for one in trees))
