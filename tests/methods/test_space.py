@@ -580,6 +580,29 @@ def test_merge_and_unload_gives_the_fine_tuned_model(tiny: Tiny, tmp_path: Path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
 
 
+def test_a_loaded_adapter_is_merged_too(tiny: Tiny, tmp_path: Path) -> None:
+    """``merge_adapter`` of the package works where there is no PeftModel."""
+    model = copy.deepcopy(tiny("llama"))
+    added(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    unmerged = logits(model)
+    assert hf_spec.merge_adapter(model, safe_merge=True)
+    assert not hf_spec.merge_adapter(model)  # there is nothing left to merge
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[weight], model.get_parameter(weight))
+    # The same sums in another order: a rounding of fp32 per layer.
+    torch.testing.assert_close(logits(model), unmerged, rtol=1e-4, atol=1e-3)
+    assert tokens(model, assistant_strategy="space") == tokens(model)
+    model.disable_adapters()
+    assert torch.equal(before[weight], model.get_parameter(weight))
+    model.enable_adapters()
+    assert hf_spec.merge_adapter(model)
+    hf_spec.unmerge_adapter(model)
+    hf_spec.unmerge_adapter(model)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert torch.equal(logits(model), unmerged)
+
+
 def test_what_cannot_be_merged(tiny: Tiny) -> None:
     model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig(update="none"))
     for merge in (model.merge_adapter, model.merge_and_unload):
