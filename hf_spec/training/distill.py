@@ -116,7 +116,7 @@ def read_questions(
             raise ValueError(f"the prompts of {str(path)!r} are given twice: leave one of them out")
         files.append({"name": path.name, "sha256": digest, "count": len(prompts)})
         questions += [
-            Question(prompt.text, prompt.category, prompt.question_id, path.name)
+            Question(prompt.text, prompt.category, prompt.question_id, source=path.name)
             for prompt in prompts
         ]
     return cast(list[Question], spread(questions, limit)), files
