@@ -25,7 +25,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 
 #: Share of steps after which the chain starts again in state 0, as every call does: chains that
 #: never return to a state have one answer then, too.
@@ -61,7 +61,7 @@ class Candidates:
         chances: ``(paths,)`` probability that all of a path is right.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[RankPath, ...]
     chances: Array
 
     @classmethod
@@ -75,10 +75,10 @@ class Candidates:
         order = np.argsort(-table, axis=1, kind="stable")
         best = np.take_along_axis(table, order, 1)
         # (-chance, path in terms of `order`): the next sibling and the first child come after it.
-        heap: list[tuple[float, Path]] = [(-float(best[0, 0]), (0,))] if len(best) else []
-        paths: list[Path] = []
+        heap: list[tuple[float, RankPath]] = [(-float(best[0, 0]), (0,))] if len(best) else []
+        paths: list[RankPath] = []
         chances: list[float] = []
-        above: dict[Path, float] = {(): 1.0}
+        above: dict[RankPath, float] = {(): 1.0}
         while heap and len(paths) < count:
             negative, places = heapq.heappop(heap)
             if negative == 0:
@@ -120,9 +120,9 @@ class Candidates:
         return ends.clip(min=0.0)
 
 
-def tree_of(paths: Sequence[Path]) -> TokenTree:
+def tree_of(paths: Sequence[RankPath]) -> TokenTree:
     """The tree whose candidates are these paths, in this order; parents stand first."""
-    index: dict[Path, int] = {(): 0}
+    index: dict[RankPath, int] = {(): 0}
     for path in paths:
         index[path] = len(index)
     parents = (-1, *(index[path[:-1]] for path in paths))
@@ -182,8 +182,9 @@ class Chain:
         system = np.vstack([self._restarting.T - np.eye(count), np.ones(count)])
         target = np.zeros(count + 1)
         target[-1] = 1.0
-        solution = np.linalg.lstsq(system, target, rcond=None)[0].clip(min=0.0)
-        return solution / solution.sum()
+        solution: Array = np.linalg.lstsq(system, target, rcond=None)[0].clip(min=0.0)
+        share: Array = solution / solution.sum()
+        return share
 
     @property
     def tau(self) -> float:
@@ -259,9 +260,9 @@ class SparseTrees:
         draw = random.Random(seed)
         states = []
         for depth, state in enumerate(self.best(size).states):
-            paths: list[Path] = []
-            nodes: list[Path] = [()]
-            children: dict[Path, int] = {}
+            paths: list[RankPath] = []
+            nodes: list[RankPath] = [()]
+            children: dict[RankPath, int] = {}
             for _ in range(state.tree.num_candidates):
                 parent = draw.choice([path for path in nodes if len(path) < depth])
                 rank = children.setdefault(parent, 0)
