@@ -17,7 +17,7 @@ import torch
 
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.probe_drafter import ProbeDrafter
-from hf_spec.tuning.sparse_tree import Array
+from hf_spec.tuning.sparse_tree import Array, SparseTrees
 
 #: Ranks that are told apart; a token further down counts as not predicted.
 RANKS = 48
@@ -26,7 +26,7 @@ MISS, BEYOND = -1, -2
 #: Rows with probes per forward.
 PROBES = 384
 
-Ranks = np.ndarray[Any, np.dtype[np.int64]]
+Ranks = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,25 @@ class Replay:
         tokens: emitted tokens.
         steps: forwards of the model, the prefills included.
         visits: ``(states,)`` steps in each state, without the prefills.
+        landed: ``(steps, distances)`` ranks at the places where steps began that knew something
+            and whose answers went on for long enough.
     """
 
     tokens: int
     steps: int
     visits: Array
+    landed: Ranks
 
     @property
     def tau(self) -> float:
         """Emitted tokens per step, as ``SpecStats.mean_accepted_tokens``."""
         return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tau_after_prefill(self) -> float:
+        """The same without the prefills and the tokens that they emit."""
+        prefills = self.steps - int(self.visits.sum())
+        return (self.tokens - prefills) / max(self.steps - prefills, 1)
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,29 @@ class FutureRanks:
         rows = [np.bincount(column[column >= 0], minlength=RANKS) for column in self.places.T]
         return np.array(rows) / max(len(self.places), 1)
 
+    def landed_accuracies(self, size: int) -> Array:
+        """What trees of about ``size`` rows are built from: ``(distances, RANKS)``.
+
+        Two things set them apart from :meth:`accuracies`. A step begins where the one before ended,
+        mostly because a token could not be foreseen, and around such tokens predictions are worse.
+        And a node at depth d counts only if the path above it is right, where predictions are
+        better. So: of the places where decoding with the best tree for the plain accuracies lands,
+        those at which all nearer tokens were among the likeliest.
+        """
+        table = self.accuracies()
+        landed = self.replay(SparseTrees(table, size).best(size)).landed
+        rows = []
+        for distance in range(table.shape[0]):
+            column = landed[:, distance]
+            shares = np.bincount(column[column >= 0], minlength=RANKS) / max(len(column), 1)
+            rows.append(shares)
+            landed = landed[column >= 0]
+        return np.array(rows)
+
     def replay(self, states: TreeStates) -> Replay:
         """Decode the answers with these trees: what ``generate`` does, from the ranks alone."""
         children = [_children(state) for state in states.states]
-        visits, steps = np.zeros(len(children)), 0
+        visits, steps, landed = np.zeros(len(children)), 0, []
         for answer in self.answers:
             steps += 1  # the prefill emits the first token
             root, state = 0, 0
@@ -88,6 +116,7 @@ class FutureRanks:
                 visits[state] += 1
                 node = depth = 0
                 if state:
+                    landed.append(answer[root - 1])
                     for rank in answer[root - 1]:
                         below = children[state].get((node, int(rank)))
                         if below is None:
@@ -95,7 +124,8 @@ class FutureRanks:
                         node, depth = below, depth + 1
                 root += depth + 1
                 state = states.states[state].probes[node]
-        return Replay(self.tokens, steps, visits)
+        places = np.array(landed, dtype=np.int64).reshape(-1, self.answers[0].shape[1])
+        return Replay(self.tokens, steps, visits, places[(places != BEYOND).all(1)])
 
 
 def _children(state: TreeState) -> dict[tuple[int, int], int]:

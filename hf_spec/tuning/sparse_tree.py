@@ -24,7 +24,7 @@ import numpy as np
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+Array = np.ndarray[Any, np.dtype[Any]]
 RankPath = tuple[int, ...]
 
 #: Share of steps after which the chain starts again in state 0, as every call does: chains that
@@ -183,8 +183,7 @@ class Chain:
         target = np.zeros(count + 1)
         target[-1] = 1.0
         solution: Array = np.linalg.lstsq(system, target, rcond=None)[0].clip(min=0.0)
-        share: Array = solution / solution.sum()
-        return share
+        return solution / solution.sum()
 
     @property
     def tau(self) -> float:
