@@ -15,6 +15,7 @@ from hf_spec.hub.command import card, push
 from hf_spec.training.command import distill
 from hf_spec.training.train_command import train
 from hf_spec.tuning.command import plot, search
+from hf_spec.tuning.tree_command import tune
 
 #: Set to anything to see the whole traceback of an error.
 TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
@@ -34,6 +35,7 @@ app.command()(distill)
 # What it does not know are fields of the method's config.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(search)
+app.command()(tune)
 app.add_typer(plot, name="plot")
 app.command()(card)
 app.command()(push)

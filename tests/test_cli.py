@@ -17,8 +17,8 @@ from hf_spec import cli
 from hf_spec.bench import runner
 
 COMMANDS = [
-    "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search",
-    "plot search", "card", "push",
+    "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
+    "plot search", "plot tune", "plot tree", "card", "push",
 ]  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def bench(
     # Everything that can be checked without a model comes first.
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-    sizes = _batch_sizes(batch_size)
+    sizes = whole_numbers("--batch-size", batch_size)
     if spec_bench_output is not None and 1 not in sizes:
         raise ValueError("--spec-bench-output needs batch size 1: the format has a time per prompt")
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -143,10 +143,11 @@ def bench(
         raise typer.Exit(INTERRUPTED)
 
 
-def _batch_sizes(text: str) -> list[int]:
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as ``1,2,4``."""
     sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(sizes) < 1:
-        raise ValueError(f"--batch-size {text!r}: must be numbers from 1, such as 1 or 1,2,4")
+        raise ValueError(f"{option} {text!r}: must be numbers from 1, such as 1 or 1,2,4")
     return list(dict.fromkeys(sizes))
 
 

@@ -20,6 +20,7 @@ import torch
 import hf_spec
 from hf_spec.bench.agreement import Agreement
 from hf_spec.core.stats import SpecStats
+from hf_spec.methods.devices import cpu_name, device_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,14 +168,13 @@ def write_atomically(path: Path, text: str) -> None:
 def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
     """Where and on what a run was made: versions, machine, model, prompts, command line."""
     device = model.device
-    is_cuda = device.type == "cuda"
     prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
     return {
         "python": platform.python_version(),
         **{name: package_version(name) for name in ("torch", "transformers", "peft", "hf_spec")},
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
-        "cpu": _cpu_name(),
+        "device_name": device_name(device),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
@@ -193,16 +193,6 @@ def package_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return getattr(hf_spec, "__version__", None) if distribution == "hf_spec" else None
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _git_revision() -> str | None:

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hf_spec.bench.report import write_atomically
-from hf_spec.hub.folder import CARD, CONFIG, is_repository, read_json, read_spec_config, write_shim
+from hf_spec.hub.folder import (
+    CARD,
+    CONFIG,
+    TREE,
+    is_repository,
+    read_json,
+    read_spec_config,
+    write_shim,
+)
 from hf_spec.methods.base import Method
+from hf_spec.methods.tuned_trees import TUNED, read_trees
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 
@@ -66,10 +77,28 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         strategy=method.name,
         options=options,
         figures=_figures(folder, method, search),
+        trees=_trees(folder, options),
         section=section,
         training=_training(training, names),
     )
     return str(card).rstrip() + "\n"
+
+
+@contextmanager
+def renew_card(folder: Path) -> Iterator[None]:
+    """Write the card again after the block has changed the folder, unless somebody edited it."""
+    path = folder / CARD
+    edited = path.is_file() and path.read_text(encoding="utf-8").strip() != _or_none(folder)
+    yield
+    if not edited:
+        write_card(folder)
+
+
+def _or_none(folder: Path) -> str | None:
+    try:
+        return render_card(folder).strip()
+    except ValueError:
+        return None
 
 
 def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
@@ -103,6 +132,26 @@ def _render(source: str, **values: Any) -> str:
 
     environment = Environment(trim_blocks=False, lstrip_blocks=False, autoescape=False)
     return environment.from_string(source).render(**values).strip()
+
+
+def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ``tree.json`` says of the trees chosen; empty where none are used."""
+    if TUNED not in options.values() or not (folder / TREE).is_file():
+        return []
+    read_trees(folder / TREE)  # raises if it is no such file
+    rows = []
+    for entry in read_json(folder / TREE)["devices"]:
+        threads = entry["threads"]
+        device = entry["device"] + (f", {threads} threads" if threads else "")
+        for one in entry["settings"]:
+            rows.append(
+                {
+                    "device": device, "dtype": entry["dtype"], "batch_size": one["batch_size"],
+                    "context": one["context"], "size": one["size"], "tau": f"{one['tau']:.2f}",
+                    "speedup": f"{one['speedup']:.2f}",
+                }
+            )  # fmt: skip
+    return rows
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:

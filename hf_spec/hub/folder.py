@@ -20,8 +20,9 @@ from hf_spec.bench.report import write_atomically
 from hf_spec.methods.base import Method, get_method
 from hf_spec.methods.companions import GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.methods.stored_weights import WEIGHTS, StoredWeights
+from hf_spec.methods.tuned_trees import TREE_FILE, TUNED, read_trees
 
-CONFIG, TREE, CARD = "adapter_config.json", "tree.json", "README.md"
+CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD, SHIM)
 #: What is uploaded beside the required files, where it is there.
 OPTIONAL = (TREE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
@@ -98,6 +99,15 @@ def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> No
     write_shim(folder)
 
 
+def change_options(folder: Path, options: dict[str, Any]) -> None:
+    """Replace the strategy's options; what else ``generation_config.json`` says stays."""
+    config = hf_spec.SpecConfig.from_pretrained(folder)
+    config.assistant_kwargs = options
+    with staging(folder) as temporary:
+        config.save_pretrained(temporary)
+    write_shim(folder)
+
+
 def write_shim(folder: Path, repository: str | None = None) -> None:
     """Write ``custom_generate/generate.py`` with the strategy and options of the folder.
 
@@ -169,6 +179,12 @@ def check_complete(folder: Path) -> None:
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
             f"whose adapters are of type {expected!r}"
         )
+    if TUNED in options.values():
+        if not (folder / TREE).is_file():
+            raise ValueError(
+                f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
+            )
+        read_trees(folder / TREE)
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = (folder / SHIM).read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -101,8 +102,11 @@ class SpecPeftConfig(PeftConfig):
         default=None, metadata={"help": "Hash of the base model's weights; recorded likewise."}
     )
 
-    # Not fields: where a config was read from and under which name it was attached are not saved.
+    # Not fields: where a config was read from, what was found there and under which name it was
+    # attached are not saved.
     _source = None  # type: StoredWeights | GivenWeights | None
+    _home = None  # type: StoredWeights | None
+    _downloaded = None  # type: dict[str, Path | None] | None
     _adapter_name = None  # type: str | None
 
     def __post_init__(self) -> None:
@@ -177,11 +181,32 @@ class SpecPeftConfig(PeftConfig):
         self._source = None
         if source is None:
             return None
+        if isinstance(source, StoredWeights):
+            self._home = source
         found = source.read()
         # A config read from a folder without weights may serve for a fresh adapter.
         if found is None and (self.inference_mode or source.has_pickle()):
             raise source.absent()
         return found
+
+    def file_beside(self, name: str) -> Path | None:
+        """A file that lies where the adapter was loaded from; None if there is none.
+
+        A local folder is looked into each time, the Hub is asked once.
+
+        Raises:
+            OSError: the Hub cannot be reached, or refuses.
+        """
+        home: Any = self._home
+        if home is None:
+            return None
+        if os.path.isdir(home.place):
+            found: Path | None = home.find(name)
+            return found
+        known = self._downloaded or {}
+        if name not in known:
+            self._downloaded = known = {**known, name: home.find(name)}
+        return known[name]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, and beside it what makes `SpecConfig` and
@@ -635,6 +660,7 @@ def _check_before_reload(original: Callable[..., Any]) -> Callable[..., Any]:
             if found is None:
                 raise source.absent()
             check_fit(config.type_name, found, layer.stored_facts(adapter_name))
+            config._home = source
         return original(self, model_id, adapter_name, *args, **kwargs)
 
     return load_adapter

@@ -63,7 +63,7 @@ class StoredWeights:
         """
         from safetensors import SafetensorError, safe_open
 
-        path = self._find()
+        path = self.find(WEIGHTS)
         if path is None:
             return None
         try:
@@ -102,16 +102,20 @@ class StoredWeights:
     def _folder(self) -> Path:
         return Path(self.place, self.download.get("subfolder") or "")
 
-    def _find(self) -> Path | None:
-        """The safetensors file, downloaded if need be."""
+    def find(self, name: str) -> Path | None:
+        """The file of this name there, downloaded if need be; None if there is none.
+
+        Raises:
+            OSError: the Hub cannot be reached, or refuses.
+        """
         if os.path.isdir(self.place):
-            path = self._folder() / WEIGHTS
+            path = self._folder() / name
             return path if path.is_file() else None
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         try:
-            return Path(hf_hub_download(self.place, WEIGHTS, **self.download))
+            return Path(hf_hub_download(self.place, name, **self.download))
         except RemoteEntryNotFoundError:
             return None
 

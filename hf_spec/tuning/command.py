@@ -182,6 +182,8 @@ def plots() -> None:
     \b
     Examples:
       hf-spec plot search ./skip
+      hf-spec plot tune ./bita
+      hf-spec plot tree ./bita
     """
 
 
@@ -206,3 +208,70 @@ def search_plot(
     check_writable(target)
     for path in plot_search(data, target):
         typer.echo(f"plot: {path}")
+
+
+@plot.command("tune")
+def tune_plot(
+    folder: Annotated[Path, typer.Argument(help="Adapter folder with a tree.json.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the image.  [default: the same]")
+    ] = None,
+) -> None:
+    """Draw tune.png from tree.json: tau, step time and predicted speedup by size.
+
+    \b
+    Examples:
+      hf-spec plot tune ./bita
+      hf-spec plot tune ./bita --output ./figures
+    """
+    from hf_spec.tuning.tree_plots import plot_tuning
+
+    data = tuned(folder)
+    target = folder if output is None else output
+    check_writable(target)
+    typer.echo(f"plot: {plot_tuning(data, target)}")
+
+
+@plot.command("tree")
+def tree_plot(
+    folder: Annotated[Path, typer.Argument(help="Adapter folder with a tree.json.")],
+    device: Annotated[
+        str | None, typer.Option(help="Part of a device's name.  [default: the latest entry]")
+    ] = None,
+    setting: Annotated[
+        int, typer.Option(min=1, help="Which of the device's batch sizes and contexts, from 1.")
+    ] = 1,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the image.  [default: the same]")
+    ] = None,
+) -> None:
+    """Draw tree.png from tree.json: the tree of each state with its probabilities and probes.
+
+    \b
+    Examples:
+      hf-spec plot tree ./bita
+      hf-spec plot tree ./bita --device H200 --setting 2
+    """
+    from hf_spec.tuning.tree_plots import entry_of, plot_trees
+
+    entry = entry_of(tuned(folder), device)
+    if setting > len(entry["settings"]):
+        raise ValueError(f"--setting {setting}: the entry has {len(entry['settings'])}")
+    target = folder if output is None else output
+    check_writable(target)
+    typer.echo(f"plot: {plot_trees(entry, setting - 1, target)}")
+
+
+def tuned(folder: Path) -> dict[str, Any]:
+    """The ``tree.json`` of a folder.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    from hf_spec.methods.tuned_trees import TREE_FILE
+    from hf_spec.tuning.tree_command import read_tree_file
+
+    data = read_tree_file(folder / TREE_FILE)
+    if data is None:
+        raise ValueError(f"{str(folder)!r} has no {TREE_FILE}: run hf-spec tune")
+    return data

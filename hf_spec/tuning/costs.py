@@ -223,7 +223,7 @@ class ForwardTimer:
             {"skipped": len(skip), **skip.options(), "seconds": spent}
             for skip, spent in zip(self.patterns, drafted)
         ]
-        verify = dict(zip(self.counts, _rising(verified)))
+        verify = dict(zip(self.counts, rising(verified)))
         return ForwardCosts(verify, base, layer, attention, mlp, rows)
 
 
@@ -236,7 +236,7 @@ def _patterns(sublayers: Sublayers) -> list[Skip]:
     return list(dict.fromkeys(chosen))
 
 
-def _rising(values: Sequence[float]) -> list[float]:
+def rising(values: Sequence[float]) -> list[float]:
     """More nodes never cost less: a dip is noise, and would make longer drafts look free."""
     return np.maximum.accumulate(np.array(values)).tolist()
 

@@ -43,7 +43,7 @@ def plot_search(data: dict[str, Any], folder: Path) -> list[Path]:
     for name, draw in ((SEARCH_PLOT, _search), (LAYERS_PLOT, _layers)):
         figure = draw(plt, data)
         try:
-            written.append(_save(figure, folder / name))
+            written.append(save_figure(figure, folder / name))
         finally:
             plt.close(figure)
     return written
@@ -120,7 +120,7 @@ def _layers(plt: Any, data: dict[str, Any]) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
     """Write a PNG in one step."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)

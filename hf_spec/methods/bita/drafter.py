@@ -16,16 +16,22 @@ from hf_spec.methods.bita.options import BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.methods.peft_bridge import require_active
 from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.methods.tuned_trees import TunedTrees, dynamic_trees, is_dynamic
 
 
 class BitaDrafter(ProbeDrafter):
-    """Static trees of the mask tokens' likeliest tokens."""
+    """Trees of the mask tokens' likeliest tokens."""
 
     options: BitaOptions
 
     def __init__(self, model: Any, options: BitaOptions):
-        weights: Mapping[str, Tensor] = require_active(model, "BITA", "bita").weights()
-        depth = options.max_depth or len(weights["masks"])
-        states = TreeStates.uniform(options.make_tree(len(weights["masks"])), depth)
-        used = {**weights, "masks": weights["masks"][:depth]}
-        super().__init__(model, options, probe_inputs(model, used), states)
+        adapter = require_active(model, "BITA", "bita")
+        weights: Mapping[str, Tensor] = adapter.weights()
+        depth = options.depth(len(weights["masks"]))
+        trees: TreeStates | TunedTrees
+        if is_dynamic(options.tree):
+            trees = dynamic_trees(options.tree, adapter, depth)
+        else:
+            trees = TreeStates.uniform(options.make_tree(depth), depth)
+        used = {**weights, "masks": weights["masks"][: trees.max_probes]}
+        super().__init__(model, options, probe_inputs(model, used), trees)

@@ -1,0 +1,165 @@
+"""How well a drafter predicts the tokens to come, measured on the model's own greedy answers.
+
+At every place of an answer the ranks of the right tokens are noted. They give the accuracies that
+trees are built from, and they tell, without another forward, how decoding these answers with given
+trees goes step by step. Knows drafters with probes; knows nothing of tree search or of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.tuning.sparse_tree import Array, SparseTrees
+
+#: Ranks that are told apart; a token further down counts as not predicted.
+RANKS = 48
+#: Rank of a token that is not among the likeliest, or that lies behind the answer's end.
+MISS, BEYOND = -1, -2
+#: Rows with probes per forward.
+PROBES = 384
+
+Ranks = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What decoding takes.
+
+    Attributes:
+        tokens: emitted tokens.
+        steps: forwards of the model, the prefills included.
+        visits: ``(states,)`` steps in each state, without the prefills.
+        landed: ``(steps, distances)`` ranks at the places where steps began that knew something
+            and whose answers went on for long enough.
+    """
+
+    tokens: int
+    steps: int
+    visits: Array
+    landed: Ranks
+
+    @property
+    def tau(self) -> float:
+        """Emitted tokens per step, as ``SpecStats.mean_accepted_tokens``."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tau_after_prefill(self) -> float:
+        """The same without the prefills and the tokens that they emit."""
+        prefills = self.steps - int(self.visits.sum())
+        return (self.tokens - prefills) / max(self.steps - prefills, 1)
+
+
+@dataclass(frozen=True)
+class FutureRanks:
+    """Ranks of the right tokens in the predictions, answer by answer.
+
+    Attributes:
+        answers: ``(tokens, distances)`` each; ``[i, d - 1]`` is the rank of the token i + 1 + d of
+            the answer in the prediction for distance d of the probes under its token i.
+    """
+
+    answers: tuple[Ranks, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(map(len, self.answers))
+
+    @cached_property
+    def places(self) -> Ranks:
+        """``(places, distances)`` of all answers, where all tokens asked for are in the answer."""
+        everything = np.concatenate(self.answers)
+        return everything[(everything != BEYOND).all(1)]
+
+    def accuracies(self) -> Array:
+        """``(distances, RANKS)`` share of places at which the token of that rank is right."""
+        rows = [np.bincount(column[column >= 0], minlength=RANKS) for column in self.places.T]
+        return np.array(rows) / max(len(self.places), 1)
+
+    def landed_accuracies(self, size: int) -> Array:
+        """What trees of about ``size`` rows are built from: ``(distances, RANKS)``.
+
+        Two things set them apart from :meth:`accuracies`. A step begins where the one before ended,
+        mostly because a token could not be foreseen, and around such tokens predictions are worse.
+        And a node at depth d counts only if the path above it is right, where predictions are
+        better. So: of the places where decoding with the best tree for the plain accuracies lands,
+        those at which all nearer tokens were among the likeliest.
+        """
+        table = self.accuracies()
+        landed = self.replay(SparseTrees(table, size).best(size)).landed
+        rows = []
+        for distance in range(table.shape[0]):
+            column = landed[:, distance]
+            shares = np.bincount(column[column >= 0], minlength=RANKS) / max(len(column), 1)
+            rows.append(shares)
+            landed = landed[column >= 0]
+        return np.array(rows)
+
+    def replay(self, states: TreeStates) -> Replay:
+        """Decode the answers with these trees: what ``generate`` does, from the ranks alone."""
+        children = [_children(state) for state in states.states]
+        visits, steps, landed = np.zeros(len(children)), 0, []
+        for answer in self.answers:
+            steps += 1  # the prefill emits the first token
+            root, state = 0, 0
+            while root < len(answer) - 1:
+                steps += 1
+                visits[state] += 1
+                node = depth = 0
+                if state:
+                    landed.append(answer[root - 1])
+                    for rank in answer[root - 1]:
+                        below = children[state].get((node, int(rank)))
+                        if below is None:
+                            break
+                        node, depth = below, depth + 1
+                root += depth + 1
+                state = states.states[state].probes[node]
+        places = np.array(landed, dtype=np.int64).reshape(-1, self.answers[0].shape[1])
+        return Replay(self.tokens, steps, visits, places[(places != BEYOND).all(1)])
+
+
+def _children(state: TreeState) -> dict[tuple[int, int], int]:
+    """``(parent, rank)`` -> node."""
+    tree = state.tree
+    return {(tree.parents[n], tree.ranks[n]): n for n in range(1, len(tree))}
+
+
+@torch.no_grad()
+def measure(
+    drafter: ProbeDrafter, prompt: Sequence[int], answer: Sequence[int], distances: int
+) -> Ranks:
+    """Ranks of one answer's tokens, ``(tokens, distances)``; see :class:`FutureRanks`.
+
+    Args:
+        drafter: makes the predictions.
+        prompt, answer: token ids.
+        distances: m, tokens that a whole group of probes predicts.
+    """
+    device = drafter.model.device
+    ids = torch.tensor([[*prompt, *answer]], device=device)
+    found = np.full((len(answer), distances), BEYOND, dtype=np.int64)
+    last = len(answer) - 2  # places from here on have nothing to predict
+    width = max(PROBES // len(drafter.group), 1)
+    for start in range(0, last, width):
+        places = torch.arange(start, min(start + width, last), device=device)
+        hidden = drafter.probe(ids, (len(prompt) + places)[None]).probe_hidden[0]
+        logits = drafter.predictions(hidden)  # (places, distances, vocab)
+        best = logits.topk(min(RANKS, logits.shape[-1]), dim=-1).indices
+        wanted = len(prompt) + places[:, None] + 2 + torch.arange(distances, device=device)
+        inside = wanted < ids.shape[1]
+        right = ids[0][wanted.clamp(max=ids.shape[1] - 1)]
+        hits = best.to(device) == right[..., None]
+        ranks = torch.where(hits.any(-1), hits.int().argmax(-1), MISS)
+        ranks = torch.where(inside, ranks, BEYOND)
+        found[start : start + len(places)] = ranks.cpu().numpy()
+    return found

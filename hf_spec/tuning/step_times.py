@@ -1,0 +1,167 @@
+"""What a step of a drafter with probes takes on this device, by the rows of its forward.
+
+A step is what decoding does: candidates from the probes' hidden states, one forward over nodes and
+probes, the model's tokens at all nodes, the longest match, and one transfer to the host. Knows
+drafters and clocks; knows nothing of accuracies or of the choice of trees.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_spec.core import verify
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.probes import ProbeRows, hang
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.tree_states import TreeState
+from hf_spec.methods.base import DecodingState
+from hf_spec.methods.forward import TreeForward
+from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.tuning.costs import rising
+from modeling_patches.attention_masks import tree_attention
+from modeling_patches.support import sliding_windows
+
+#: Rounds over all sizes: at least, and at most; and seconds after which no further round starts.
+FEWEST, MOST, PATIENCE = 5, 40, 20.0
+#: Rounds before anything is timed: kernels are chosen, memory is allocated.
+WARM = 2
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of steps, medians over rounds.
+
+    Attributes:
+        plain: of the root alone, as in plain decoding.
+        by_rows: of a step with so many nodes and probes.
+    """
+
+    plain: float
+    by_rows: dict[int, float]
+
+    def seconds(self, rows: int) -> float:
+        """Of a step with ``rows`` nodes and probes; between measured ones by interpolation."""
+        counts = sorted(self.by_rows)
+        times = [self.by_rows[n] for n in counts]
+        return float(np.interp(rows, [1, *counts], [self.plain, *times]))
+
+
+class StepTimer:
+    """Times steps behind a context, all sizes in turns, so that drift of the machine hits all.
+
+    Args:
+        model: in evaluation mode, on its device.
+        drafter: the method's.
+        context: token ids to have in the cache of each row.
+        batch_size: rows of the batch.
+        states: a tree with its probes for each number of rows to time.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: Any,
+        drafter: ProbeDrafter,
+        context: Sequence[int],
+        batch_size: int,
+        states: Mapping[int, TreeState],
+    ):
+        self.model, self.drafter = model, drafter
+        device = model.get_input_embeddings().weight.device
+        ids = torch.tensor([list(context)], device=device).expand(batch_size, -1)
+        past = model(input_ids=ids, use_cache=True).past_key_values
+        most = max(states)
+        front = drafter.probe_inputs.num_front
+        self.cache = TreeCache.pack(past, None, len(context) + most, device, front)
+        self.last = torch.full((batch_size,), len(context) + most, device=device)
+        self.root = ids[:, -1].contiguous()
+        self.tokens = [list(context) for _ in range(batch_size)]
+        self.shapes = {0: self._shape(TreeState(TokenTree.chain(0), (0,)))}
+        self.shapes |= {rows: self._shape(state) for rows, state in states.items()}
+        self.spent: dict[int, list[float]] = {rows: [] for rows in self.shapes}
+        self.hidden: Tensor | None = None
+
+    def _shape(self, state: TreeState) -> tuple[list[TokenTree], TreeBatch, ProbeRows | None]:
+        """A tree in every row of the batch, with its probes."""
+        batch, group = len(self.root), self.drafter.group
+        each = len(group) // self.drafter.distances
+        sizes = [[n * each for n in state.probes]] * batch
+        tree = state.tree.batch(batch, self.root.device)
+        probes = hang(group, tree, sizes) if any(state.probes) else None
+        return [state.tree] * batch, tree, probes
+
+    @torch.no_grad()
+    def run(self) -> StepTimes:
+        """Time everything."""
+        windows = sliding_windows(self.model)
+        with tree_attention(self.model, windows) as attention:
+            forward = TreeForward(
+                self.model, self.cache, attention, self.last, torch.zeros_like(self.last), {},
+                self.drafter.probe_inputs,
+            )  # fmt: skip
+            self.hidden = self._some_hidden(forward)
+            for _ in range(WARM):
+                self._round(forward)
+            begin = time.perf_counter()
+            for turn in range(MOST):
+                if turn >= FEWEST and time.perf_counter() - begin > PATIENCE:
+                    break
+                for rows, seconds in self._round(forward).items():
+                    self.spent[rows].append(seconds)
+        # Half the turns met a machine busier than the other half: the median is of all alike.
+        medians = {rows: statistics.median(times) for rows, times in self.spent.items()}
+        counts = sorted(medians)  # 0 is the plain step, which no other undercuts
+        smooth = dict(zip(counts, rising([medians[n] for n in counts])))
+        return StepTimes(smooth.pop(0), smooth)
+
+    def _some_hidden(self, forward: TreeForward) -> Tensor:
+        """Hidden states of a whole group of probes: (batch, group, hidden)."""
+        state = TreeState(TokenTree.chain(0), (self.drafter.distances,))
+        _, tree, probes = self._shape(state)
+        output = forward(self.root[:, None], tree, probes=probes)
+        self.cache.rollback()
+        assert output.probe_hidden is not None
+        return output.probe_hidden
+
+    def _round(self, forward: TreeForward) -> dict[int, float]:
+        return {rows: self._step(forward, *shape) for rows, shape in self.shapes.items()}
+
+    def _step(
+        self, forward: TreeForward, trees: list[TokenTree], tree: TreeBatch,
+        probes: ProbeRows | None,
+    ) -> float:  # fmt: skip
+        start = time.perf_counter()
+        tokens = self.root[:, None]
+        if tree.num_nodes > 1:
+            tokens, _ = self.drafter.candidates(self._state(forward), trees, tree.max_depth)
+        output = forward(tokens, tree, probes=probes)
+        accepted = verify.match(tree, tokens, output.logits.argmax(-1).to(tokens.device))
+        accepted.path.tolist()  # waits for the device
+        spent = time.perf_counter() - start
+        self.cache.rollback()
+        return spent
+
+    def _state(self, forward: TreeForward) -> DecodingState:
+        batch, process = len(self.root), Untouched()
+        return DecodingState(
+            self.model, forward, self.cache, self.tokens, self.root, [True] * batch,
+            [self.drafter.distances + 1] * batch, False, process, probe_hidden=self.hidden,
+            probe_counts=[len(self.drafter.group)] * batch,
+        )  # fmt: skip
+
+
+class Untouched:
+    """Logits processors of greedy decoding: none."""
+
+    trivial = True
+
+    def __call__(self, logits: Tensor, suffixes: Any, active: Any) -> Tensor:
+        return logits.float()

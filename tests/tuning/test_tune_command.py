@@ -1,0 +1,390 @@
+"""``hf-spec tune`` and ``plot tree``/``tune``, what it measures, and decoding with its trees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from tiny_checkpoint import save_checkpoint, write_prompts
+from transformers import AutoModelForCausalLM
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.core.tree_states import TreeStates
+from hf_spec.hub.folder import check_complete
+from hf_spec.methods import tuned_trees
+from hf_spec.methods.base import get_method
+from hf_spec.methods.tuned_trees import Device
+from hf_spec.tuning import trees as work
+from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure
+from hf_spec.tuning.sparse_tree import SparseTrees
+from hf_spec.tuning.step_times import StepTimes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model ``m``, prompts ``p.jsonl`` and a tuned, untrained adapter ``bita``."""
+    root = tmp_path_factory.mktemp("tune")
+    save_checkpoint(root / "m")
+    rows = [{"prompt": text} for text in ("abab" * 4, "xyz xyz xyz", "one one one")]
+    write_prompts(root / "p.jsonl", rows)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32)
+    config = hf_spec.BitaConfig(num_mask_tokens=2, num_prompt_tokens=2)
+    get_peft_model(model, config).save_pretrained(root / "bita")
+    (root / "bita" / "README.md").unlink()  # PEFT's general one
+    shutil.copytree(root / "bita", root / "untuned")
+    assert tune(root, "--batch-size", "1,2", "--context", "8,40") == 0
+    return root
+
+
+def tune(root: Path, *more: str, adapter: str = "bita") -> int:
+    return cli.main(
+        [
+            "tune", "--model", str(root / "m"), "--adapter", str(root / adapter),
+            "--prompts", str(root / "p.jsonl"), "--dtype", "float32", "--device", "cpu",
+            "--max-new-tokens", "24", "--max-size", "12", *more,
+        ]
+    )  # fmt: skip
+
+
+def load(root: Path, adapter: str | None = "bita") -> Any:
+    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    if adapter is not None:
+        model.load_adapter(root / adapter)
+    return model
+
+
+def content(root: Path) -> dict[str, Any]:
+    return json.loads((root / "bita" / "tree.json").read_text())
+
+
+IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
+NEW = {"max_new_tokens": 20, "do_sample": False}
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["tune", "plot tune", "plot tree"])
+def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Examples:" in out and f"hf-spec {words}" in out
+
+
+def test_the_file(made: Path) -> None:
+    data = content(made)
+    assert data["version"] == 1 and len(data["weights"]) == 64
+    (entry,) = data["devices"]
+    assert Device(entry["device"], entry["kind"], entry["dtype"], entry["threads"]) == Device.of(
+        load(made)
+    )
+    assert entry["environment"]["torch"] == torch.__version__ and entry["prompts"] == 3
+    table = np.array(entry["landed_accuracies"])
+    assert table.shape[0] == 2 and table.min() >= 0 and table.sum(1).max() <= 1 + 1e-4
+    assert [one["size"] for one in entry["sizes"]] == list(range(2, 13))
+    settings = [(one["batch_size"], one["context"]) for one in entry["settings"]]
+    assert settings == [(1, 8), (1, 40), (2, 8), (2, 40)]
+    for one in entry["settings"]:
+        states = TreeStates.from_json(one["states"])
+        assert states.max_probes == 2 and states.max_rows <= one["size"]
+        best = max(one["speedups"])
+        place = one["size"] - 2
+        assert one["speedups"][place] >= 0.989 * best  # figures are rounded
+        assert one["speedup"] == one["speedups"][place]
+        seconds = [one["plain_seconds"], *one["seconds"].values()]
+        assert seconds == sorted(seconds)
+
+
+def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
+    plain = load(made, None).generate(IDS, **NEW)
+    config = hf_spec.SpecConfig.from_pretrained(made / "bita")
+    assert config.assistant_kwargs == {"tree": "tuned"}
+    check_complete(made / "bita")
+    card = (made / "bita" / "README.md").read_text()
+    assert "`tree.json`" in card and "| float32 | 1 | 40 |" in card
+    base = load(made, None)
+    for model in (load(made), PeftModel.from_pretrained(base, made / "bita")):
+        out = model.generate(input_ids=IDS, generation_config=config, **NEW)
+        assert torch.equal(out, plain)
+        assert hf_spec.last_stats(getattr(model, "base_model", model)) is not None
+    drafter = get_method("bita").drafter(
+        load(made), get_method("bita").parse_options({"tree": "tuned"})
+    )
+    assert drafter.distances == 2 and len(drafter.tuned.entries) == 1
+
+
+def test_without_the_option_trees_stay_static(made: Path) -> None:
+    model = load(made)
+    options = get_method("bita").parse_options(None)
+    assert get_method("bita").drafter(model, options).tuned is None
+
+
+def test_the_same_device_replaces_its_entry_and_others_stay(made: Path, tmp_path: Path) -> None:
+    for name in ("m", "bita"):
+        shutil.copytree(made / name, tmp_path / name)
+    shutil.copy(made / "p.jsonl", tmp_path / "p.jsonl")
+    path = tmp_path / "bita" / "tree.json"
+    data = json.loads(path.read_text())
+    other = {**data["devices"][0], "device": "Some GPU", "kind": "cuda", "threads": None}
+    path.write_text(json.dumps({**data, "devices": [data["devices"][0], other]}))
+    assert tune(tmp_path, "--limit", "2") == 0
+    devices = json.loads(path.read_text())["devices"]
+    assert [one["device"] for one in devices] == ["Some GPU", data["devices"][0]["device"]]
+    assert devices[1]["prompts"] == 2
+    # Other weights make all that was measured worthless.
+    assert work.with_entry(data, other, "0" * 64)["devices"] == [other]
+
+
+def test_a_card_that_was_edited_stays(made: Path, tmp_path: Path) -> None:
+    for name in ("m", "bita"):
+        shutil.copytree(made / name, tmp_path / name)
+    shutil.copy(made / "p.jsonl", tmp_path / "p.jsonl")
+    (tmp_path / "bita" / "README.md").write_text("my own\n")
+    assert tune(tmp_path, "--limit", "1") == 0
+    assert (tmp_path / "bita" / "README.md").read_text() == "my own\n"
+
+
+def test_plots(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["tune"], ["tree", "--setting", "2"]):
+        command = ["plot", words[0], str(made / "bita"), "--output", str(tmp_path), *words[1:]]
+        assert cli.main(command) == 0
+        image = tmp_path / f"{words[0]}.png"
+        assert image.read_bytes().startswith(b"\x89PNG")
+        assert str(image) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--dtype", "int3"], "--dtype 'int3'"),
+        (["--batch-size", "0"], "--batch-size '0'"),
+        (["--context", "many"], "--context 'many'"),
+        (["--context", "500"], "contexts up to 500 do not fit the model's context of 256"),
+        (["--adapter", "/nowhere"], "there is no folder with adapter_model.safetensors"),
+        (["--prompts", "/nowhere"], "cannot read prompt file"),
+        (["--max-size", "1"], "--max-size"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    made: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    before = content(made)
+    assert tune(made, *more) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and error.startswith("hf-spec: ")
+    assert content(made) == before
+
+
+def test_strategies_without_trees_are_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "untuned", tmp_path / "space")
+    hf_spec.SpecConfig(assistant_strategy="space").save_pretrained(tmp_path / "space")
+    assert tune(made, "--adapter", str(tmp_path / "space")) == 2
+    assert "'space', which has no trees to tune; those of bita" in capsys.readouterr().err
+    assert cli.main(["plot", "tune", str(made / "untuned")]) == 2
+    assert "has no tree.json: run hf-spec tune" in capsys.readouterr().err
+
+
+# -- what is measured --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranked(made: Path) -> tuple[Any, list[list[int]], FutureRanks]:
+    """The model with its adapter, prompts, and the ranks of their answers."""
+    model = load(made, "untuned")
+    drafter: Any = get_method("bita").drafter(model, get_method("bita").parse_options(None))
+    prompts = [[5, 9, 7, 5, 9, 7], [40, 41, 42], [11, 90, 100, 7]]
+    found = []
+    for ids in prompts:
+        answer = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)
+        found.append(measure(drafter, ids, answer[0, len(ids) :].tolist(), 2))
+    return model, prompts, FutureRanks(tuple(found))
+
+
+def test_ranks_are_those_of_the_predictions(ranked: Any, made: Path) -> None:
+    """One place at a time, by the drafter's own chain for stock decoding."""
+    model, prompts, ranks = ranked
+    drafter: Any = get_method("bita").drafter(model, get_method("bita").parse_options(None))
+    answer = model.generate(torch.tensor(prompts[:1]), max_new_tokens=30, do_sample=False)
+    ids, start = answer[0].tolist(), len(prompts[0])
+    rows = ranks.answers[0]
+    assert rows.shape == (30, 2)
+    for place in range(28):
+        chain, _ = drafter.get_candidates(answer[:, : start + place + 1])
+        predicted = chain[0, start + place + 2 :].tolist()
+        for distance in (1, 2):
+            at = start + place + 1 + distance
+            if at >= len(ids):
+                assert rows[place, distance - 1] == BEYOND
+            else:
+                right = predicted[distance - 1] == ids[at]
+                assert (rows[place, distance - 1] == 0) == right
+    assert (rows[28:] == BEYOND).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 16, 40])
+def test_replay_takes_the_steps_that_generate_takes(ranked: Any, size: int) -> None:
+    """Exactly: the same trees, the same tokens, no chance involved."""
+    model, prompts, ranks = ranked
+    trees = SparseTrees(ranks.accuracies(), size)
+    for states in (trees.best(size), trees.static(size), trees.random(size)):
+        replay = ranks.replay(states)
+        steps = tokens = 0
+        for ids in prompts:
+            model.generate(
+                torch.tensor([ids]), max_new_tokens=30, do_sample=False,
+                assistant_strategy="bita", assistant_kwargs={"tree": states.to_json()},
+            )  # fmt: skip
+            stats = hf_spec.last_stats(model)
+            steps, tokens = steps + stats.num_steps, tokens + stats.num_generated_tokens
+        assert (replay.tokens, replay.steps) == (tokens, steps)
+        assert replay.visits.sum() == steps - len(prompts)
+    if size == 40:
+        assert replay.steps < tokens  # candidates were accepted
+
+
+def test_accuracies_count_places() -> None:
+    answers = (np.array([[0, 1], [2, 0], [-1, 0], [0, -2], [-2, -2], [-2, -2]]),)
+    ranks = FutureRanks(answers)
+    assert ranks.tokens == 6 and len(ranks.places) == 3
+    np.testing.assert_allclose(ranks.accuracies()[:, :3], [[1 / 3, 0, 1 / 3], [2 / 3, 1 / 3, 0]])
+
+
+def test_landed_accuracies_are_conditional() -> None:
+    """With one row for a candidate every step begins behind the one before: all places but one."""
+    answer = np.array([[0, 0], [-1, 0], [0, 0], [-1, 1], [-1, -1], [0, 0], [-2, -2], [-2, -2]])
+    table = FutureRanks((answer,)).landed_accuracies(2)
+    # Of the places where nearer tokens were among the likeliest only, hence no 1 at distance 2.
+    assert table[1, 1] == 0 and table[1, 0] == 1
+    assert 0 < table[0, 0] < 1
+
+
+def test_the_smallest_of_equally_good_sizes() -> None:
+    assert work.choose({4: 1.1, 8: 1.495, 16: 1.5, 32: 1.2}) == 8
+
+
+def test_mean_seconds_of_batches() -> None:
+    """Rows of a batch are in states of their own: the largest tree decides."""
+    times = StepTimes(1.0, {3: 3.0, 10: 10.0})
+    trees = SparseTrees([[0.5, 0.2], [0.4, 0.1]], 10)
+    states = trees.best(10)
+    small, large = states.states[0].num_rows, states.states[2].num_rows
+    visits = np.array([3.0, 0.0, 1.0])
+    replay: Any = type("Replay", (), {"visits": visits})
+    one = work.mean_seconds(times, states, replay, 1)
+    assert one == pytest.approx(0.75 * times.seconds(small) + 0.25 * times.seconds(large))
+    two = work.mean_seconds(times, states, replay, 2)
+    share = 0.75**2  # both rows in the small one
+    assert two == pytest.approx(share * times.seconds(small) + (1 - share) * times.seconds(large))
+
+
+# -- decoding with what the file holds ---------------------------------------------------------
+
+
+def entry(name: str, kind: str, dtype: str, threads: int | None, *settings: Any) -> dict[str, Any]:
+    states = TreeStates.from_json([{"paths": [], "probes": [0]}])
+    rows = [
+        {"batch_size": b, "context": c, "states": (made or states).to_json()}
+        for b, c, made in settings
+    ]
+    return {"device": name, "kind": kind, "dtype": dtype, "threads": threads, "settings": rows}
+
+
+def marked(number: int) -> TreeStates:
+    """Trees that can be told from others."""
+    return TreeStates.from_json([{"paths": [], "probes": [0]}] * number)
+
+
+def test_the_nearest_trees_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    data = {
+        "version": 1,
+        "devices": [
+            entry("CPU A", "cpu", "bfloat16", 2, (1, 100, marked(1)), (1, 4000, marked(2)),
+                  (8, 100, marked(3))),
+            entry("CPU A", "cpu", "bfloat16", 16, (1, 100, marked(4))),
+            entry("CPU A", "cpu", "float32", 2, (1, 100, marked(5))),
+            entry("GPU B", "cuda", "bfloat16", None, (1, 100, marked(6))),
+        ],
+    }  # fmt: skip
+    trees = tuned_trees.TunedTrees.from_json(data)
+    tuned_trees._warn_of_other_device.cache_clear()
+
+    def took(device: Device, batch: int = 1, context: int = 100) -> int:
+        return len(trees.select(device, batch, context).states)
+
+    a = Device("CPU A", "cpu", "bfloat16", 2)
+    assert (took(a), took(a, context=2000), took(a, batch=5)) == (1, 2, 3)
+    assert took(Device("CPU A", "cpu", "bfloat16", 12)) == 4
+    assert took(Device("CPU A", "cpu", "float32", 16)) == 5
+    assert took(Device("GPU B", "cuda", "bfloat16")) == 6
+    assert not caplog.records
+    for _ in range(2):  # said once
+        assert took(Device("GPU C", "cuda", "float16")) == 6
+    assert took(Device("CPU D", "cpu", "float32", 2)) == 5
+    assert [r.message.partition(" has no entry")[0] for r in caplog.records] == ["tree.json"] * 2
+    assert "GPU C, float16" in caplog.records[0].message and "GPU B" in caplog.records[0].message
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "expected"),
+        ({"version": 2, "devices": []}, "version 2: this hf_spec reads version 1"),
+        ({"version": 1, "devices": []}, "holds no trees"),
+        ({"version": 1, "devices": [{"device": "x"}]}, "no usable 'kind'"),
+        ({"version": 1, "devices": [entry("x", "cpu", "f", 1)]}, "holds no trees"),
+    ],
+)
+def test_wrong_files(data: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message) as caught:
+        tuned_trees.read_trees(path)
+    assert str(path) in str(caught.value)
+
+
+def test_no_file_beside_the_adapter(made: Path, fresh: Callable[..., Any]) -> None:
+    in_memory = fresh()
+    in_memory.add_adapter(hf_spec.BitaConfig())
+    for model in (load(made, "untuned"), in_memory):
+        with pytest.raises(ValueError, match="there is no tree.json where .* Run hf-spec tune"):
+            model.generate(
+                IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": "tuned"}
+            )
+
+
+def test_a_file_for_more_mask_tokens_than_there_are(made: Path, tmp_path: Path) -> None:
+    model = load(made)
+    with pytest.raises(ValueError, match="2 probes, the adapter drafts 1 tokens"):
+        model.generate(
+            IDS, **NEW, assistant_strategy="bita",
+            assistant_kwargs={"tree": "tuned", "max_depth": 1},
+        )  # fmt: skip
+
+
+def test_dynamic_trees_as_an_option(made: Path) -> None:
+    model, plain = load(made), load(made, None).generate(IDS, **NEW)
+    states = SparseTrees([[0.1] * 9, [0.1] * 9], 20).best(20)
+    kwargs: dict[str, Any] = {"assistant_kwargs": {"tree": states.to_json(), "retrieval": True}}
+    assert torch.equal(model.generate(IDS, **NEW, assistant_strategy="bita", **kwargs), plain)
+    with pytest.raises(ValueError, match="a dynamic tree is a list of states"):
+        hf_spec.SpecConfig("bita", {"tree": [{"paths": []}]})
+
+
+def test_a_folder_that_names_trees_must_have_them(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "bita", tmp_path / "bita")
+    (tmp_path / "bita" / "tree.json").unlink()
+    with pytest.raises(ValueError, match="names tuned trees, and there is no tree.json"):
+        check_complete(tmp_path / "bita")
