@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 import hf_spec
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.hub.card import write_card
 from hf_spec.methods.base import get_method
 from hf_spec.methods.peft_bridge import find_active
 from hf_spec.methods.ppd.drafter import PPDDrafter
@@ -494,6 +495,9 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
     expected = [everything] * 4 if stages == 1 else [first, first, everything, everything]
     # The cosine schedule ends at a rate of zero, but after the last step.
     assert watch.moved == expected
+    card = write_card(tmp_path).read_text()
+    assert "3 learned prompt tokens" in card and "a residual head of their own" in card
+    assert "towards the distributions of the base model" in card
 
 
 # -- PEFT ---------------------------------------------------------------------------------------
@@ -521,3 +525,52 @@ def test_saved_and_loaded(fresh: Callable[..., PreTrainedModel], tmp_path: Any) 
 def test_without_an_adapter(tiny: Callable[..., PreTrainedModel]) -> None:
     with pytest.raises(ValueError, match="load_adapter.*hf-spec train ppd"):
         run(tiny(), assistant_strategy="ppd")
+
+
+# -- inside a draft model -----------------------------------------------------------------------
+
+
+def forwards(model: Any, generate: Callable[[], Any]) -> tuple[list, int]:
+    """What ``generate`` returns, and how many forward passes ``model`` took in it."""
+    count = [0]
+    handle = model.get_decoder().register_forward_hook(lambda m, a, out: count.append(1))
+    try:
+        return generate().tolist(), len(count) - 1
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_draft_model_drafts_with_its_own_adapter(
+    fresh: Callable[..., PreTrainedModel], decoded: list[str], do_sample: bool
+) -> None:
+    """Stock assisted decoding; drafts are the same, for fewer passes of the draft model."""
+    large, small = fresh("qwen2"), fresh("llama_tied")
+    config = small.generation_config
+    # Drafts of this many tokens, whatever their chances.
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 8, "constant"
+    config.assistant_confidence_threshold = 0
+    settings = {"max_new_tokens": NEW, "do_sample": do_sample}
+
+    def assisted() -> Any:
+        torch.manual_seed(0)
+        return large.generate(prompt(), **settings, assistant_model=small)
+
+    with_adapter(small, {})
+    alone, before = forwards(small, assisted)
+    calls = forwards(large, assisted)
+    assert decoded == []
+    config.assistant_strategy = "ppd"
+    config.assistant_kwargs = {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1}
+    ours, after = forwards(small, assisted)
+    assert ours == alone and decoded
+    assert after < before
+    assert forwards(large, assisted) == calls  # every draft was as long and as good
+    if not do_sample:
+        assert ours == large.generate(prompt(), **settings).tolist()
+
+
+def test_a_strategy_and_a_draft_model(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = with_adapter(fresh("llama"), {})
+    with pytest.raises(ValueError, match="name it in the assistant's generation_config"):
+        model.generate(prompt(), assistant_strategy="ppd", assistant_model=fresh("llama"))

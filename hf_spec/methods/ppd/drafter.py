@@ -1,4 +1,4 @@
-"""Draft with prompt tokens that ride along in the verifying forward: PPD, section 4.5 and 5.4.
+"""Draft with prompt tokens that ride along in the verifying forward: PPD, sections 4.5 and 5.4.
 
 Under the nodes of the tree hang prompt tokens; those under the last accepted node predict the
 tokens behind the next one, which are the candidates of the next step. How many there are is the
