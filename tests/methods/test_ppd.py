@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
 from datasets import Dataset
-from peft import get_peft_model
+from peft import PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from tiny_checkpoint import make_model
 from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
@@ -25,6 +25,7 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.card import write_card
 from hf_spec.methods.base import get_method
 from hf_spec.methods.peft_bridge import find_active
+from hf_spec.methods.ppd import published
 from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.ppd.objective import loss as objective
 from hf_spec.methods.ppd.options import PPDOptions
@@ -574,3 +575,25 @@ def test_a_strategy_and_a_draft_model(fresh: Callable[..., PreTrainedModel]) -> 
     model = with_adapter(fresh("llama"), {})
     with pytest.raises(ValueError, match="name it in the assistant's generation_config"):
         model.generate(prompt(), assistant_strategy="ppd", assistant_model=fresh("llama"))
+
+
+# -- published checkpoints ----------------------------------------------------------------------
+
+
+def test_published_prompt_tokens() -> None:
+    """The layout in which PEFT itself saves prompt tuning; the author's code derives from it."""
+    peft_model = get_peft_model(
+        make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    stored = get_peft_model_state_dict(peft_model)
+    assert all(map(published.wants, stored)) and not published.wants("lm_head.weight")
+    fields, tensors = published.convert(stored)
+    model = make_model()
+    model.add_adapter(hf_spec.PPDConfig(**fields))
+    weights = find_active(model, "PPD").weights()
+    assert {name: value.shape for name, value in tensors.items()} == {
+        name: value.shape for name, value in weights.items()
+    }
+    assert torch.equal(tensors["prompts"], stored["prompt_embeddings"])
+    with pytest.raises(ValueError, match="no tensor 'prompt_embeddings'"):
+        published.convert({"other": torch.zeros(2, 2)})
