@@ -13,6 +13,7 @@ from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
 from hf_spec.methods.base import methods as _methods
+from hf_spec.methods.peft_bridge import merge_adapter, unmerge_adapter
 from modeling_patches import generation_mode as _generation_mode
 
 __version__ = "0.1.0"
@@ -41,6 +42,8 @@ __all__ = [
     "SpecStats",
     "TokenTree",
     "last_stats",
+    "merge_adapter",
     "strategies",
+    "unmerge_adapter",
     *_configs,
 ]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_spec.bench.command import BAD_INPUT, INTERRUPTED, bench
+from hf_spec.bench.quality_command import quality
 from hf_spec.demo.command import demo
 from hf_spec.hub.command import card, push
 from hf_spec.training.command import distill
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(quality)
 app.command()(distill)
 # What it does not know are fields of the method's config.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)

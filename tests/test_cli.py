@@ -17,8 +17,8 @@ from hf_spec import cli
 from hf_spec.bench import runner
 
 COMMANDS = [
-    "demo", "bench", "strategies", "serve", "distill", "train", "search", "plot search", "card",
-    "push",
+    "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search",
+    "plot search", "card", "push",
 ]  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:
 
 
 def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, monkeypatch, capsys):
-    original, calls = runner._Session.generate, 0
+    original, calls = runner.Session.generate, 0
 
     def interrupt(self, *args, **kwargs):
         nonlocal calls
@@ -180,7 +180,7 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(runner._Session, "generate", interrupt)
+    monkeypatch.setattr(runner.Session, "generate", interrupt)
     assert bench(checkpoint, prompts, tmp_path) == 130
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["environment"]["interrupted"] is True

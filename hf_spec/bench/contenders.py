@@ -102,14 +102,24 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
                 f"--strategy-kwargs {text!r} must be NAME=JSON with a NAME that takes part: "
                 f"{', '.join(names) or 'none does'}"
             )
-        try:
-            options = json.loads(text[len(name) + 1 :])
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--strategy-kwargs {text!r}: not JSON ({error.msg})") from error
-        if not isinstance(options, dict):
-            raise ValueError(f"--strategy-kwargs {text!r}: must be a JSON object")
+        options = json_object(f"--strategy-kwargs {text!r}", text[len(name) + 1 :])
         result.setdefault(name, {}).update(options)
     return result
+
+
+def json_object(option: str, text: str | None) -> dict[str, Any]:
+    """The JSON object that a command-line option gives; empty if it is not given.
+
+    Raises:
+        ValueError: naming ``option``; it is no JSON, or no object.
+    """
+    try:
+        value = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option}: must be a JSON object, such as {{}}")
+    return value
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:

@@ -1,7 +1,8 @@
 """Prompt files and their tokens; knows nothing of strategies.
 
 A prompt file is JSON lines; each line holds ``turns`` (the first is taken), ``prompt`` or
-``question``, and optionally ``category`` and ``question_id``.
+``question``, and optionally ``category``, ``question_id`` and a reference answer: ``answer``,
+``completion`` or ``reference``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 #: Fields that may hold the prompt, in order of preference.
 TEXT_FIELDS = ("turns", "prompt", "question")
+#: Fields that may hold a reference answer; of a list (Spec-Bench) the first counts.
+REFERENCE_FIELDS = ("answer", "completion", "reference")
 DEFAULT_CATEGORY = "default"
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
@@ -21,11 +24,15 @@ NO_LIMIT = 10**9
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; ``question_id`` is the line number where the file gives none."""
+    """One prompt; ``question_id`` is the line number where the file gives none.
+
+    ``reference`` is the answer that stands beside it, if one does.
+    """
 
     text: str
     category: str = DEFAULT_CATEGORY
     question_id: int | str = 0
+    reference: str | None = None
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -35,7 +42,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         ValueError: the file cannot be read, or a line breaks the rules; names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also splits at characters that JSON texts may hold.
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ValueError(f"cannot read prompt file {str(path)!r}: {reason}") from error
@@ -77,7 +85,17 @@ def _parse(line: str, number: int) -> Prompt:
     question_id = row.get("question_id", number)
     if not isinstance(question_id, int | str):
         raise ValueError("'question_id' must be a number or a text")
-    return Prompt(text, category, question_id)
+    return Prompt(text, category, question_id, _reference(row))
+
+
+def _reference(row: dict[str, Any]) -> str | None:
+    for name in REFERENCE_FIELDS:
+        found = row.get(name)
+        if isinstance(found, list) and found:
+            found = found[0]
+        if isinstance(found, str) and found.strip():
+            return found
+    return None
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
@@ -123,6 +141,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     else:
         encoded = tokenizer(text, verbose=False)
     return list(encoded["input_ids"])
+
+
+def encode_answer(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of an answer, without BOS and with EOS behind it."""
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
 def encode_within(tokenizer: Any, text: str, limit: int | None) -> tuple[list[int], bool]:

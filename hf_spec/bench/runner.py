@@ -165,7 +165,7 @@ def run(
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
     with own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
-        session = _Session(model, options, any(item.adapter for item in lineup))
+        session = Session(model, options, any(item.adapter for item in lineup))
         try:
             if warmup:
                 session.warm_up(plan, token_ids)
@@ -185,9 +185,15 @@ def run(
                 if not options["do_sample"]:
                     session.compare(outcome, token_ids, taking_part)
                 result.measurements += [outcome[item.name] for item in taking_part]
+            result.notes += [
+                f"{name} ran with its update beside the weights: {reason}"
+                for name, reason in session.unmerged.items()
+            ]
         except KeyboardInterrupt:
             result.interrupted = True
             result.notes.append(f"interrupted after {done} of {calls} calls")
+        finally:
+            session.close()
     return result
 
 
@@ -228,17 +234,19 @@ def _eos_ids(config: Any) -> list[int]:
 
 
 @dataclass
-class _Session:
+class Session:
     """The model with what all calls share.
 
     Attributes:
         managed: some contender has an adapter, so that adapters are switched before every call;
             otherwise those that the caller may have activated are left alone.
+        unmerged: contenders whose adapter could not be merged into the weights, with the reason.
     """
 
     model: Any
     options: dict[str, Any]
     managed: bool
+    unmerged: dict[str, str] = field(default_factory=dict)
 
     def activate(self, contender: Contender) -> None:
         """Switch to the contender's adapter, or to the bare model."""
@@ -249,6 +257,19 @@ class _Session:
         else:
             self.model.enable_adapters()
             self.model.set_adapter(contender.adapter)
+            self._merge(contender)
+
+    def close(self) -> None:
+        """Take merged updates out of the weights again."""
+        if self.managed:
+            hf_spec.unmerge_adapter(self.model)
+
+    def _merge(self, contender: Contender) -> None:
+        """Put what the adapter changes into the weights, as for serving, where that is possible."""
+        try:
+            hf_spec.merge_adapter(self.model)
+        except ValueError as error:
+            self.unmerged.setdefault(contender.name, str(error))
 
     def warm_up(
         self,

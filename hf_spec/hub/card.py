@@ -1,13 +1,14 @@
 """The card of an adapter folder: rendered from its configs and from what was measured.
 
 Frame: ``hub_cards/adapter_card.md``. Each method adds a section, ``card.md`` in its folder, which
-sees ``adapter`` (the adapter's config), ``options``, ``search`` (``search.json``, or None),
-``training`` (``training.json``, or None) and ``files`` (names in the folder). The same folder gives
-the same card, always.
+sees ``adapter`` (the adapter's config), ``options``, ``search`` (``search.json``, or None) and
+``files`` (names in the folder); ``hub_cards/training.md`` adds one for trained adapters. The same
+folder gives the same card, always.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -49,10 +50,8 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         tags=["hf_spec", "speculative-decoding", method.name],
     )
     parsed = method.parse_options(options)
-    section = _section(
-        method, adapter=adapter, options=options, search=search, training=training,
-        files=sorted(path.name for path in folder.iterdir()),
-    )  # fmt: skip
+    names = sorted(path.name for path in folder.iterdir())
+    section = _section(method, adapter=adapter, options=options, search=search, files=names)
     card = ModelCard.from_template(
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
@@ -68,6 +67,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         options=options,
         figures=_figures(folder, method, search),
         section=section,
+        training=_training(training, names),
     )
     return str(card).rstrip() + "\n"
 
@@ -82,15 +82,27 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
 
 def _section(method: Method, **values: Any) -> str:
     """The method's own section; empty if it has none."""
-    from jinja2 import Environment
-
     # A method lives where its options are defined: hf_spec.methods.<name>.
     package = sys.modules[method.options.__module__].__package__ or ""
     source = files(package) / "card.md"
-    if not source.is_file():
+    return _render(source.read_text(encoding="utf-8"), **values) if source.is_file() else ""
+
+
+def _training(training: dict[str, Any] | None, names: list[str]) -> str:
+    """How the adapter was trained; empty if it was not."""
+    if training is None:
         return ""
+    best = training.get("best") or {}
+    distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
+    source = (files("hub_cards") / "training.md").read_text(encoding="utf-8")
+    return _render(source, training=training, distances=list(distances), files=names)
+
+
+def _render(source: str, **values: Any) -> str:
+    from jinja2 import Environment
+
     environment = Environment(trim_blocks=False, lstrip_blocks=False, autoescape=False)
-    return environment.from_string(source.read_text(encoding="utf-8")).render(**values).strip()
+    return environment.from_string(source).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:

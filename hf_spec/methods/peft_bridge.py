@@ -313,6 +313,10 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def unmerge_from(self, model: nn.Module) -> None:
         """Undo `merge_into`."""
 
+    def mergeable(self) -> list[str]:
+        """Active adapters that change weights of the base and are not merged."""
+        return []
+
 
 class SpecTuner(BaseTuner):
     """Attaches a `SpecAdapterLayer` to a base model; `register` derives one class per type."""
@@ -543,6 +547,37 @@ def active_adapter_config(model: nn.Module, peft_type: str) -> SpecPeftConfig | 
     return None if active is None else active.config
 
 
+def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
+    """Put what the active adapters of hf_spec change of a model into its weights.
+
+    A SPACE adapter's updates otherwise cost time in every forward. Its mask tokens stay, and so
+    does what the model computes; :func:`unmerge_adapter`, disabling the adapter, deleting it or
+    switching to another one puts the weights back bit for bit, from a copy kept until then.
+
+    Args:
+        model: a `PeftModel`, or a model that has loaded adapters itself.
+        safe_merge: refuse results that are not finite.
+
+    Returns:
+        Whether there was anything to merge.
+
+    Raises:
+        ValueError: the weights cannot be changed, since they are quantised, offloaded or shared.
+    """
+    base = _base(model)
+    layers = [layer for layer in _layers(base) if layer.mergeable()]
+    for layer in layers:
+        layer.merge_into(base, safe_merge)
+    return bool(layers)
+
+
+def unmerge_adapter(model: nn.Module) -> None:
+    """Undo :func:`merge_adapter`; harmless where nothing is merged."""
+    base = _base(model)
+    for layer in _layers(base):
+        layer.unmerge_from(base)
+
+
 # ------------------------------------------------------------------------------------- the ways in
 # What PEFT and Transformers offer no hook for; other adapters pass through untouched.
 
@@ -678,6 +713,11 @@ def _key(prefix: str) -> str:
 def _layer(model: Any, prefix: str) -> SpecAdapterLayer | None:
     container = getattr(model, CONTAINER, None)
     return container[_key(prefix)] if container is not None and _key(prefix) in container else None
+
+
+def _layers(base: Any) -> list[Any]:
+    """Our layers on a base model, one per type."""
+    return list(getattr(base, CONTAINER, nn.ModuleDict()).values())
 
 
 def _attach(model: nn.Module, prefix: str, layer: SpecAdapterLayer) -> None:

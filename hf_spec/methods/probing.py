@@ -23,6 +23,9 @@ from modeling_patches.attention_masks import TreeAttention, tree_attention
 from modeling_patches.exits import averaged_exits
 from modeling_patches.support import sliding_windows
 
+#: Label of tokens that are not predicted, as everywhere in Transformers.
+IGNORED = -100
+
 
 class ProbedSequences(NamedTuple):
     """What a forward over sequences with probes gives.
@@ -212,7 +215,7 @@ class _Run:
 
 
 def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:
-    """The token each probe asks for: ``(batch, anchors, group)``, -100 where there is none.
+    """The token each probe asks for: ``(batch, anchors, group)``, `IGNORED` where there is none.
 
     Args:
         labels: ``(batch, seq)`` tokens to predict, -100 elsewhere.
@@ -222,7 +225,7 @@ def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:
     at = anchors[:, :, None] + 1 + offsets
     inside = at < labels.shape[1]
     wanted = labels.gather(1, at.clamp(max=labels.shape[1] - 1).flatten(1)).view_as(at)
-    return torch.where(inside, wanted, -100)
+    return torch.where(inside, wanted, IGNORED)
 
 
 def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Tensor]]:

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-#: Label of tokens that are not predicted, as everywhere in Transformers.
-IGNORED = -100
+from hf_spec.methods.probing import IGNORED
 
 
 class AnswerDataset(Dataset[dict[str, Tensor]]):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_spec.bench.prompts import encode
+from hf_spec.bench.prompts import encode, encode_answer
 from hf_spec.hub.folder import read_json
 
 if TYPE_CHECKING:
@@ -134,10 +134,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def _tokenised(tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
-    answer = list(tokenizer(row["answer"], add_special_tokens=False, verbose=False)["input_ids"])
-    eos = tokenizer.eos_token_id
-    if eos is not None and answer[-1:] != [eos]:
-        answer.append(eos)
+    answer = encode_answer(tokenizer, row["answer"])
     return {"prompt_ids": encode(tokenizer, row["prompt"]), "answer_ids": answer}
 
 

@@ -24,7 +24,7 @@ import torch
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt, context_limit, encode_within, read_prompts, spread
 from hf_spec.bench.report import environment, write_atomically
-from hf_spec.bench.runner import _Session, own_generation_config
+from hf_spec.bench.runner import Session, own_generation_config
 from hf_spec.hub.folder import read_json, staging
 from hf_spec.methods.fingerprint import fingerprint
 from hf_spec.training.dataset import DATA, PARTS, PROVENANCE, read_provenance
@@ -116,7 +116,7 @@ def read_questions(
             raise ValueError(f"the prompts of {str(path)!r} are given twice: leave one of them out")
         files.append({"name": path.name, "sha256": digest, "count": len(prompts)})
         questions += [
-            Question(prompt.text, prompt.category, prompt.question_id, path.name)
+            Question(prompt.text, prompt.category, prompt.question_id, source=path.name)
             for prompt in prompts
         ]
     return cast(list[Question], spread(questions, limit)), files
@@ -369,7 +369,7 @@ def distill(
         # Nobody makes a unit before all have seen which are missing.
         state.wait_for_everyone()
         machine = environment(model, settings.model, None)
-        session = _Session(model, settings.generate_kwargs, managed=contender.adapter is not None)
+        session = Session(model, settings.generate_kwargs, managed=contender.adapter is not None)
         done = len(work) - len(missing)
         for number in missing[state.process_index :: state.num_processes]:
             if progress is not None:
@@ -384,6 +384,7 @@ def distill(
             cost = {"seconds": seconds, "row_steps": row_steps, "device": machine["device_name"]}
             folder.add(number, rows, cost)
             done = min(done + state.num_processes, len(work))
+        session.close()
         if progress is not None:
             progress(done, len(work))
     state.wait_for_everyone()

@@ -10,6 +10,7 @@ import torch
 
 import hf_spec
 from hf_spec.core.stats import SpecStats
+from hf_spec.methods.probing import IGNORED
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class TopKCounts:
         """``logits`` (batch, anchors, distances, vocab), ``labels`` (batch, anchors, distances)."""
         width = min(max(self.RANKS), logits.shape[-1])
         right = logits.topk(width, dim=-1).indices == labels[..., None]
-        real = labels != -100
+        real = labels != IGNORED
         hits = torch.stack(
             [(right[..., :k].any(-1) & real).sum((0, 1)) for k in self.RANKS], dim=1
         ).cpu()

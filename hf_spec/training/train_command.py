@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.bench.command import DTYPES, check_writable, load_model
+from hf_spec.bench.contenders import json_object
 
 
 def train(
@@ -107,13 +108,13 @@ def train(
     assert chosen.adapter_config is not None
     # A wrong value is told before anything is loaded.
     adapter_config = chosen.adapter_config(**config)
-    options = _json_object("--strategy-kwargs", strategy_kwargs)
+    options = json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     settings = work.TrainSettings(
         max_steps=max_steps, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
         num_anchors=num_anchors, max_length=max_length, held_out=held_out,
         served_prompts=served_prompts, served_tokens=served_tokens, eval_steps=eval_steps,
-        options=options, seed=seed, arguments=_json_object("--training-args", training_args),
+        options=options, seed=seed, arguments=json_object("--training-args", training_args),
     )  # fmt: skip
     work.training_arguments(chosen, settings, output, adapter_config)
     check_writable(output)
@@ -166,13 +167,3 @@ def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> d
         except json.JSONDecodeError:
             config[name] = value  # a word
     return config
-
-
-def _json_object(option: str, text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text) if text else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: not JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{option}: must be a JSON object, such as {{}}")
-    return value

@@ -23,6 +23,7 @@ import torch
 
 from hf_spec.bench.prompts import Prompt
 from hf_spec.methods.base import check_count, check_range
+from hf_spec.methods.fingerprint import fingerprint
 from hf_spec.tuning.costs import Skip, StepCosts, Sublayers
 from hf_spec.tuning.objective import OBJECTIVES, STRATEGY, Evaluation, Evaluator, Exit
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 SAMPLERS = ("tpe", "gp", "random")
 STUDY_FILE, STUDY_NAME = "study.db", STRATEGY
-#: Entries per parameter that go into a model's fingerprint.
-FINGERPRINT_ENTRIES = 256
 
 
 @dataclass(frozen=True)
@@ -371,14 +370,3 @@ def study_identity(model: Any, prompts: Sequence[Prompt], settings: Settings) ->
         "threads": torch.get_num_threads(),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
     }
-
-
-def fingerprint(model: Any) -> str:
-    """A hash of a model's parameters: names, shapes, and evenly spaced entries of each."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        flat = parameter.detach().flatten()
-        step = max(1, flat.numel() // FINGERPRINT_ENTRIES)
-        digest.update(flat[::step].double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -24,14 +24,18 @@ def test_reads_the_three_kinds_of_lines(tmp_path):
         [
             {"turns": ["first", "second"], "category": "chat", "question_id": 81},
             {"prompt": "a prompt"},
-            {"question": "a question?", "category": "qa", "answer": "ignored"},
+            {"question": "a question?", "category": "qa", "answer": "an\u2028answer"},
+            {"prompt": "p", "reference": ["first", "second"]},
+            {"prompt": "p", "completion": " ", "reference": []},
         ],
     )
     path.write_text(path.read_text() + "\n  \n")  # blank lines do no harm
     assert read_prompts(path) == [
         Prompt("first", "chat", 81),
         Prompt("a prompt", "default", 2),
-        Prompt("a question?", "qa", 3),
+        Prompt("a question?", "qa", 3, "an\u2028answer"),
+        Prompt("p", "default", 4, "first"),
+        Prompt("p", "default", 5),
     ]
 
 

@@ -89,13 +89,13 @@ def test_batches_equal_single_rows(model, tokenizer, prompts):
 
 def test_order_rotates_and_plain_is_always_there(model, tokenizer, prompts, monkeypatch):
     order: list[str] = []
-    original = runner._Session.generate
+    original = runner.Session.generate
 
     def spy(self, contender, *args, **kwargs):
         order.append(contender.name)
         return original(self, contender, *args, **kwargs)
 
-    monkeypatch.setattr(runner._Session, "generate", spy)
+    monkeypatch.setattr(runner.Session, "generate", spy)
     calls: list[tuple[int, int]] = []
     run(
         model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4, warmup=False,
@@ -144,7 +144,7 @@ def test_repetition_penalty_passes_through(model, tokenizer, prompts):
 
 
 def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkeypatch):
-    original = runner._Session.generate
+    original = runner.Session.generate
 
     def spoil(self, contender, *args, **kwargs):
         seconds, rows, steps, stats = original(self, contender, *args, **kwargs)
@@ -152,7 +152,7 @@ def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkey
             rows = [[*row[:-1], (row[-1] + 7) % 260] for row in rows]
         return seconds, rows, steps, stats
 
-    monkeypatch.setattr(runner._Session, "generate", spoil)
+    monkeypatch.setattr(runner.Session, "generate", spoil)
     result = run(model, tokenizer, prompts, ["prompt_lookup", STOCK], max_new_tokens=NEW)
     assert result.overall("prompt_lookup")["diverged"] == len(prompts)
     assert result.overall("prompt_lookup")["identical"] == 0
@@ -172,7 +172,7 @@ def test_padding_is_on_the_left():
 
 
 def test_interrupt_keeps_finished_batches(model, tokenizer, prompts, monkeypatch):
-    original, calls = runner._Session.generate, 0
+    original, calls = runner.Session.generate, 0
 
     def interrupt(self, *args, **kwargs):
         nonlocal calls
@@ -181,7 +181,7 @@ def test_interrupt_keeps_finished_batches(model, tokenizer, prompts, monkeypatch
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(runner._Session, "generate", interrupt)
+    monkeypatch.setattr(runner.Session, "generate", interrupt)
     result = run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=4, warmup=False)
     assert result.interrupted and "interrupted after 5 of 10 calls" in result.notes
     assert [row["prompts"] for row in result.runs() if row["task"] == "all"] == [2, 2]
@@ -281,35 +281,60 @@ def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
 def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     tokenizer, prompts, monkeypatch
 ):
-    """BITA stands in for a fine-tuning adapter, beside a LoRA that really changes the model."""
-    from peft import LoraConfig
-
+    """And both are measured with the update in the weights, which are put back in the end."""
     from hf_spec.bench.contenders import Adapter
 
     model = make_model()
     before = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
     torch.manual_seed(0)
-    targets = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-    model.add_adapter(LoraConfig(r=4, lora_alpha=64, **targets), "tuned")
+    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2), "tuned")
+    with torch.no_grad():
+        for parameter in model.spec_modules.parameters():
+            parameter.normal_(std=0.2)
     after = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
     assert before != after
-    monkeypatch.setattr(hf_spec.BitaConfig, "changes_model", True)
-    adapter = Adapter("folder/tuned", "tuned", "bita", {})
-    # A strategy that runs without BITA's weights, under BITA's name: only switching is looked at.
-    lineup = [
-        Contender(item.name, {"assistant_strategy": "prompt_lookup"} if item.kwargs else {},
-                  item.adapter, item.stock, item.single_row, item.baseline)
-        for item in contenders(["bita"], None, [adapter])
-    ]  # fmt: skip
-    assert [item.name for item in lineup] == ["plain@tuned", "bita"]
-    result = run(model, tokenizer, prompts[:2], [*lineup, "prompt_lookup"], max_new_tokens=NEW)
+    original = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weight = "model.layers.0.mlp.up_proj.weight"
+    generate, changed = model.generate, []
+
+    def watched(*args, **kwargs):
+        changed.append(not torch.equal(original[weight], model.get_parameter(weight)))
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(model, "generate", watched)
+    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {})])
+    assert [item.name for item in lineup] == ["plain@tuned", "space"]
+    everyone = [*lineup, "prompt_lookup"]
+    result = run(model, tokenizer, prompts[:2], everyone, max_new_tokens=NEW, warmup=False)
+    order = [item.name for item in result.contenders]
+    turns = [order, order[1:] + order[:1]]
+    assert changed == [name in ("space", "plain@tuned") for turn in turns for name in turn]
+    assert all(torch.equal(original[name], p) for name, p in model.named_parameters())
+    assert result.notes == []
     tokens = {m.strategy: m.rows for m in result.measurements if m.prompts == [0]}
     assert tokens["plain"][0] == tokens["prompt_lookup"][0] == before[0]
-    assert tokens["plain@tuned"][0] == tokens["bita"][0] == after[0]
+    assert tokens["plain@tuned"][0] == tokens["space"][0] == after[0]
     rows = {row["strategy"]: row for row in result.runs() if row["task"] == "all"}
     assert all(row["identical"] == 2 for row in rows.values())
     speed = {name: row["tokens_per_second"] for name, row in rows.items()}
-    assert rows["bita"]["speedup"] == pytest.approx(speed["bita"] / speed["plain@tuned"])
+    assert rows["space"]["speedup"] == pytest.approx(speed["space"] / speed["plain@tuned"])
     assert rows["prompt_lookup"]["speedup"] == pytest.approx(
         speed["prompt_lookup"] / speed["plain"]
     )
+
+
+def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
+    from hf_spec.bench.contenders import Adapter
+
+    def refuse(model):
+        raise ValueError("the weights are quantised")
+
+    monkeypatch.setattr(hf_spec, "merge_adapter", refuse)
+    model = make_model()
+    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2), "tuned")
+    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {})])
+    result = run(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
+    assert result.notes == [
+        f"{name} ran with its update beside the weights: the weights are quantised"
+        for name in ("plain@tuned", "space")
+    ]

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from fake_clock import FakeClock
 
 from hf_spec.core import stats as module
 from hf_spec.core.stats import SpecStats, Stopwatch
@@ -15,19 +16,9 @@ COUNTS = ("num_steps", "num_row_steps", "num_generated_tokens", "num_drafted_tok
 SECONDS = ("draft_seconds", "forward_seconds", "verify_seconds", "other_seconds")
 
 
-class Clock:
-    """Stands in for ``time.perf_counter``."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
     monkeypatch.setattr(module.time, "perf_counter", clock)
     return clock
 
@@ -144,7 +135,7 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
 # -- time ----------------------------------------------------------------------------------------
 
 
-def test_time_outside_phases_is_other(clock: Clock) -> None:
+def test_time_outside_phases_is_other(clock: FakeClock) -> None:
     stats = SpecStats()
     watch = Stopwatch(stats, torch.device("cpu"))
     clock.now += 1.0
@@ -158,7 +149,7 @@ def test_time_outside_phases_is_other(clock: Clock) -> None:
     assert stats.total_seconds == clock.now - 100.0
 
 
-def test_a_phase_that_raises_is_counted(clock: Clock) -> None:
+def test_a_phase_that_raises_is_counted(clock: FakeClock) -> None:
     stats = SpecStats()
     watch = Stopwatch(stats, torch.device("cpu"))
     with pytest.raises(KeyError), watch.phase("forward"):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PAD, STRATEGIES, prompt, ragged
+from fake_clock import FakeClock
 from transformers import PreTrainedModel
 
 import hf_spec
@@ -47,19 +48,9 @@ from hf_spec.methods.base import get_method, methods
 Tiny = Callable[..., PreTrainedModel]
 
 
-class Clock:
-    """Stands in for ``time.perf_counter``."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
     monkeypatch.setattr(module.time, "perf_counter", clock)
     return clock
 
@@ -107,7 +98,7 @@ MEAN_NOISE = math.exp(0.1**2 / 2) * 1.09
 
 
 def decode(
-    clock: Clock,
+    clock: FakeClock,
     rng: random.Random,
     model: Any,
     strategy_at: StrategyAt,
@@ -140,7 +131,7 @@ def decode(
 
 
 def speedups(
-    clock: Clock,
+    clock: FakeClock,
     strategy_at: StrategyAt | Strategy,
     calls: int = 6,
     new: int = 128,
@@ -167,7 +158,7 @@ PAYING = [Strategy(1.2, 0.34), TAU_1_8, Strategy(1.2, 0.7, 15)]
 
 
 @pytest.mark.parametrize("strategy", NEVER, ids=str)
-def test_never_accepted(clock: Clock, strategy: Strategy) -> None:
+def test_never_accepted(clock: FakeClock, strategy: Strategy) -> None:
     """Without the controller: 1 / cost."""
     found = speedups(clock, strategy)
     # The first call of a process has everything to learn: a draft, two looks, START to lose.
@@ -176,20 +167,20 @@ def test_never_accepted(clock: Clock, strategy: Strategy) -> None:
     assert mean(found) > 0.965 and mean(found[1:]) > 0.975
 
 
-def test_never_accepted_in_short_calls(clock: Clock) -> None:
+def test_never_accepted_in_short_calls(clock: FakeClock) -> None:
     """Many calls have no more tries than one long one."""
     for cost in (1.1, 1.3, 3.0):
         found = speedups(clock, Strategy(cost), calls=30, new=12)
         assert mean(found[5:]) > 0.96
 
 
-def test_one_ruinous_step_is_paid_back_over_calls(clock: Clock) -> None:
+def test_one_ruinous_step_is_paid_back_over_calls(clock: FakeClock) -> None:
     found = speedups(clock, Strategy(9.0), calls=12)
     assert mean(found[1:]) > 0.97
 
 
 @pytest.mark.parametrize("strategy", PAYING, ids=str)
-def test_what_pays_is_left_alone(clock: Clock, strategy: Strategy) -> None:
+def test_what_pays_is_left_alone(clock: FakeClock, strategy: Strategy) -> None:
     for calls, new, lost in ((8, 128, 0.02), (2, 1024, 0.01)):
         found = speedups(clock, strategy, calls, new)
         always = speedups(clock, strategy, calls, new, enabled=False)
@@ -197,12 +188,12 @@ def test_what_pays_is_left_alone(clock: Clock, strategy: Strategy) -> None:
         assert found[0] > 0.95 * always[0]
 
 
-def test_even_is_not_made_worse(clock: Clock) -> None:
+def test_even_is_not_made_worse(clock: FakeClock) -> None:
     found = speedups(clock, Strategy(1.2, 1 / 6))
     assert mean(found) > 0.98
 
 
-def test_a_machine_of_changing_speed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_of_changing_speed(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every 25 steps on average it becomes 2.5 times slower, or fast again."""
     slow = False
 
@@ -221,20 +212,20 @@ def test_a_machine_of_changing_speed(clock: Clock, monkeypatch: pytest.MonkeyPat
     assert mean(speedups(clock, Strategy(1.3), calls=8)) > 0.95 * plain
 
 
-def test_acceptance_that_begins_late_is_found(clock: Clock) -> None:
+def test_acceptance_that_begins_late_is_found(clock: FakeClock) -> None:
     """Nothing for 256 tokens, then a tau of 3: the second half takes 0.4 of plain time."""
     late = speedups(clock, lambda at: Strategy(1.2, 0.7 if at >= 256 else 0.0, 15), 4, 512)
     ideal = 512 / (256 + 256 * 1.2 / Strategy(1.2, 0.7, 15).tau)
     assert mean(late) > 0.85 * ideal
 
 
-def test_acceptance_that_ends_early_is_noticed(clock: Clock) -> None:
+def test_acceptance_that_ends_early_is_noticed(clock: FakeClock) -> None:
     early = speedups(clock, lambda at: Strategy(1.2, 0.7 if at < 256 else 0.0, 15), 4, 512)
     ideal = 512 / (256 + 256 * 1.2 / Strategy(1.2, 0.7, 15).tau)
     assert mean(early) > 0.95 * ideal
 
 
-def test_prompts_of_another_kind_are_tried_at_once(clock: Clock) -> None:
+def test_prompts_of_another_kind_are_tried_at_once(clock: FakeClock) -> None:
     """Ten calls in which nothing was accepted, and then one in which drafts hit."""
     shares = []
     for seed in range(20):
@@ -246,7 +237,7 @@ def test_prompts_of_another_kind_are_tried_at_once(clock: Clock) -> None:
     assert sum(shares) / len(shares) < 0.25
 
 
-def test_simulations_are_the_same_every_time(clock: Clock) -> None:
+def test_simulations_are_the_same_every_time(clock: FakeClock) -> None:
     assert speedups(clock, TAU_1_8, 2, seeds=2) == pytest.approx(
         speedups(clock, TAU_1_8, 2, seeds=2)
     )
@@ -258,7 +249,9 @@ def test_simulations_are_the_same_every_time(clock: Clock) -> None:
 class Steps:
     """A controller whose steps take exactly what the test says."""
 
-    def __init__(self, clock: Clock, costs: Costs | None = None, account: Account | None = None):
+    def __init__(
+        self, clock: FakeClock, costs: Costs | None = None, account: Account | None = None
+    ):
         self.clock, self.stats = clock, SpecStats()
         self.costs, self.account = costs or Costs(), account or Account()
         self.one = Controller(self.stats, self.costs, self.account)
@@ -298,7 +291,7 @@ def known(*plain: float) -> Costs:
     return costs
 
 
-def test_the_first_step_drafts_and_the_next_two_time_a_plain_step(clock: Clock) -> None:
+def test_the_first_step_drafts_and_the_next_two_time_a_plain_step(clock: FakeClock) -> None:
     steps = Steps(clock)
     steps.draft(9.0)  # whatever it takes: a first step is slow
     steps.plain(7.0)
@@ -311,7 +304,7 @@ def test_the_first_step_drafts_and_the_next_two_time_a_plain_step(clock: Clock) 
     assert steps.stats.num_fallback_steps == 2
 
 
-def test_no_plain_step_is_timed_while_drafts_are_long(clock: Clock) -> None:
+def test_no_plain_step_is_timed_while_drafts_are_long(clock: FakeClock) -> None:
     steps = Steps(clock)
     for _ in range(LOOKS[1]):
         steps.draft(1.5, emitted=6)
@@ -320,7 +313,7 @@ def test_no_plain_step_is_timed_while_drafts_are_long(clock: Clock) -> None:
     steps.draft(1.5, emitted=6)
 
 
-def test_the_plain_step_is_looked_at_now_and_then(clock: Clock) -> None:
+def test_the_plain_step_is_looked_at_now_and_then(clock: FakeClock) -> None:
     steps, looks = Steps(clock, known()), []
     for _ in range(3 * LOOKS[1]):
         before = steps.stats.num_fallback_steps
@@ -337,7 +330,7 @@ def test_the_plain_step_is_looked_at_now_and_then(clock: Clock) -> None:
     assert steps.costs.plain == 2.0
 
 
-def test_an_empty_draft_times_a_plain_step(clock: Clock) -> None:
+def test_an_empty_draft_times_a_plain_step(clock: FakeClock) -> None:
     """Its drafting time excepted, which is all that it costs."""
     steps = Steps(clock, account=Account(tokens=CLEAR + 1))
     for _ in range(2):
@@ -346,14 +339,14 @@ def test_an_empty_draft_times_a_plain_step(clock: Clock) -> None:
     assert steps.account.balance == START - 0.25
 
 
-def test_a_root_after_draft_forwards_is_no_plain_step(clock: Clock) -> None:
+def test_a_root_after_draft_forwards_is_no_plain_step(clock: FakeClock) -> None:
     steps = Steps(clock, account=Account(tokens=CLEAR + 1))
     for _ in range(2):
         steps.draft(3.0, rows=1, forwards=2)
     assert steps.costs.plain is None
 
 
-def test_losses_are_paused_for_and_pauses_grow(clock: Clock) -> None:
+def test_losses_are_paused_for_and_pauses_grow(clock: FakeClock) -> None:
     steps = Steps(clock, known())
     steps.draft(1.5)  # the first of its kind
     for _ in range(4):
@@ -371,7 +364,7 @@ def test_losses_are_paused_for_and_pauses_grow(clock: Clock) -> None:
     assert steps.stats.num_fallback_steps == sum(pauses)
 
 
-def test_gains_end_the_setbacks(clock: Clock) -> None:
+def test_gains_end_the_setbacks(clock: FakeClock) -> None:
     steps = Steps(clock, known(), Account(balance=RETRY, setbacks=4))
     steps.draft(1.5, emitted=2)
     steps.draft(1.5, emitted=2)
@@ -383,7 +376,7 @@ def test_gains_end_the_setbacks(clock: Clock) -> None:
     assert steps.account.balance == FULL
 
 
-def test_times_far_apart_are_not_compared(clock: Clock) -> None:
+def test_times_far_apart_are_not_compared(clock: FakeClock) -> None:
     """Where the machine becomes three times slower, a step costs as many plain steps as before."""
     steps = Steps(clock, known())
     for _ in range(KEPT):
@@ -398,7 +391,7 @@ def test_times_far_apart_are_not_compared(clock: Clock) -> None:
     assert list(steps.costs._relative[(3, 0)]) == [1.25, 1.25, *[1.0] * PAIRED]
 
 
-def test_a_call_begins_without_anything_to_compare_with(clock: Clock) -> None:
+def test_a_call_begins_without_anything_to_compare_with(clock: FakeClock) -> None:
     """What a plain step took in the call before says nothing of the machine now."""
     steps = Steps(clock, known())
     steps.draft(1.25), steps.draft(1.25)
@@ -408,7 +401,7 @@ def test_a_call_begins_without_anything_to_compare_with(clock: Clock) -> None:
     assert later.account.balance == before + 1 - 1.25
 
 
-def test_a_stall_is_not_held_against_a_strategy(clock: Clock) -> None:
+def test_a_stall_is_not_held_against_a_strategy(clock: FakeClock) -> None:
     steps = Steps(clock, known())
     steps.draft(1.25, emitted=2), steps.draft(1.25, emitted=2)
     steps.costs.age = steps.costs.look
@@ -418,13 +411,13 @@ def test_a_stall_is_not_held_against_a_strategy(clock: Clock) -> None:
     assert steps.account.balance == before + 1 - 1.25
 
 
-def test_no_step_counts_as_cheaper_than_a_plain_one(clock: Clock) -> None:
+def test_no_step_counts_as_cheaper_than_a_plain_one(clock: FakeClock) -> None:
     steps = Steps(clock, known(), Account(balance=RETRY))
     steps.draft(0.25), steps.draft(0.25)
     assert steps.account.balance == RETRY and steps.account.cost == 1.0
 
 
-def test_debts_are_limited(clock: Clock) -> None:
+def test_debts_are_limited(clock: FakeClock) -> None:
     steps = Steps(clock, known())
     for _ in range(2):
         steps.draft(500.0)
@@ -432,7 +425,7 @@ def test_debts_are_limited(clock: Clock) -> None:
     assert steps.pause() == (RETRY + DEBT) / ALLOWANCE
 
 
-def test_kinds_of_steps_have_costs_of_their_own(clock: Clock) -> None:
+def test_kinds_of_steps_have_costs_of_their_own(clock: FakeClock) -> None:
     """A large tree is not judged by the cost of small ones, nor a long draft by that of a short."""
     steps = Steps(clock, known())
     for rows, forwards, seconds in ((2, 0, 1.1), (16, 0, 2.0), (5, 4, 4.0), (5, 3, 3.0)) * 2:
@@ -441,14 +434,14 @@ def test_kinds_of_steps_have_costs_of_their_own(clock: Clock) -> None:
     assert found == pytest.approx([1.1, 2.0, 4.0, 3.0])
 
 
-def test_tokens_of_a_batch_are_counted_per_unfinished_row(clock: Clock) -> None:
+def test_tokens_of_a_batch_are_counted_per_unfinished_row(clock: FakeClock) -> None:
     steps = Steps(clock, known(), Account(balance=0.5))
     steps.draft(1.5, emitted=[3, 0, 1])
     steps.draft(1.5, emitted=[3, 0, 1])
     assert steps.account.balance == 0.5 + 2 - 1.5
 
 
-def test_switched_off_it_does_nothing(clock: Clock) -> None:
+def test_switched_off_it_does_nothing(clock: FakeClock) -> None:
     stats, costs, account = SpecStats(), Costs(), Account(balance=-3.0, paused=True)
     one = Controller(stats, costs, account, enabled=False)
     for _ in range(50):
@@ -459,7 +452,7 @@ def test_switched_off_it_does_nothing(clock: Clock) -> None:
     assert stats.num_fallback_steps == 0 and one.details() == {}
 
 
-def test_details(clock: Clock) -> None:
+def test_details(clock: FakeClock) -> None:
     steps = Steps(clock, known())
     nothing = {"predicted_speedup": None, "plain_seconds": 1.0, "speculative_seconds": None}
     assert steps.one.details() == {"controller": {**nothing, "falls_back": False}}
@@ -483,7 +476,7 @@ def test_details(clock: Clock) -> None:
 # -- memory ------------------------------------------------------------------------------------
 
 
-def test_a_later_call_starts_wiser(clock: Clock) -> None:
+def test_a_later_call_starts_wiser(clock: FakeClock) -> None:
     """No plain step is timed anew, and what never paid gets a shorter trial."""
     model = Model()
 
@@ -570,7 +563,7 @@ def test_auto_is_on_where_the_output_cannot_depend_on_it(
 class Timed:
     """Turns the clock at every forward of a model: 1 for a row, ``wide`` for several."""
 
-    def __init__(self, clock: Clock, wide: float):
+    def __init__(self, clock: FakeClock, wide: float):
         self.clock, self.wide = clock, wide
         self.rows: list[int] = []
 
@@ -582,7 +575,7 @@ class Timed:
 
 
 @pytest.fixture
-def timed(clock: Clock, fresh: Tiny) -> Iterator[Callable[[float], tuple[Any, Timed]]]:
+def timed(clock: FakeClock, fresh: Tiny) -> Iterator[Callable[[float], tuple[Any, Timed]]]:
     """``timed(wide)``: a model of its own, so that nothing is remembered, and its forwards."""
 
     def make(wide: float) -> tuple[Any, Timed]:
@@ -637,7 +630,7 @@ def test_expensive_drafts_are_given_up(
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_drafting_resumes(
     timed: Callable[[float], tuple[Any, Timed]],
-    clock: Clock,
+    clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     inputs: str,
@@ -724,7 +717,7 @@ def test_merged_statistics_add_up() -> None:
 
 def print_table() -> None:
     """The simulations of docs/controller.md."""
-    module.time = clock = Clock()  # type: ignore[assignment]
+    module.time = clock = FakeClock()  # type: ignore[assignment]
     clock.perf_counter = clock  # type: ignore[attr-defined]
     tau_3 = Strategy(1.2, 0.7, 15)
     rows: list[tuple[str, Any, int]] = [

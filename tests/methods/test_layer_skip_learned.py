@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
@@ -36,36 +37,15 @@ SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
 FIXED = {"draft_exit": "fixed", "max_draft": 4}
 
 
-def randomise(model: Any, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    weights = find_active(model, "LAYER_SKIP").weights()
-    for tensor in weights.values():
-        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor.dtype)
-    return weights
-
-
 def added(model: PreTrainedModel, **fields: Any) -> Any:
     model.add_adapter(hf_spec.LayerSkipConfig(**{**SKIP, "draft_rank": 4, **fields}), "mine")
-    randomise(model)
+    randomise(model, "LAYER_SKIP")
     return find_active(model, "LAYER_SKIP")
 
 
 def updated(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
     """A copy without adapter, the updates in its weights."""
-    oracle = copy.deepcopy(model)
-    oracle.delete_adapter(adapter.name)
-    weights, scale = adapter.weights(), adapter.config.draft_alpha / adapter.config.draft_rank
-    for name, module in oracle.named_modules():
-        key = name.replace(".", "__")
-        if f"up__{key}" in weights:
-            update = scale * weights[f"up__{key}"].double() @ weights[f"down__{key}"].double()
-            update = update.T if type(module).__name__ == "Conv1D" else update
-            module.weight.data = (module.weight.double() + update).to(module.weight.dtype)
-    return oracle
-
-
-def hooked(model: Any) -> int:
-    return sum(len(module._forward_hooks) for module in model.modules())
+    return with_updates(model, adapter, adapter.config.draft_alpha / adapter.config.draft_rank)
 
 
 # -- decoding ------------------------------------------------------------------------------------
@@ -324,7 +304,7 @@ def test_save_and_load(tiny: Tiny, tmp_path: Path) -> None:
         copy.deepcopy(tiny("llama")),
         hf_spec.LayerSkipConfig(**SKIP, draft_rank=3, draft_target_modules=["q_proj", "up_proj"]),
     )
-    expected = {name: w.detach().clone() for name, w in randomise(model).items()}
+    expected = {name: w.detach().clone() for name, w in randomise(model, "LAYER_SKIP").items()}
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "adapter_model.safetensors")
     prefix = "base_model.model.spec_modules.type_layer_skip.layer_skip_"

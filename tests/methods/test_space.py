@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -30,33 +31,17 @@ NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
-def randomise(model: Any, seed: int = 0, std: float = 0.15) -> None:
-    """Fill the active SPACE adapter, so that it changes the model."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in find_active(model, "SPACE").weights().values():
-        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor.dtype)
-
-
 def added(model: PreTrainedModel, name: str = "one", seed: int = 0, **fields: Any) -> Any:
     """The model with an adapter that changes it; returns the active adapter."""
     model.add_adapter(hf_spec.SpaceConfig(**fields), name)
     model.set_adapter(name)
-    randomise(model, seed)
+    randomise(model, "SPACE", seed=seed)
     return find_active(model, "SPACE")
 
 
 def fine_tuned(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
-    """The oracle: a copy without adapter, the updates added to its weights one by one."""
-    oracle = copy.deepcopy(model)
-    oracle.delete_adapter(adapter.name)
-    weights, scale = adapter.weights(), adapter.config.alpha / adapter.config.rank
-    for name, module in oracle.named_modules():
-        key = name.replace(".", "__")
-        if f"up__{key}" in weights:
-            update = scale * weights[f"up__{key}"].double() @ weights[f"down__{key}"].double()
-            update = update.T if type(module).__name__ == "Conv1D" else update
-            module.weight.data = (module.weight.double() + update).to(module.weight.dtype)
-    return oracle
+    """The oracle: a copy without adapter, the updates in its weights."""
+    return with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
 
 
 def logits(model: Any, ids: Tensor | None = None) -> Tensor:
@@ -218,7 +203,7 @@ def test_without_an_update_the_mask_tokens_alone_are_trained(tiny: Tiny) -> None
 
 def test_the_loss_is_part_of_the_peft_models_forward(tiny: Tiny) -> None:
     model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig(rank=2))
-    randomise(model)
+    randomise(model, "SPACE")
     model(**batch_of(some_rows()))["loss"].backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if "space_" in name}
@@ -376,10 +361,6 @@ def test_when_candidates_are_sampled(
 # -- operations of PEFT --------------------------------------------------------------------------
 
 
-def hooked(model: Any) -> int:
-    return sum(len(module._forward_hooks) for module in model.modules())
-
-
 def test_two_adapters_are_switched_disabled_and_deleted(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     base = logits(model)
@@ -414,7 +395,7 @@ def test_saved_and_loaded_in_every_way(tiny: Tiny, tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     peft_model = get_peft_model(model, hf_spec.SpaceConfig(num_mask_tokens=2, rank=3))
-    randomise(peft_model)
+    randomise(peft_model, "SPACE")
     peft_model.save_pretrained(tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     prefix = "base_model.model.spec_modules.type_space.space_"
@@ -465,7 +446,7 @@ def test_bfloat16(tiny: Tiny, tmp_path: Path) -> None:
     """PEFT keeps adapters of a bf16 model in fp32; a base that adds one itself takes its type."""
     model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
     wrapped = get_peft_model(copy.deepcopy(model), hf_spec.SpaceConfig())
-    randomise(wrapped)
+    randomise(wrapped, "SPACE")
     assert {w.dtype for w in find_active(wrapped, "SPACE").weights().values()} == {torch.float32}
     added(model)
     assert {w.dtype for w in find_active(model, "SPACE").weights().values()} == {torch.bfloat16}
@@ -504,7 +485,7 @@ def test_a_copy_of_the_model_has_an_adapter_of_its_own(
     before = logits(model)
     other = duplicate(model)
     assert torch.equal(logits(other), before)
-    randomise(other, seed=9)
+    randomise(other, "SPACE", seed=9)
     changed = logits(other)
     assert not torch.equal(changed, before) and torch.equal(logits(model), before)
     other.delete_adapter("one")
@@ -517,7 +498,7 @@ def test_merging_is_exactly_reversible(tiny: Tiny) -> None:
     base = {name: value.clone() for name, value in model.state_dict().items()}
     plain = logits(model)
     peft_model = get_peft_model(model, hf_spec.SpaceConfig())
-    randomise(peft_model)
+    randomise(peft_model, "SPACE")
     active, unmerged = logits(model), tokens(model)
     for safe in (False, True):
         peft_model.merge_adapter(safe_merge=safe)
@@ -545,11 +526,11 @@ def test_merging_and_other_adapters(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     plain = logits(model)
     peft_model = get_peft_model(model, hf_spec.SpaceConfig(), "one")
-    randomise(peft_model, 1)
+    randomise(peft_model, "SPACE", seed=1)
     first = logits(model)
     peft_model.add_adapter("two", hf_spec.SpaceConfig())
     peft_model.set_adapter("two")
-    randomise(peft_model, 2)
+    randomise(peft_model, "SPACE", seed=2)
     second = logits(model)
     with pytest.raises(ValueError, match=r"merging takes the one active .* \['one'\] with two act"):
         peft_model.merge_adapter(["one"])
@@ -571,13 +552,36 @@ def test_merging_and_other_adapters(tiny: Tiny) -> None:
 def test_merge_and_unload_gives_the_fine_tuned_model(tiny: Tiny, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny("llama"))
     peft_model = get_peft_model(model, hf_spec.SpaceConfig())
-    randomise(peft_model)
+    randomise(peft_model, "SPACE")
     active = logits(model)
     merged = peft_model.merge_and_unload()
     assert hooked(merged) == 0 and not hasattr(merged, "spec_modules")
     torch.testing.assert_close(logits(merged), active, rtol=1e-4, atol=1e-3)
     merged.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
+
+
+def test_a_loaded_adapter_is_merged_too(tiny: Tiny, tmp_path: Path) -> None:
+    """``merge_adapter`` of the package works where there is no PeftModel."""
+    model = copy.deepcopy(tiny("llama"))
+    added(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    unmerged = logits(model)
+    assert hf_spec.merge_adapter(model, safe_merge=True)
+    assert not hf_spec.merge_adapter(model)  # there is nothing left to merge
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[weight], model.get_parameter(weight))
+    # The same sums in another order: a rounding of fp32 per layer.
+    torch.testing.assert_close(logits(model), unmerged, rtol=1e-4, atol=1e-3)
+    assert tokens(model, assistant_strategy="space") == tokens(model)
+    model.disable_adapters()
+    assert torch.equal(before[weight], model.get_parameter(weight))
+    model.enable_adapters()
+    assert hf_spec.merge_adapter(model)
+    hf_spec.unmerge_adapter(model)
+    hf_spec.unmerge_adapter(model)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert torch.equal(logits(model), unmerged)
 
 
 def test_what_cannot_be_merged(tiny: Tiny) -> None:

@@ -356,13 +356,13 @@ sys.exit(cli.main({arguments(root, output, "--batch-size", "2")!r}))
 def counted(patch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the batch size whenever a unit is generated."""
     calls: list[int] = []
-    original = runner._Session.generate
+    original = runner.Session.generate
 
     def generate(self: Any, contender: Any, prompts: Any, **kwargs: Any) -> Any:
         calls.append(len(prompts))
         return original(self, contender, prompts, **kwargs)
 
-    patch.setattr(runner._Session, "generate", generate)
+    patch.setattr(runner.Session, "generate", generate)
     return calls
 
 
@@ -402,7 +402,7 @@ def test_interrupted_by_the_user(
     root: Path, oracle: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    original, calls = runner._Session.generate, 0
+    original, calls = runner.Session.generate, 0
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -412,7 +412,7 @@ def test_interrupted_by_the_user(
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner._Session, "generate", interrupt)
+        patch.setattr(runner.Session, "generate", interrupt)
         assert distill(root, tmp_path / "out") == 130
     assert "interrupted; the same command continues" in capsys.readouterr().err
     assert len(list((tmp_path / "out" / "parts").glob("*.parquet"))) == 2

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from datasets import Dataset
 from tiny_checkpoint import make_model, save_checkpoint
 from transformers import TrainerCallback
+from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
@@ -156,38 +156,14 @@ def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
 
 def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
     """gloo, on two halves of each batch: the same training as one process on whole batches."""
-    program = f"""
-        import json, sys
-        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
-        import torch
-        torch.set_num_threads(1)
+    program = """
         from test_train import CONFIG, SETTINGS, answers, make_model
         from hf_spec.training.train import TrainSettings, train
-        from pathlib import Path
-        size, output = int(sys.argv[1]), Path(sys.argv[2])
-        settings = TrainSettings(**{{**SETTINGS, "batch_size": size,
-                                    "arguments": {{"logging_steps": 1}}}})
+        arguments = {"logging_steps": 1}
+        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
         train(make_model(), answers(), "bita", output, CONFIG, settings)
     """
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(program))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    alone = [sys.executable, str(script), "4", str(tmp_path / "one")]
-    both = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-        "--standalone", str(script), "2", str(tmp_path / "two"),
-    ]  # fmt: skip
-    for command in (alone, both):
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert run.returncode == 0, run.stderr
-    histories = [
-        json.loads((tmp_path / name / "training.json").read_text())["history"]
-        for name in ("one", "two")
-    ]
-    for key in ("loss", "eval_loss", "eval_tau"):
-        one, two = ([row[key] for row in history if key in row] for history in histories)
-        # Sums in another order round differently in fp32.
-        assert len(one) > 1 and one == pytest.approx(two, rel=1e-4)
+    assert_same_history(*run_both(program, tmp_path), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
@@ -222,37 +219,14 @@ def test_checkpointing_and_accumulation_change_nothing(tmp_path: Path, case: str
 
 def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
     """gloo, on two halves of each batch; which loss a sequence has does not depend on it."""
-    program = f"""
-        import sys
-        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
-        import torch
-        torch.set_num_threads(1)
-        from pathlib import Path
+    program = """
         from test_train_base import SETTINGS, TRAINED, answers, make_model
         from hf_spec.training.train import TrainSettings, train
-        size, output = int(sys.argv[1]), Path(sys.argv[2])
+        arguments = {"logging_steps": 1}
         for case, (method, config) in TRAINED.items():
-            settings = TrainSettings(**{{**SETTINGS, "batch_size": size,
-                                        "arguments": {{"logging_steps": 1}}}})
+            settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
             train(make_model(), answers(), method, output / case, config, settings)
     """
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(program))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    alone = [sys.executable, str(script), "4", str(tmp_path / "one")]
-    both = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-        "--standalone", str(script), "2", str(tmp_path / "two"),
-    ]  # fmt: skip
-    for command in (alone, both):
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert run.returncode == 0, run.stderr
+    one, two = run_both(program, tmp_path)
     for case in TRAINED:
-        histories = [
-            json.loads((tmp_path / name / case / "training.json").read_text())["history"]
-            for name in ("one", "two")
-        ]
-        for key in ("loss", "eval_loss", "eval_tau"):
-            one, two = ([row[key] for row in history if key in row] for history in histories)
-            # Sums in another order round differently in fp32.
-            assert len(one) > 1 and one == pytest.approx(two, rel=1e-3), case
+        assert_same_history(one / case, two / case, rel=1e-3)

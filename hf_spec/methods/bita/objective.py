@@ -9,7 +9,7 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.methods.forward import output_logits
 from hf_spec.methods.peft_bridge import ActiveAdapter
-from hf_spec.methods.probing import future_labels, probe_sequences
+from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
 
 
 def loss(
@@ -40,7 +40,7 @@ def loss(
     wanted = future_labels(labels, anchors, group).to(hidden.device)
     logits = output_logits(model, hidden)
     losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 2).float(), wanted.flatten(), reduction="none", ignore_index=-100
+        logits.flatten(0, 2).float(), wanted.flatten(), reduction="none", ignore_index=IGNORED
     ).view(len(wanted), -1)
-    counts = (wanted != -100).flatten(1).sum(-1).clamp(min=1)
+    counts = (wanted != IGNORED).flatten(1).sum(-1).clamp(min=1)
     return {"loss": (losses.sum(-1) / counts).mean(), "logits": logits, "labels": wanted}

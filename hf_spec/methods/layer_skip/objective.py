@@ -16,7 +16,7 @@ from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.methods.forward import ProbeInputs, model_logits
 from hf_spec.methods.layer_skip.drafting import DraftingModel
 from hf_spec.methods.peft_bridge import ActiveAdapter
-from hf_spec.methods.probing import future_labels, probe_sequences
+from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
 
 #: Tokens of a piece: about as many as are drafted in a step.
 PIECE = 4
@@ -72,7 +72,7 @@ def loss(
         drafted.float().log_softmax(-1), full.float().log_softmax(-1),
         reduction="none", log_target=True,
     ).sum(-1)  # fmt: skip
-    real = (wanted != -100).to(losses.device)  # (batch, anchors, PIECE)
+    real = (wanted != IGNORED).to(losses.device)  # (batch, anchors, PIECE)
     counts = real.flatten(1).sum(-1).clamp(min=1)
     mean = (losses * real.flatten(1)).sum(-1) / counts
     logits = drafted.unflatten(1, (-1, PIECE))

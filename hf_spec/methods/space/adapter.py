@@ -76,10 +76,9 @@ class SpaceAdapter(SpecAdapterLayer):
         Raises:
             ValueError: there is no such adapter to merge, or the weights cannot be changed.
         """
-        active: Any = self.active_adapters
-        here = [name for name in active if name in self.updates]
+        here = self._active_updates()
         names = here if adapter_names is None else list(adapter_names)
-        if len(here) != 1 or names != here or self.disable_adapters:
+        if len(here) != 1 or names != here:
             raise ValueError(
                 f"merging takes the one active SPACE adapter with update='lora', got {names} with "
                 f"{', '.join(here) or 'none'} active. Choose it with set_adapter first."
@@ -90,6 +89,14 @@ class SpaceAdapter(SpecAdapterLayer):
 
     def unmerge_from(self, model: nn.Module) -> None:
         self._take_apart()
+
+    def mergeable(self) -> list[str]:
+        return [name for name in self._active_updates() if name not in self.merged_adapters]
+
+    def _active_updates(self) -> list[str]:
+        """Active adapters with low-rank updates."""
+        active: Any = () if self.disable_adapters else self.active_adapters
+        return [name for name in active if name in self.updates]
 
     def _take_apart(self) -> None:
         """Undo a merge: it holds for the adapter that was active then, and while it is."""

@@ -15,11 +15,8 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.methods.forward import model_logits
 from hf_spec.methods.peft_bridge import ActiveAdapter
-from hf_spec.methods.probing import future_labels, probe_sequences
+from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
 from hf_spec.methods.space.masks import mask_tokens
-
-#: Label of tokens that are not predicted.
-IGNORED = -100
 
 
 def loss(

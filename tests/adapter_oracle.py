@@ -1,0 +1,40 @@
+"""Adapters of ours in tests: filled with random weights, and merged by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.methods.peft_bridge import find_active
+
+
+def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:
+    """Fill the active adapter of a type, so that it changes something; gives its weights."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = find_active(model, peft_type).weights()
+    for tensor in weights.values():
+        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor.dtype)
+    return weights
+
+
+def with_updates(model: PreTrainedModel, adapter: Any, scale: float) -> PreTrainedModel:
+    """A copy without the adapter, its low-rank updates added to the weights one by one."""
+    oracle = copy.deepcopy(model)
+    oracle.delete_adapter(adapter.name)
+    weights = adapter.weights()
+    for name, module in oracle.named_modules():
+        key = name.replace(".", "__")
+        if f"up__{key}" in weights:
+            update = scale * weights[f"up__{key}"].double() @ weights[f"down__{key}"].double()
+            update = update.T if type(module).__name__ == "Conv1D" else update
+            module.weight.data = (module.weight.double() + update).to(module.weight.dtype)
+    return oracle
+
+
+def hooked(model: Any) -> int:
+    """How many forward hooks hang on the model's modules."""
+    return sum(len(module._forward_hooks) for module in model.modules())

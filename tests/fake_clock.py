@@ -1,0 +1,13 @@
+"""A clock that tests set."""
+
+from __future__ import annotations
+
+
+class FakeClock:
+    """Stands in for ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
