@@ -498,7 +498,7 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
     assert watch.moved == expected
     card = write_card(tmp_path).read_text()
     assert "3 learned prompt tokens" in card and "a residual head of their own" in card
-    assert "towards the distributions of the base model" in card
+    assert "They have learned its distributions" in card
 
 
 # -- PEFT ---------------------------------------------------------------------------------------

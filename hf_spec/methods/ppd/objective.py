@@ -9,10 +9,7 @@ from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.methods.forward import model_logits
 from hf_spec.methods.peft_bridge import ActiveAdapter
 from hf_spec.methods.ppd.probes import PromptTokens
-from hf_spec.methods.probing import future_labels, probe_sequences
-
-#: Label of tokens that are not predicted.
-IGNORED = -100
+from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
 
 
 def loss(
