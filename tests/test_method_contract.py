@@ -46,8 +46,21 @@ VARIANTS["space"] = {
     "auto": {},
     "match": {"acceptance": "match", "num_candidates": 2, "retrieval": True},
 }
+VARIANTS["ppd"] = {
+    "static": {},
+    "dynamic": {
+        "tree": [
+            {"paths": [], "probes": [3]},
+            {"paths": [[0], [1]], "probes": [2, 1, 3]},
+            {"paths": [[0], [2], [0, 0]], "probes": [1, 3, 0, 2]},
+            {"paths": [[0], [0, 0], [0, 1], [0, 0, 0]], "probes": [0, 2, 1, 3, 0]},
+        ],
+        "retrieval": True,
+    },
+    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
+}
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING = {"bita": "wide", "space": "auto"}
+HITTING = {"bita": "wide", "space": "auto", "ppd": "wide"}
 CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.

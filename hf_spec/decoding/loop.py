@@ -182,7 +182,7 @@ def _answered(
     choice: Choice, counts: list[int], draft: Draft, output: TreeOutput
 ) -> tuple[Tensor | None, list[int]]:
     """Hidden states of the probes under each row's last accepted node, and how many there are."""
-    if draft.probes is None or output.probe_hidden is None:
+    if draft.probes is None or output.probe_hidden is None or not draft.probes.num_probes:
         return None, [0] * len(counts)
     hidden = output.probe_hidden
     last = [nodes[count - 1] if count else 0 for nodes, count in zip(choice.nodes, counts)]

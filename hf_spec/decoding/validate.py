@@ -48,7 +48,11 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
         if value is not None and value != off and value is not False:
             refuse(option, value, "it names another decoding method.", leave)
     if mode_kwargs.get("assistant_model") is not None:
-        refuse("assistant_model", "...", "a strategy drafts by itself.", leave)
+        refuse(
+            "assistant_model", "...", "a strategy drafts by itself.",
+            f"{leave} To let the assistant draft with a strategy, name it in the assistant's "
+            "generation_config.",
+        )  # fmt: skip
     if config.use_cache is False:
         refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
     if config.cache_implementation not in (None, "dynamic"):

@@ -21,6 +21,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TreeBatch
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.exits import averaged_exits
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,24 @@ class ProbeInputs:
     Attributes:
         embeddings: ``(kinds, hidden)`` input embedding of each probe of a group.
         front: per layer, keys and values ``(kv_heads, slots, head_dim)`` that only probes see.
+        front_seen: ``(kinds, slots)`` bool, which of these slots each kind sees; None: all.
+        exits: last layers whose hidden states are averaged in the probes' rows.
     """
 
     embeddings: Tensor
     front: Sequence[tuple[Tensor, Tensor]] = ()
+    front_seen: Tensor | None = None
+    exits: int = 1
 
     @property
     def num_front(self) -> int:
         return self.front[0][0].shape[1] if self.front else 0
+
+    def sees_front(self, kinds: Tensor) -> Tensor:
+        """What probes of these kinds see in front: ``(*kinds.shape, slots)`` bool."""
+        if self.front_seen is None:
+            return torch.ones((*kinds.shape, self.num_front), dtype=torch.bool, device=kinds.device)
+        return self.front_seen.to(kinds.device)[kinds]
 
 
 class TreeOutput(NamedTuple):
@@ -150,6 +161,7 @@ class TreeForward:
         self.takes_positions, self.takes_kept = "position_ids" in known, "logits_to_keep" in known
         self.dtype = model.get_input_embeddings().weight.dtype
         self.device = model.get_input_embeddings().weight.device
+        self.probe_inputs = probe_inputs
         self.num_front = 0
         if probe_inputs is not None:
             self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
@@ -172,7 +184,7 @@ class TreeForward:
         if probes is not None:
             depths, ancestors = probes.depths, probes.ancestors
         nodes, rows = tree.num_nodes, depths.shape[1]
-        front = self.num_front if probes is not None else 0
+        front = self.num_front if probes is not None and probes.num_probes else 0
         keys = self.cache.begin(rows - first, offset=first, front=front > 0)
         lengths = self.cache.lengths
         positions = torch.minimum(
@@ -180,7 +192,9 @@ class TreeForward:
         )
         inputs: dict[str, Any] = {
             **self.model_kwargs,
-            "attention_mask": self._mask(ancestors, first, nodes, keys, positions, front),
+            "attention_mask": self._mask(
+                ancestors, first, keys, positions, probes if front else None
+            ),
             "past_key_values": self.cache,
             "use_cache": True,
             "return_dict": True,
@@ -199,7 +213,11 @@ class TreeForward:
         """Run, and tell the nodes' logits from the probes' hidden states."""
         if self.takes_kept:  # the probes' logits are made where they are wanted only
             inputs["logits_to_keep"] = torch.arange(nodes, device=self.device)
-        with final_hidden(self.model) as seen:
+        assert self.probe_inputs is not None
+        with (
+            averaged_exits(self.model, self.probe_inputs.exits, nodes),
+            final_hidden(self.model) as seen,
+        ):
             output = self.model(**inputs)
             if not seen:
                 output = self.model(**inputs, output_hidden_states=True)
@@ -207,13 +225,12 @@ class TreeForward:
         return TreeOutput(output.logits[:, :nodes], seen[0][:, nodes:])
 
     def _mask(
-        self, ancestors: Tensor, first: int, nodes: int, keys: int, node_positions: Tensor,
-        front: int,
+        self, ancestors: Tensor, first: int, keys: int, node_positions: Tensor,
+        probes: ProbeRows | None,
     ) -> Any:  # fmt: skip
         """The forward's attention mask over ``keys`` slots for the rows from ``first`` on.
 
-        Where there are slots in front of the tokens, the last ``front`` of them are seen by probes,
-        the rows from ``nodes`` on.
+        Where probes are given, the last rows, they see slots in front of the tokens.
         """
         lengths = self.cache.lengths
         batch, rows = node_positions.shape
@@ -232,13 +249,14 @@ class TreeForward:
                 near = masks.window(size, query_positions, key_positions)
                 made[size] = full & masks.build(near, *shape)
             if self.attention.wants_positions:
-                if front:  # they stand where the sequence begins, as in prefix tuning
+                if probes is not None:  # they stand where the sequence begins, as in prefix tuning
                     start = self.position_shift.expand(batch, self.cache.front)
                     key_positions = torch.cat([start, key_positions], dim=1)
                 self.attention.set_positions(query_positions, key_positions)
-        if front:
+        if probes is not None and self.probe_inputs is not None:
             learned = full.new_zeros((batch, 1, rows - first, self.cache.front))
-            learned[:, :, nodes - first :, self.cache.front - front :] = True
+            seen = self.probe_inputs.sees_front(probes.kinds.to(full.device))
+            learned[:, 0, -probes.num_probes :, self.cache.front - self.num_front :] = seen
             made = {size: torch.cat([learned, mask], dim=3) for size, mask in made.items()}
             full = made[None]
         return self.attention.convert(

@@ -153,6 +153,14 @@ class SpecPeftConfig(PeftConfig):
         """
         return {}
 
+    def untrained(self, progress: float) -> frozenset[str]:
+        """Parameters, by the names that `build` gives them, that are not trained yet.
+
+        Args:
+            progress: share of the optimiser's steps that are done, from 0.
+        """
+        return frozenset()
+
     def match_base(self, model: nn.Module) -> None:
         """Raise ValueError if `model` has another shape than the base the adapter was made for.
 

@@ -20,6 +20,7 @@ from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.methods.forward import ProbeInputs, final_hidden, taken
 from modeling_patches.attention_masks import TreeAttention, tree_attention
+from modeling_patches.exits import averaged_exits
 from modeling_patches.support import sliding_windows
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
@@ -144,15 +145,16 @@ class _Run:
             near = masks.window(size, query_positions, key_positions)
             seen[size] = visible[:, None] & masks.build(near, *shape)
         if front:
-            learned = visible.new_ones((self.batch, 1, visible.shape[1], front))
+            kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
+            learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
             seen = {size: torch.cat([learned, mask], dim=3) for size, mask in seen.items()}
             key_positions = torch.cat(
                 [key_positions.new_zeros(self.batch, front), key_positions], 1
             )
         if self.attention.wants_positions:
             self.attention.set_positions(query_positions, key_positions)
-        kinds = {kind: seen[size] for kind, size in self.attention.windows.items()}
-        return self.attention.convert(kinds, self.dtype)
+        by_layers = {kind: seen[size] for kind, size in self.attention.windows.items()}
+        return self.attention.convert(by_layers, self.dtype)
 
     def apart(self, while_probing: AbstractContextManager[Any]) -> ProbedSequences:
         with torch.no_grad(), final_hidden(self.model) as seen:
@@ -176,7 +178,8 @@ class _Run:
                     for part, state in zip(learned, states)
                 ]
             full.update(*states, index)
-        with final_hidden(self.model) as seen, while_probing:
+        exits = averaged_exits(self.model, self.inputs.exits)
+        with final_hidden(self.model) as seen, while_probing, exits:
             self.model(
                 inputs_embeds=self._embeddings(),
                 attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
@@ -194,7 +197,8 @@ class _Run:
         visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
         positions = torch.cat([self.positions, self.probe_positions], dim=1)
         embeddings = torch.cat([self.embed(self.input_ids), self._embeddings()], dim=1)
-        with final_hidden(self.model) as seen:
+        exits = averaged_exits(self.model, self.inputs.exits, self.seq)
+        with final_hidden(self.model) as seen, exits:
             self.model(
                 inputs_embeds=embeddings, attention_mask=self._mask(visible, positions, 0),
                 use_cache=False, **self._given(positions),

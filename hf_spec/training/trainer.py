@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer
 
 from hf_spec.core.stats import SpecStats
+from hf_spec.methods.peft_bridge import SpecPeftConfig, find_active
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.training.served import Served, TopKCounts, served_metrics
 
@@ -33,6 +34,11 @@ class SpecTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
         self.trains_base = bool(getattr(config, "trains_base", False))
+        if self._waiting() and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                f"{', '.join(sorted(self._waiting()))} are to be trained in a second stage, which "
+                "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
+            )
         if self.trains_base and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 "training the base model's own weights does not run under FSDP or DeepSpeed here: "
@@ -53,6 +59,22 @@ class SpecTrainer(Trainer):
         super()._load_best_model()
         if self.trains_base:
             load_checkpoint(self._base, Path(self.state.best_model_checkpoint))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        for parameter in self._waiting().values():
+            parameter.grad = None  # the optimiser passes over it
+        return loss
+
+    def _waiting(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of the adapter that are not trained yet, by the names it gives them."""
+        config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
+        if not isinstance(config, SpecPeftConfig):
+            return {}
+        names = config.untrained(self.state.global_step / max(self.state.max_steps, 1))
+        adapter = find_active(self._base, config.type_name) if names else None
+        weights: dict[str, Any] = {} if adapter is None else adapter.weights()
+        return {name: weights[name] for name in weights if name in names}
 
     @property
     def _base(self) -> Any:

@@ -7,6 +7,7 @@ states stand in front of a stock cache, and a plain causal forward follows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,9 @@ def learned(model: PreTrainedModel, slots: int, seed: int = 0) -> ProbeInputs:
     return ProbeInputs(torch.randn(len(GROUP), hidden, generator=generator), front)
 
 
-def decoded(model: Any, ids: torch.Tensor, inputs: ProbeInputs) -> torch.Tensor:
+def decoded(
+    model: Any, ids: torch.Tensor, inputs: ProbeInputs, group: ProbeGroup = GROUP
+) -> torch.Tensor:
     """(group, hidden) of a step whose root is the last of ``ids`` (seq,)."""
     source = DynamicCache()
     model(input_ids=ids[None, :-1], past_key_values=source, use_cache=True)
@@ -47,7 +50,7 @@ def decoded(model: Any, ids: torch.Tensor, inputs: ProbeInputs) -> torch.Tensor:
         zero = torch.tensor([0])
         forward = TreeForward(model, cache, attention, zero + 1000, zero, None, inputs)
         tree = TokenTree.chain(0).batch()
-        return forward(ids[None, -1:], tree, probes=hang(GROUP, tree)).probe_hidden[0]
+        return forward(ids[None, -1:], tree, probes=hang(group, tree)).probe_hidden[0]
 
 
 @torch.no_grad()
@@ -67,6 +70,48 @@ def test_training_runs_what_decoding_runs(
         for column, anchor in enumerate(anchors[row].tolist()):
             alone = decoded(model, ids[row, : anchor + 1], inputs)
             torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("exits", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_training_runs_what_decoding_runs_by_kind(
+    tiny: Callable[..., PreTrainedModel], architecture: str, exits: int
+) -> None:
+    """Kinds that see slots of their own, share positions, and leave the model by several exits."""
+    model, group = tiny(architecture), ProbeGroup((1, 1, 2), ((1, 1, 0), (1, 1, 0), (1, 0, 1)))
+    everyone = learned(model, 5)
+    seen = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
+    inputs = replace(everyone, front_seen=seen, exits=exits)
+    ids, anchors = prompt(14, 2), torch.tensor([[3, 9, 13], [2, 6, 11]])
+    hidden = probe_sequences(model, ids, None, anchors, group, inputs).probe_hidden
+    for row in range(2):
+        for column, anchor in enumerate(anchors[row].tolist()):
+            alone = decoded(model, ids[row, : anchor + 1], inputs, group)
+            torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
+    other = probe_sequences(model, ids, None, anchors, group, replace(inputs, front_seen=None))
+    assert not torch.allclose(hidden, other.probe_hidden, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", range(3))
+def test_slots_a_kind_does_not_see_do_not_matter(
+    tiny: Callable[..., PreTrainedModel], kind: int
+) -> None:
+    own = torch.eye(3).bool()
+    model, group = tiny("llama"), ProbeGroup((1, 2, 3), tuple(map(tuple, own.tolist())))
+    seen = own.repeat_interleave(2, dim=1)  # two slots of each kind's own
+    inputs = replace(learned(model, 6), front_seen=seen)
+    for keys, values in inputs.front:
+        keys[:, 2 * kind : 2 * kind + 2] += 3
+        values[:, 2 * kind : 2 * kind + 2] += 3
+    ids, anchors = prompt(9), torch.tensor([[5]])
+    before, after = (
+        probe_sequences(model, ids, None, anchors, group, given).probe_hidden[0, 0]
+        for given in (replace(learned(model, 6), front_seen=seen), inputs)
+    )
+    changed = [not torch.equal(one, other) for one, other in zip(before, after)]
+    assert changed == [place == kind for place in range(3)]
 
 
 @torch.no_grad()
@@ -100,12 +145,15 @@ def test_against_a_stock_cache(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("exits", [1, 3])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "bloom"])
-def test_together_equals_apart(tiny: Callable[..., PreTrainedModel], architecture: str) -> None:
+def test_together_equals_apart(
+    tiny: Callable[..., PreTrainedModel], architecture: str, exits: int
+) -> None:
     """The differentiable single forward and the two of a frozen base."""
     model = tiny(architecture)
     ids, anchors = prompt(12, 2), torch.tensor([[4, 8], [1, 10]])
-    inputs = learned(model, 0)
+    inputs = replace(learned(model, 0), exits=exits)
     apart = probe_sequences(model, ids, None, anchors, GROUP, inputs)
     together = probe_sequences(model, ids, None, anchors, GROUP, inputs, frozen=False)
     torch.testing.assert_close(apart.probe_hidden, together.probe_hidden, **CLOSE)

@@ -1,0 +1,22 @@
+"""``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
+
+from hf_spec.methods.base import Method
+from hf_spec.methods.ppd import adapter as adapter  # registers PPD with PEFT
+from hf_spec.methods.ppd.config import PPDConfig
+from hf_spec.methods.ppd.drafter import PPDDrafter
+from hf_spec.methods.ppd.options import PPDOptions
+
+METHOD = Method(
+    name="ppd",
+    summary="learned prompt tokens, distilled from the model, predict the next tokens",
+    options=PPDOptions,
+    drafter=PPDDrafter,
+    adapter_config=PPDConfig,
+    needs_adapter=True,
+    training={
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 4,
+    },
+    num_anchors=32,
+)

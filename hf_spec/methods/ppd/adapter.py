@@ -1,0 +1,58 @@
+"""The PPD adapter's parameters. Importing this registers the type."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.methods.peft_bridge import SpecAdapterLayer, SpecPeftConfig, register
+from hf_spec.methods.ppd.config import PPDConfig
+from hf_spec.methods.ppd.objective import loss
+
+#: Standard deviation of fresh prefix tokens, which have no text to start from.
+INIT_STD = 0.02
+
+
+class PPDAdapter(SpecAdapterLayer):
+    """Prompt tokens ``prompts`` (m * n, hidden), those of distance 1 first, and by config:
+
+    ``weights`` (m, n) of the EPTs; ``prefix_keys`` and ``prefix_values`` (layers, kv_heads, m *
+    prefix tokens, head_dim); ``head`` (vocab, hidden), added to the base's output embeddings, or
+    ``head`` (hidden, hidden) and ``head_bias`` (hidden,) of a residual block before them.
+    """
+
+    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
+        assert isinstance(config, PPDConfig)
+        distances, ept = config.num_prompt_tokens, config.num_ept
+        tensors = {"prompts": _text_embeddings(model, distances * ept)}
+        if config.ept_aggregation == "learned":
+            tensors["weights"] = torch.full((distances, ept), 1 / ept)
+        if config.num_prefix_tokens:
+            assert config.num_layers and config.num_kv_heads and config.head_dim
+            slots = distances * config.num_prefix_tokens
+            shape = (config.num_layers, config.num_kv_heads, slots, config.head_dim)
+            tensors["prefix_keys"] = torch.randn(shape) * INIT_STD
+            tensors["prefix_values"] = torch.randn(shape) * INIT_STD
+        # Heads start as the base's own.
+        if config.head == "vocabulary":
+            output: Any = model.get_output_embeddings()
+            tensors["head"] = torch.zeros(output.out_features, output.in_features)
+        elif config.head == "residual":
+            hidden = model.get_output_embeddings().in_features
+            tensors["head"] = torch.zeros(hidden, hidden)
+            tensors["head_bias"] = torch.zeros(hidden)
+        return tensors
+
+
+def _text_embeddings(model: Any, count: int) -> Tensor:
+    """Embeddings of random tokens, as the first layer gets them: ``(count, hidden)``."""
+    embed = model.get_input_embeddings()
+    if embed.weight.device.type == "meta":  # weights will be loaded, or are offloaded
+        return torch.randn(count, embed.weight.shape[1]) * INIT_STD
+    ids = torch.randint(embed.weight.shape[0], (count,))
+    with torch.no_grad():
+        return embed(ids.to(embed.weight.device)).float()
+
+
+register(PPDConfig, PPDAdapter, loss)

@@ -1,0 +1,130 @@
+"""What a PPD adapter holds: Chen, "Parallel Prompt Decoding: A Cost-Effective and Memory-Efficient
+Approach for Accelerating LLM Inference" (2024), chapter 4."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from hf_spec.methods.base import check_count, check_range
+from hf_spec.methods.peft_bridge import SpecPeftConfig
+from modeling_patches.layer_skip import num_layers
+from modeling_patches.support import kv_shape
+
+MASKS = ("ensemble", "decoder", "encoder")
+AGGREGATIONS = ("average", "learned")
+LOSSES = ("distillation", "hard")
+HEADS = ("none", "vocabulary", "residual")
+#: Share of the steps that train everything but the head, where there are two stages.
+FIRST_STAGE = 0.5
+
+
+@dataclass
+class PPDConfig(SpecPeftConfig):
+    """Config of a PPD adapter.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+
+    type_name: ClassVar[str] = "PPD"
+
+    num_prompt_tokens: int = field(
+        default=3, metadata={"help": "m, future tokens drafted besides the certain one."}
+    )
+    num_ept: int = field(
+        default=1, metadata={"help": "n, ensemble prompt tokens (EPTs) per prompt token."}
+    )
+    ept_mask: str = field(
+        default="ensemble",
+        metadata={
+            "help": "What an EPT sees of the others. ensemble: the one of its own number in each "
+            "prompt token before. decoder: all before it. encoder: all of the prompt tokens before "
+            "and of its own."
+        },
+    )
+    ept_aggregation: str = field(
+        default="average",
+        metadata={"help": "How EPTs make one prediction: average, or learned weights."},
+    )
+    loss: str = field(
+        default="distillation",
+        metadata={
+            "help": "distillation: towards the base's own distributions. hard: cross-entropy of "
+            "the answers' tokens."
+        },
+    )
+    decay: float = field(
+        default=0.8, metadata={"help": "alpha: distance i counts alpha^(i-1) in the loss."}
+    )
+    num_prefix_tokens: int = field(
+        default=0,
+        metadata={
+            "help": "Learned keys and values in every layer that each prompt token, and no other, "
+            "sees (prefix tuning)."
+        },
+    )
+    head: str = field(
+        default="none",
+        metadata={
+            "help": "A decoding head of the prompt tokens' own. none: the base's. vocabulary: a "
+            "second output layer. residual: a block of hidden size before the base's."
+        },
+    )
+    head_stages: int = field(
+        default=2,
+        metadata={
+            "help": "1: the head is trained from the first step. 2: it is trained, with all else, "
+            "in the second half of the steps."
+        },
+    )
+    num_exits: int = field(
+        default=1,
+        metadata={"help": "Last layers whose hidden states are averaged (multi-exit ensemble)."},
+    )
+    num_layers: int | None = field(
+        default=None, metadata={"help": "Layers of the base's cache; recorded."}
+    )
+    num_kv_heads: int | None = field(
+        default=None, metadata={"help": "Key-value heads of the base; recorded."}
+    )
+    head_dim: int | None = field(
+        default=None, metadata={"help": "Dimension of the base's heads; recorded."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_prompt_tokens", "num_ept", "num_exits"):
+            check_count(name, getattr(self, name))
+        check_count("num_prefix_tokens", self.num_prefix_tokens, low=0)
+        check_count("head_stages", self.head_stages, high=2)
+        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
+        for name, known in (
+            ("ept_mask", MASKS),
+            ("ept_aggregation", AGGREGATIONS),
+            ("loss", LOSSES),
+            ("head", HEADS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(known)}."
+                )
+        if self.num_ept == 1 and self.ept_aggregation == "learned":
+            raise ValueError(
+                "ept_aggregation='learned' with num_ept=1: there is nothing to weigh. Give at "
+                "least 2 EPTs, or ept_aggregation='average'."
+            )
+
+    def untrained(self, progress: float) -> frozenset[str]:
+        waits = self.head_stages == 2 and progress < FIRST_STAGE
+        return frozenset({"head", "head_bias"}) if waits else frozenset()
+
+    def check_base(self, model: nn.Module) -> None:
+        """Record what follows from the base model, or raise ValueError if it does not fit."""
+        super().check_base(model)
+        if self.num_exits > 1 and self.num_exits > num_layers(model):
+            raise ValueError(
+                f"num_exits={self.num_exits}: the model has {num_layers(model)} layers."
+            )
+        if self.num_prefix_tokens and self.num_layers is None:
+            self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)

@@ -1,0 +1,33 @@
+"""Draft with prompt tokens that ride along in the verifying forward: PPD, sections 4.5 and 5.4.
+
+Under the nodes of the tree hang prompt tokens; those under the last accepted node predict the
+tokens behind the next one, which are the candidates of the next step. How many there are is the
+row's state, and each state may have a tree of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.methods.peft_bridge import require_active
+from hf_spec.methods.ppd.options import PPDOptions
+from hf_spec.methods.ppd.probes import PromptTokens
+from hf_spec.methods.probe_drafter import ProbeDrafter
+
+
+class PPDDrafter(ProbeDrafter):
+    """Static or dynamic trees of the prompt tokens' likeliest tokens."""
+
+    options: PPDOptions
+
+    def __init__(self, model: Any, options: PPDOptions):
+        adapter = require_active(model, "PPD", "ppd")
+        config: Any = adapter.config
+        states = options.make_states(config.num_prompt_tokens)
+        self.prompts = PromptTokens(adapter, states.max_probes)
+        super().__init__(model, options, self.prompts.inputs, states, self.prompts.group)
+
+    def predictions(self, hidden: Tensor) -> Tensor:
+        return self.prompts.logits(self.model, hidden, exact=False)

@@ -1,0 +1,69 @@
+"""PPD's training loss: section 4.3.2, eq. (4.1)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.methods.forward import model_logits
+from hf_spec.methods.peft_bridge import ActiveAdapter
+from hf_spec.methods.ppd.probes import PromptTokens
+from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
+
+
+def loss(
+    model: Any,
+    adapter: ActiveAdapter,
+    input_ids: Tensor,
+    labels: Tensor,
+    anchors: Tensor,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Divergence from the base's own distributions, averaged per sequence and over sequences.
+
+    What distance i asks for counts decay^(i-1). The base's distribution is that at the same place
+    of the same sequence, from the same forward; the divergence is KL(base || prompt token), as in
+    distillation and in the authors' code. With ``loss="hard"`` it is the cross-entropy of the
+    token that stands there.
+
+    Args:
+        model: the frozen base model.
+        adapter: the adapter that is trained.
+        input_ids: ``(batch, seq)`` prompts with the answers the base gave.
+        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
+        anchors: ``(batch, anchors)`` places under which prompt tokens hang (section 4.3.1).
+        attention_mask: ``(batch, seq)``.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, m, vocab)``; ``labels``, ``(batch,
+        anchors, m)``.
+    """
+    prompts = PromptTokens(adapter)
+    config = prompts.config
+    group = ProbeGroup.causal(prompts.distances)
+    wanted = future_labels(labels, anchors, group)  # (batch, anchors, m)
+    states = probe_sequences(
+        model, input_ids, attention_mask, anchors, prompts.group, prompts.inputs
+    )
+    device = states.probe_hidden.device
+    wanted, anchors = wanted.to(device), anchors.to(device)
+    logits = prompts.logits(model, states.probe_hidden.flatten(1, 2))
+    logits = logits.unflatten(1, wanted.shape[1:])
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    log_p = logits.to(precision).log_softmax(-1)
+    offsets, _ = group_tensors(group, str(device))
+    if config.loss == "distillation":
+        at = (anchors[:, :, None] + offsets).clamp(max=labels.shape[1] - 1)
+        with torch.no_grad():
+            index = at.flatten(1)[:, :, None].expand(-1, -1, states.token_hidden.shape[-1])
+            own = model_logits(model, states.token_hidden.gather(1, index))
+            log_q = own.to(precision).log_softmax(-1).view_as(log_p)
+        losses = (log_q.exp() * (log_q - log_p)).sum(-1)
+    else:
+        losses = -log_p.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    real = wanted != IGNORED
+    share = config.decay ** (offsets - 1).to(precision)
+    sums = torch.where(real, losses * share, 0.0).flatten(1).sum(-1)
+    counts = real.flatten(1).sum(-1).clamp(min=1)
+    return {"loss": (sums / counts).mean(), "logits": logits, "labels": wanted}

@@ -1,0 +1,99 @@
+"""What a PPD adapter's parameters mean to a forward pass, and what its prompt tokens predict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.methods.forward import ProbeInputs, model_logits, output_logits
+from hf_spec.methods.peft_bridge import ActiveAdapter
+
+
+@lru_cache(maxsize=64)
+def ept_group(distances: int, num_ept: int, mask: str) -> ProbeGroup:
+    """EPTs of all prompt tokens, those of distance 1 first (section 4.4.3, figures 4.6 to 4.8).
+
+    Args:
+        distances: prompt tokens.
+        num_ept: EPTs of each.
+        mask: ``ensemble``, ``decoder`` or ``encoder``.
+    """
+    places = [(distance, number) for distance in range(distances) for number in range(num_ept)]
+    sees = {
+        "ensemble": lambda q, k: k[1] == q[1] and k[0] <= q[0],
+        "decoder": lambda q, k: k <= q,
+        "encoder": lambda q, k: k[0] <= q[0],
+    }[mask]
+    visible = tuple(tuple(sees(query, key) for key in places) for query in places)
+    return ProbeGroup(tuple(distance + 1 for distance, _ in places), visible)
+
+
+class PromptTokens:
+    """An adapter's parameters, put to use; gradients reach them.
+
+    Args:
+        adapter: the active adapter.
+        distances: prompt tokens to use; None: all.
+
+    Attributes:
+        group: the EPTs under a node.
+        inputs: what they carry into a forward.
+    """
+
+    def __init__(self, adapter: ActiveAdapter, distances: int | None = None):
+        self.config: Any = adapter.config
+        self.weights: Mapping[str, Tensor] = adapter.weights()
+        self.distances: int = distances or self.config.num_prompt_tokens
+        self.group = ept_group(self.distances, self.config.num_ept, self.config.ept_mask)
+        prefix = self.config.num_prefix_tokens
+        front, seen = [], None
+        if prefix:
+            slots = self.distances * prefix
+            keys, values = self.weights["prefix_keys"], self.weights["prefix_values"]
+            front = list(zip(keys[:, :, :slots].unbind(0), values[:, :, :slots].unbind(0)))
+            # Figure 4.4: prompt token i sees the prefix tokens i and no others.
+            own = torch.eye(self.distances, dtype=torch.bool, device=keys.device)
+            seen = own.repeat_interleave(self.config.num_ept, 0).repeat_interleave(prefix, 1)
+        embeddings = self.weights["prompts"][: len(self.group)]
+        self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
+
+    def logits(self, model: Any, hidden: Tensor, exact: bool = True) -> Tensor:
+        """Predictions of the prompt tokens.
+
+        EPTs are put together before the output embeddings, which are linear: the weighted sum of
+        logits of section 4.4.4, but that a bias of the output embeddings counts once.
+
+        Args:
+            model: the base model.
+            hidden: ``(batch, places * EPTs, hidden)`` final hidden states under any places, of
+                whole distances.
+            exact: with all that the model does to its logits; False may leave out what does not
+                change their order.
+
+        Returns:
+            ``(batch, places * distances, vocab)``.
+        """
+        config, weights = self.config, self.weights
+        if config.num_ept > 1:
+            each = hidden.unflatten(1, (-1, config.num_ept))
+            if config.ept_aggregation == "average":
+                hidden = each.mean(2)
+            else:
+                count = each.shape[1]
+                share = weights["weights"][: self.distances].to(hidden)
+                share = share.repeat(-(-count // self.distances), 1)[:count]
+                hidden = (each * share[:, :, None]).sum(2)
+        if config.head == "residual":
+            inner = torch.nn.functional.linear(
+                hidden, weights["head"].to(hidden), weights["head_bias"].to(hidden)
+            )
+            hidden = hidden + torch.nn.functional.silu(inner)
+        if config.head == "vocabulary":  # added to logits, so that their scale matters
+            own = hidden @ weights["head"].to(hidden).T
+            return model_logits(model, hidden) + own
+        return model_logits(model, hidden) if exact else output_logits(model, hidden)

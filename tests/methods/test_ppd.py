@@ -1,0 +1,599 @@
+"""PPD against the thesis: masks, loss, trees in every state, and what PEFT does with its adapters.
+
+The oracle runs one place at a time by stock forwards, with masks written as the figures show them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, prompt, ragged
+from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from tiny_checkpoint import make_model
+from transformers import DynamicCache, PreTrainedModel, TrainerCallback
+
+import hf_spec
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.hub.card import write_card
+from hf_spec.methods.base import get_method
+from hf_spec.methods.peft_bridge import find_active
+from hf_spec.methods.ppd import published
+from hf_spec.methods.ppd.drafter import PPDDrafter
+from hf_spec.methods.ppd.objective import loss as objective
+from hf_spec.methods.ppd.options import PPDOptions
+from hf_spec.methods.ppd.probes import ept_group
+from hf_spec.training.train import TrainSettings, train
+
+NEW = 16
+#: Fields of the config: everything that changes a forward, alone and together.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one": {"num_prompt_tokens": 1},
+    "ensemble": {"num_ept": 2},
+    "decoder": {"num_ept": 2, "ept_mask": "decoder"},
+    "encoder": {"num_ept": 3, "ept_mask": "encoder", "num_prompt_tokens": 2},
+    "learned": {"num_ept": 2, "ept_aggregation": "learned"},
+    "prefix": {"num_prefix_tokens": 2},
+    "vocabulary": {"head": "vocabulary"},
+    "residual": {"head": "residual"},
+    "exits": {"num_exits": 2},
+    "all": {
+        "num_ept": 2, "ept_mask": "encoder", "ept_aggregation": "learned", "num_prefix_tokens": 1,
+        "head": "vocabulary", "num_exits": 3,
+    },
+}  # fmt: skip
+every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+
+
+def run(model: Any, **kwargs: Any) -> list:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    return model.generate(**ragged(), **settings).tolist()
+
+
+def with_adapter(model: Any, fields: dict[str, Any], seed: int = 1) -> Any:
+    """Add an adapter whose weights all matter."""
+    torch.manual_seed(seed)
+    model.add_adapter(hf_spec.PPDConfig(**fields))
+    with torch.no_grad():
+        for value in find_active(model, "PPD").weights().values():
+            value.add_(torch.randn_like(value) * 0.5)
+    return model
+
+
+# -- masks: figures 4.6 to 4.8 ------------------------------------------------------------------
+
+#: Rows V1 to V4 of the figures: which of V1 to V4 each sees. V1 and V2 make S1, V3 and V4 make S2.
+FIGURES = {
+    "ensemble": ["1...", ".1..", "1.1.", ".1.1"],
+    "decoder": ["1...", "11..", "111.", "1111"],
+    "encoder": ["11..", "11..", "1111", "1111"],
+}
+
+
+@pytest.mark.parametrize("mask", FIGURES)
+def test_masks_of_the_figures(mask: str) -> None:
+    group = ept_group(2, 2, mask)
+    assert group.offsets == (1, 1, 2, 2)
+    drawn = ["".join("1" if seen else "." for seen in row) for row in group.visible]
+    assert drawn == FIGURES[mask]
+
+
+@pytest.mark.parametrize("mask", FIGURES)
+def test_masks_against_a_double_loop(mask: str) -> None:
+    group = ept_group(4, 3, mask)
+    for query in range(12):
+        for key in range(12):
+            assert group.visible[query][key] == sees(mask, query, key, 3)
+
+
+def sees(mask: str, query: int, key: int, num_ept: int) -> bool:
+    """Section 4.4.3: whether an EPT attends to another; they count through, distance 1 first."""
+    before, same = key // num_ept < query // num_ept, key // num_ept == query // num_ept
+    if mask == "ensemble":
+        return key % num_ept == query % num_ept and (before or same)
+    return before or (same and (mask == "encoder" or key <= query))
+
+
+# -- the oracle ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits (m, vocab) of the prompt tokens behind ``ids`` (seq,) of a llama."""
+    adapter = find_active(model, "PPD")
+    config, weights = adapter.config, adapter.weights()
+    count, ept, prefix = config.num_prompt_tokens, config.num_ept, config.num_prefix_tokens
+    seen = DynamicCache()
+    model(input_ids=ids[None], past_key_values=seen, use_cache=True)
+    cache = DynamicCache()
+    for index, layer in enumerate(seen.layers):
+        states = [layer.keys, layer.values]
+        if prefix:
+            own = [weights["prefix_keys"][index][None], weights["prefix_values"][index][None]]
+            states = [torch.cat(pair, 2) for pair in zip(own, states)]
+        cache.update(*states, index)
+    rows = torch.full((count * ept, count * prefix + len(ids) + count * ept), -1e9)
+    for query in range(count * ept):
+        for slot in range(count * prefix):  # figure 4.4
+            if slot // prefix == query // ept:
+                rows[query, slot] = 0
+        for token in range(len(ids)):
+            rows[query, count * prefix + token] = 0
+        for key in range(count * ept):
+            if sees(config.ept_mask, query, key, ept):
+                rows[query, count * prefix + len(ids) + key] = 0
+    layers: list[torch.Tensor] = []
+    handles = [
+        layer.register_forward_hook(
+            lambda m, a, out: layers.append(out[0] if isinstance(out, tuple) else out)
+        )
+        for layer in model.model.layers
+    ]
+    model(
+        inputs_embeds=weights["prompts"][None], past_key_values=cache,
+        attention_mask=rows[None, None],
+        position_ids=torch.tensor([[len(ids) + place // ept for place in range(count * ept)]]),
+    )  # fmt: skip
+    for handle in handles:
+        handle.remove()
+    hidden = model.model.norm(torch.stack(layers[-config.num_exits :]).mean(0))[0]
+    if config.head == "residual":
+        assert ept == 1
+        hidden = hidden + torch.nn.functional.silu(
+            hidden @ weights["head"].T + weights["head_bias"]
+        )
+    logits = model.lm_head(hidden)
+    if config.head == "vocabulary":
+        logits = logits + hidden @ weights["head"].T
+    logits = logits.view(count, ept, -1)  # section 4.4.4
+    if config.ept_aggregation == "average":
+        return logits.mean(1)
+    return (logits * weights["weights"][:, :, None]).sum(1)
+
+
+# -- loss: eq. (4.1) ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["distillation", "hard"])
+@every_config
+def test_loss_against_one_place_at_a_time(
+    fresh: Callable[..., PreTrainedModel], fields: dict, kind: str
+) -> None:
+    model = with_adapter(fresh("llama"), {**fields, "loss": kind, "decay": 0.7})
+    config = model.peft_config["default"]
+    ids = prompt(12, 2)
+    labels = ids.clone()
+    labels[:, :4] = -100
+    anchors = torch.tensor([[3, 7, 9], [5, 8, 11]])
+    own = model(ids).logits.detach().log_softmax(-1)
+    expected = []
+    for row in range(2):
+        losses = []
+        for anchor in anchors[row].tolist():
+            log_p = naive(model, ids[row, : anchor + 1]).log_softmax(-1)
+            for distance in range(1, config.num_prompt_tokens + 1):
+                asked = anchor + 1 + distance
+                if asked >= 12:
+                    continue
+                log_q = own[row, asked - 1]
+                loss = (log_q.exp() * (log_q - log_p[distance - 1])).sum()
+                if kind == "hard":
+                    loss = -log_p[distance - 1, ids[row, asked]]
+                losses.append(loss * 0.7 ** (distance - 1))
+        expected.append(torch.stack(losses).mean())
+    out = objective(model, find_active(model, "PPD"), ids, labels, anchors)
+    # fp32: other orders of summation, over logits of size about 30.
+    torch.testing.assert_close(out["loss"], torch.stack(expected).mean(), rtol=1e-4, atol=1e-4)
+
+
+@every_config
+def test_gradients_reach_all_that_is_learned_and_nothing_else(
+    fresh: Callable[..., PreTrainedModel], fields: dict
+) -> None:
+    peft_model = get_peft_model(fresh("llama"), hf_spec.PPDConfig(**fields))
+    ids = prompt(12, 2)
+    out = peft_model(input_ids=ids, labels=ids, anchors=torch.tensor([[3, 7], [5, 8]]))
+    out["loss"].backward()
+    assert out["logits"].shape[:3] == (2, 2, peft_model.active_peft_config.num_prompt_tokens)
+    for name, parameter in peft_model.named_parameters():
+        assert parameter.requires_grad == ("spec_modules" in name)
+        moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        assert moved == parameter.requires_grad, name
+
+
+# -- fresh adapters -----------------------------------------------------------------------------
+
+
+def test_prompts_start_from_text(fresh: Callable[..., PreTrainedModel]) -> None:
+    for architecture in ("llama", "gemma3"):  # the latter scales what it looks up
+        model = fresh(architecture)
+        model.add_adapter(hf_spec.PPDConfig(num_ept=2))
+        prompts = find_active(model, "PPD").weights()["prompts"]
+        every = model.get_input_embeddings()(torch.arange(VOCAB))
+        assert (prompts[:, None] == every).all(-1).any(-1).all()
+
+
+def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> None:
+    deep = (3, 2, 6, 8)
+    shapes = {
+        "plain": {"prompts": (3, 32)},
+        "learned": {"prompts": (6, 32), "weights": (3, 2)},
+        "prefix": {"prompts": (3, 32), "prefix_keys": deep, "prefix_values": deep},
+        "vocabulary": {"prompts": (3, 32), "head": (VOCAB, 32)},
+        "residual": {"prompts": (3, 32), "head": (32, 32), "head_bias": (32,)},
+    }
+    for name, expected in shapes.items():
+        model = fresh()
+        model.add_adapter(hf_spec.PPDConfig(**CONFIGS[name]))
+        weights = find_active(model, "PPD").weights()
+        assert {key: tuple(value.shape) for key, value in weights.items()} == expected
+
+
+def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) -> None:
+    found = []
+    for head in ("none", "vocabulary", "residual"):
+        model = fresh()
+        torch.manual_seed(0)
+        model.add_adapter(hf_spec.PPDConfig(head=head))
+        found.append(naive(model, prompt()[0]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_prompt_tokens": 0}, "num_prompt_tokens=0"),
+        ({"num_ept": 0}, "num_ept=0"),
+        ({"num_exits": 0}, "num_exits=0"),
+        ({"num_prefix_tokens": -1}, "num_prefix_tokens=-1"),
+        ({"ept_mask": "causal"}, "ept_mask='causal'.*ensemble, decoder, encoder"),
+        ({"ept_aggregation": "sum"}, "ept_aggregation='sum'.*average, learned"),
+        ({"ept_aggregation": "learned"}, "ept_aggregation='learned' with num_ept=1"),
+        ({"loss": "soft"}, "loss='soft'.*distillation, hard"),
+        ({"decay": 0}, "decay=0"),
+        ({"decay": 1.1}, "decay=1.1"),
+        ({"head": "medusa"}, "head='medusa'.*none, vocabulary, residual"),
+        ({"head_stages": 3}, "head_stages=3.*from 1 to 2"),
+    ],
+)
+def test_wrong_configs(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.PPDConfig(**kwargs)
+
+
+def test_more_exits_than_layers(fresh: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="num_exits=4: the model has 3 layers"):
+        fresh().add_adapter(hf_spec.PPDConfig(num_exits=4))
+
+
+# -- trees --------------------------------------------------------------------------------------
+
+DYNAMIC: list[dict[str, Any]] = [
+    {"paths": [], "probes": [2]},
+    {"paths": [[0], [1]], "probes": [3, 1, 0]},
+    {"paths": [[0], [0, 0], [0, 1]], "probes": [0, 3, 2, 0]},
+    {"paths": [[0], [1], [0, 0], [0, 0, 0]], "probes": [1, 2, 0, 0, 3]},
+]
+
+
+def test_trees() -> None:
+    static = PPDOptions().make_states(3)
+    assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}
+    assert PPDOptions().make_states(5).states[5].tree.max_depth == 5
+    assert PPDOptions(max_depth=1).make_states(3) == TreeStates.uniform(
+        TokenTree.from_paths([[rank] for rank in range(5)]), 1
+    )
+    assert PPDOptions(tree="chain").make_states(3).states[3].tree == TokenTree.chain(3)
+    assert PPDOptions(tree=[[0], [0, 0]]).make_states(3).states[3].tree == TokenTree.chain(2)
+    assert PPDOptions(tree=DYNAMIC).make_states(3).to_json() == DYNAMIC
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tree": "full"}, "tree='full'.*static, chain.*dynamic"),
+        ({"tree": [[0, 0]]}, "parent .* missing"),
+        ({"tree": [{"paths": []}]}, "a dynamic tree is a list of states"),
+        ({"tree": DYNAMIC[:1]}, "more than 0|with 2 probes"),
+        ({"tree": [{"paths": [], "probes": [0]}]}, "state 0 only"),
+        ({"tree": DYNAMIC, "max_depth": 2}, "max_depth=2 with a dynamic tree"),
+        ({"max_depth": 0}, "max_depth=0"),
+    ],
+)
+def test_wrong_options(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPDOptions(**kwargs)
+
+
+def test_trees_that_want_more_prompt_tokens_are_refused(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    model = with_adapter(fresh(), {"num_prompt_tokens": 2})
+    for options in ({"tree": [[0], [0, 0], [0, 0, 0]]}, {"max_depth": 3}, {"tree": DYNAMIC}):
+        with pytest.raises(ValueError, match="2"):
+            run(model, assistant_strategy="ppd", assistant_kwargs=options)
+
+
+# -- decoding -----------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "static": {},
+    "chain": {"tree": "chain", "retrieval": True},
+    "shallow": {"max_depth": 1},
+    "dynamic": {"tree": DYNAMIC},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_greedy_equals_plain(
+    fresh: Callable[..., PreTrainedModel], architecture: str, kind: str
+) -> None:
+    """All options with all configs; rows of a batch accept different numbers of tokens."""
+    model = fresh(architecture)
+    plain = run(model)
+    with_adapter(model, CONFIGS[kind])
+    available = model.peft_config["default"].num_prompt_tokens
+    for name, options in OPTIONS.items():
+        if name == "dynamic" and available < 3:
+            continue
+        assert run(model, assistant_strategy="ppd", assistant_kwargs=options) == plain, name
+
+
+@every_config
+def test_drafts_are_the_oracle_s(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, fields: dict
+) -> None:
+    """Decoding reads the same predictions as training does, wherever a row stands."""
+    model = with_adapter(fresh("llama"), fields)
+    ids = prompt()
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    method = get_method("ppd")
+    drafter = method.drafter(model, method.parse_options({}))
+    chain = drafter.get_candidates(ids)[0][0, ids.shape[1] + 1 :]
+    assert chain.tolist() == naive(model, ids[0]).argmax(-1).tolist()
+    drafted: list[tuple[list[int], list[int]]] = []
+    propose = PPDDrafter.propose
+
+    def watched(self: Any, state: Any) -> Any:
+        draft = propose(self, state)
+        drafted.append((list(state.tokens[0]), draft.tokens[0, 1:].tolist()))
+        return draft
+
+    monkeypatch.setattr(PPDDrafter, "propose", watched)
+    model.generate(
+        ids, max_new_tokens=NEW, do_sample=False, assistant_strategy="ppd",
+        assistant_kwargs={"tree": "chain"},
+    )  # fmt: skip
+    checked = 0
+    for known, tokens in drafted:
+        assert plain[0, : len(known)].tolist() == known
+        # The prompt tokens hung under the last token of the step before.
+        expected = naive(model, torch.tensor(known[:-1])).argmax(-1).tolist()
+        assert tokens == expected[: len(tokens)]
+        checked += len(tokens)
+    assert checked > 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_in_different_states_of_random_trees(
+    fresh: Callable[..., PreTrainedModel], seed: int
+) -> None:
+    model = fresh("llama_tied")
+    lengths = (12, 1, 5, 9, 2, 11)
+    plain = model.generate(**ragged(lengths), max_new_tokens=NEW, do_sample=False)
+    with_adapter(model, {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}, seed)
+    random_states = states_of(random.Random(seed), 3)
+    out = model.generate(
+        **ragged(lengths), max_new_tokens=NEW, do_sample=False, assistant_strategy="ppd",
+        assistant_kwargs={"tree": random_states.to_json()},
+    )  # fmt: skip
+    assert out.tolist() == plain.tolist()
+    stats = hf_spec.last_stats(model)
+    assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
+
+
+def test_a_state_without_prompt_tokens(fresh: Callable[..., PreTrainedModel]) -> None:
+    """Nothing is asked in it, so that the next step knows nothing."""
+    model = fresh("llama")
+    plain = run(model)
+    with_adapter(model, {"num_prefix_tokens": 1})
+    tree = [{"paths": [], "probes": [1]}, {"paths": [[0], [1]], "probes": [0, 0, 0]}]
+    assert run(model, assistant_strategy="ppd", assistant_kwargs={"tree": tree}) == plain
+
+
+def states_of(generator: random.Random, most: int) -> TreeStates:
+    """A random dynamic tree over ``most`` prompt tokens."""
+    states = []
+    for known in range(most + 1):
+        paths: list[tuple[int, ...]] = [()]
+        for _ in range(generator.randint(0, 12)):
+            parent = generator.choice(paths)
+            child = (*parent, generator.randint(0, 20))
+            if len(child) <= known and child not in paths:
+                paths.append(child)
+        tree = TokenTree.from_paths(paths[1:])
+        probes = tuple(generator.randint(0, most) for _ in range(len(tree)))
+        states.append(TreeState(tree, (most, *probes[1:]) if known == 0 else probes))
+    return TreeStates(tuple(states))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel], options: dict) -> None:
+    model = with_adapter(fresh("llama"), {"num_ept": 2})
+    settings = {
+        "do_sample": True, "temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2,
+        "max_new_tokens": NEW,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    expected = model.generate(prompt(), **settings)
+    torch.manual_seed(0)
+    ours = model.generate(
+        prompt(), **settings, assistant_strategy="ppd", assistant_kwargs=options
+    )  # fmt: skip
+    assert ours.tolist() == expected.tolist()
+
+
+def test_typical_acceptance_takes_more(fresh: Callable[..., PreTrainedModel]) -> None:
+    """Lossy, and only by name: all tokens of a flat distribution are typical."""
+    model = with_adapter(fresh("llama"), {})
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.01)
+    accepted = {}
+    for rule in ("match", "typical"):
+        run(
+            model, assistant_strategy="ppd",
+            assistant_kwargs={"acceptance": rule, "typical_epsilon": 1e-3, "typical_delta": 1e-3},
+        )  # fmt: skip
+        accepted[rule] = hf_spec.last_stats(model).acceptance_per_position[0]
+    assert accepted["typical"] == 1.0 > accepted["match"]
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+class Watch(TrainerCallback):
+    """Notes after each step which parameters differ from what they were before it."""
+
+    def __init__(self) -> None:
+        self.moved: list[set[str]] = []
+        self.before: dict[str, torch.Tensor] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = find_active(kwargs["model"], "PPD").weights()
+        self.before = {name: value.detach().clone() for name, value in found.items()}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = find_active(kwargs["model"], "PPD").weights()
+        self.moved.append({k for k, v in found.items() if not torch.equal(v, self.before[k])})
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) -> None:
+    """Section 4.4.2; gradients are accumulated, so that the stages are those of whole steps."""
+    rows = [
+        {"prompt_ids": [4 + (i + k) % 4 for k in range(8)], "answer_ids": [5 + i % 3] * 12}
+        for i in range(12)
+    ]
+    settings = TrainSettings(
+        max_steps=4, eval_steps=4, held_out=4, served_prompts=1, served_tokens=4, batch_size=2,
+        num_anchors=4, arguments={"gradient_accumulation_steps": 2},
+    )  # fmt: skip
+    watch = Watch()
+    config = {"head": "residual", "head_stages": stages}
+    train(
+        make_model(), Dataset.from_list(rows), "ppd", tmp_path, config, settings, callbacks=[watch]
+    )
+    everything, first = {"prompts", "head", "head_bias"}, {"prompts"}
+    expected = [everything] * 4 if stages == 1 else [first, first, everything, everything]
+    # The cosine schedule ends at a rate of zero, but after the last step.
+    assert watch.moved == expected
+    card = write_card(tmp_path).read_text()
+    assert "3 learned prompt tokens" in card and "a residual head of their own" in card
+    assert "They have learned its distributions" in card
+
+
+# -- PEFT ---------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded(fresh: Callable[..., PreTrainedModel], tmp_path: Any) -> None:
+    model = fresh()
+    plain = run(model)
+    model.save_pretrained(tmp_path / "base")
+    for name, fields in CONFIGS.items():
+        base = with_adapter(type(model).from_pretrained(tmp_path / "base"), fields)
+        base.save_pretrained(tmp_path / name)
+        again = type(model).from_pretrained(tmp_path / "base")
+        again.load_adapter(tmp_path / name)
+        weights, loaded = (find_active(one, "PPD").weights() for one in (base, again))
+        assert weights.keys() == loaded.keys()
+        assert all(torch.equal(weights[key], loaded[key]) for key in weights)
+        config = hf_spec.SpecConfig.from_pretrained(tmp_path / name, max_new_tokens=NEW)
+        assert config.assistant_strategy == "ppd"
+        assert run(again, generation_config=config) == plain
+        stored = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert stored["peft_type"] == "PPD" and stored.items() >= fields.items()
+
+
+def test_without_an_adapter(tiny: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="load_adapter.*hf-spec train ppd"):
+        run(tiny(), assistant_strategy="ppd")
+
+
+# -- inside a draft model -----------------------------------------------------------------------
+
+
+def forwards(model: Any, generate: Callable[[], Any]) -> tuple[list, int]:
+    """What ``generate`` returns, and how many forward passes ``model`` took in it."""
+    count = [0]
+    handle = model.get_decoder().register_forward_hook(lambda m, a, out: count.append(1))
+    try:
+        return generate().tolist(), len(count) - 1
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_draft_model_drafts_with_its_own_adapter(
+    fresh: Callable[..., PreTrainedModel], decoded: list[str], do_sample: bool
+) -> None:
+    """Stock assisted decoding; drafts are the same, for fewer passes of the draft model."""
+    large, small = fresh("qwen2"), fresh("llama_tied")
+    config = small.generation_config
+    # Drafts of this many tokens, whatever their chances.
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 8, "constant"
+    config.assistant_confidence_threshold = 0
+    settings = {"max_new_tokens": NEW, "do_sample": do_sample}
+
+    def assisted() -> Any:
+        torch.manual_seed(0)
+        return large.generate(prompt(), **settings, assistant_model=small)
+
+    with_adapter(small, {})
+    alone, before = forwards(small, assisted)
+    calls = forwards(large, assisted)
+    assert decoded == []
+    config.assistant_strategy = "ppd"
+    config.assistant_kwargs = {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1}
+    ours, after = forwards(small, assisted)
+    assert ours == alone and decoded
+    assert after < before
+    assert forwards(large, assisted) == calls  # every draft was as long and as good
+    if not do_sample:
+        assert ours == large.generate(prompt(), **settings).tolist()
+
+
+def test_a_strategy_and_a_draft_model(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = with_adapter(fresh("llama"), {})
+    with pytest.raises(ValueError, match="name it in the assistant's generation_config"):
+        model.generate(prompt(), assistant_strategy="ppd", assistant_model=fresh("llama"))
+
+
+# -- published checkpoints ----------------------------------------------------------------------
+
+
+def test_published_prompt_tokens() -> None:
+    """The layout in which PEFT itself saves prompt tuning; the author's code derives from it."""
+    peft_model = get_peft_model(
+        make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    stored = get_peft_model_state_dict(peft_model)
+    assert all(map(published.wants, stored)) and not published.wants("lm_head.weight")
+    fields, tensors = published.convert(stored)
+    model = make_model()
+    model.add_adapter(hf_spec.PPDConfig(**fields))
+    weights = find_active(model, "PPD").weights()
+    assert {name: value.shape for name, value in tensors.items()} == {
+        name: value.shape for name, value in weights.items()
+    }
+    assert torch.equal(tensors["prompts"], stored["prompt_embeddings"])
+    with pytest.raises(ValueError, match="no tensor 'prompt_embeddings'"):
+        published.convert({"other": torch.zeros(2, 2)})
