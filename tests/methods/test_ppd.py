@@ -285,15 +285,16 @@ DYNAMIC: list[dict[str, Any]] = [
 
 
 def test_trees() -> None:
-    static = PPDOptions().make_states(3)
+    none: Any = None  # static trees need no adapter
+    static = PPDOptions().make_states(none, 3)
     assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}
-    assert PPDOptions().make_states(5).states[5].tree.max_depth == 5
-    assert PPDOptions(max_depth=1).make_states(3) == TreeStates.uniform(
+    assert PPDOptions().make_states(none, 5).states[5].tree.max_depth == 5
+    assert PPDOptions(max_depth=1).make_states(none, 3) == TreeStates.uniform(
         TokenTree.from_paths([[rank] for rank in range(5)]), 1
     )
-    assert PPDOptions(tree="chain").make_states(3).states[3].tree == TokenTree.chain(3)
-    assert PPDOptions(tree=[[0], [0, 0]]).make_states(3).states[3].tree == TokenTree.chain(2)
-    assert PPDOptions(tree=DYNAMIC).make_states(3).to_json() == DYNAMIC
+    assert PPDOptions(tree="chain").make_states(none, 3).states[3].tree == TokenTree.chain(3)
+    assert PPDOptions(tree=[[0], [0, 0]]).make_states(none, 3).states[3].tree == TokenTree.chain(2)
+    assert PPDOptions(tree=DYNAMIC).make_states(none, 3).to_json() == DYNAMIC
 
 
 @pytest.mark.parametrize(

@@ -367,11 +367,13 @@ def test_no_file_beside_the_adapter(made: Path, fresh: Callable[..., Any]) -> No
 
 def test_a_file_for_more_mask_tokens_than_there_are(made: Path, tmp_path: Path) -> None:
     model = load(made)
-    with pytest.raises(ValueError, match="2 probes, the adapter drafts 1 tokens"):
+    states = SparseTrees([[0.3] * 3] * 3, 20).best(20)
+    with pytest.raises(ValueError, match="3 probes, the adapter drafts 2 tokens"):
         model.generate(
-            IDS, **NEW, assistant_strategy="bita",
-            assistant_kwargs={"tree": "tuned", "max_depth": 1},
-        )  # fmt: skip
+            IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": states.to_json()}
+        )
+    with pytest.raises(ValueError, match="max_depth=1 with a dynamic tree"):
+        hf_spec.SpecConfig("bita", {"tree": "tuned", "max_depth": 1})
 
 
 def test_dynamic_trees_as_an_option(made: Path) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.bita.options import BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.methods.peft_bridge import require_active
 from hf_spec.methods.probe_drafter import ProbeDrafter
-from hf_spec.methods.tuned_trees import TunedTrees, dynamic_trees, is_dynamic
 
 
 class BitaDrafter(ProbeDrafter):
@@ -27,11 +25,6 @@ class BitaDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: BitaOptions):
         adapter = require_active(model, "BITA", "bita")
         weights: Mapping[str, Tensor] = adapter.weights()
-        depth = options.depth(len(weights["masks"]))
-        trees: TreeStates | TunedTrees
-        if is_dynamic(options.tree):
-            trees = dynamic_trees(options.tree, adapter, depth)
-        else:
-            trees = TreeStates.uniform(options.make_tree(depth), depth)
+        trees = options.make_states(adapter, len(weights["masks"]))
         used = {**weights, "masks": weights["masks"][: trees.max_probes]}
         super().__init__(model, options, probe_inputs(model, used), trees)

@@ -25,7 +25,7 @@ class PPDDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: PPDOptions):
         adapter = require_active(model, "PPD", "ppd")
         config: Any = adapter.config
-        states = options.make_states(config.num_prompt_tokens)
+        states = options.make_states(adapter, config.num_prompt_tokens)
         self.prompts = PromptTokens(adapter, states.max_probes)
         super().__init__(model, options, self.prompts.inputs, states, self.prompts.group)
 

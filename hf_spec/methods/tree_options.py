@@ -1,0 +1,99 @@
+"""The option ``tree`` of strategies that draft the likeliest tokens of learned predictions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeStates
+from hf_spec.methods.base import StrategyOptions, check_count
+from hf_spec.methods.peft_bridge import ActiveAdapter
+from hf_spec.methods.tuned_trees import TUNED, TunedTrees, dynamic_trees, is_dynamic
+
+
+@dataclass(frozen=True)
+class TreeOptions(StrategyOptions):
+    """Options of a strategy whose drafter is a :class:`ProbeDrafter`.
+
+    Attributes:
+        tree: a name of the method's; ``tuned``, what ``hf-spec tune`` chose for this device; a list
+            of rank paths, as ``TokenTree.from_paths`` takes it, with all probes under each node; or
+            a dynamic tree, a list of states as ``TreeStates.to_json`` gives it.
+        max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
+            predicts. Dynamic trees say it themselves.
+    """
+
+    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ""
+    max_depth: int | None = None
+
+    #: Names of static trees that the method has.
+    trees: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_depth is not None:
+            check_count("max_depth", self.max_depth)
+        if is_dynamic(self.tree):
+            if self.max_depth is not None:
+                raise ValueError(
+                    f"max_depth={self.max_depth} with a dynamic tree, which says itself how deep "
+                    "it is. Leave one of the two out."
+                )
+            if self.tree != TUNED and len(self.tree) < 2:
+                raise ValueError("tree has state 0 only: give states for predicted tokens, too.")
+        elif not isinstance(self.tree, str):
+            self._paths()
+        elif self.tree not in self.trees:
+            raise ValueError(
+                f"tree={self.tree!r}: choose one of {', '.join((*self.trees, TUNED))}, or give "
+                "rank paths, or the states of a dynamic tree."
+            )
+
+    @abstractmethod
+    def named_tree(self, depth: int) -> TokenTree:
+        """The static tree that ``tree`` names, over predictions of ``depth`` future tokens."""
+
+    def make_tree(self, available: int) -> TokenTree:
+        """The static tree of the options.
+
+        Args:
+            available: future tokens that the adapter predicts.
+
+        Raises:
+            ValueError: if the paths given go deeper, or ``max_depth`` does.
+        """
+        if self.max_depth is not None and self.max_depth > available:
+            raise ValueError(
+                f"max_depth={self.max_depth}: the adapter predicts {available} future tokens."
+            )
+        depth = self.max_depth or available
+        if isinstance(self.tree, str):
+            return self.named_tree(depth)
+        tree = self._paths()
+        if tree.max_depth > depth:
+            raise ValueError(
+                f"tree has paths of {tree.max_depth} ranks, {depth} future tokens are drafted: "
+                "give shorter paths."
+            )
+        return tree
+
+    def make_states(self, adapter: ActiveAdapter, available: int) -> TreeStates | TunedTrees:
+        """The trees, with the probes under their nodes.
+
+        Args:
+            adapter: the adapter that drafts; tuned trees lie beside its weights.
+            available: future tokens that it predicts.
+
+        Raises:
+            ValueError: if they go deeper than the adapter predicts, or none have been tuned.
+        """
+        if is_dynamic(self.tree):
+            return dynamic_trees(self.tree, adapter, available)
+        return TreeStates.uniform(self.make_tree(available), self.max_depth or available)
+
+    def _paths(self) -> TokenTree:
+        paths: Any = self.tree
+        return TokenTree.from_paths(paths)
