@@ -33,6 +33,8 @@ from modeling_patches.support import sliding_windows
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
 #: Rounds before anything is timed: kernels are chosen, memory is allocated.
 WARM = 2
+#: What stands for the plain step and for one with probes only among numbers of rows.
+PLAIN, START = -1, 0
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,20 @@ class StepTimes:
 
     Attributes:
         plain: of the root alone, as in plain decoding.
-        by_rows: of a step with so many nodes and probes.
+        start: of the root with all its probes: nothing is predicted yet.
+        by_rows: of a step with candidates and so many nodes and probes.
     """
 
     plain: float
+    start: float
     by_rows: dict[int, float]
 
-    def seconds(self, rows: int) -> float:
-        """Of a step with ``rows`` nodes and probes; between measured ones by interpolation."""
+    def seconds(self, state: TreeState) -> float:
+        """Of a step in this state; between measured numbers of rows by interpolation."""
+        if len(state.tree) == 1:
+            return self.start if any(state.probes) else self.plain
         counts = sorted(self.by_rows)
-        times = [self.by_rows[n] for n in counts]
-        return float(np.interp(rows, [1, *counts], [self.plain, *times]))
+        return float(np.interp(state.num_rows, counts, [self.by_rows[n] for n in counts]))
 
 
 class StepTimer:
@@ -62,7 +67,7 @@ class StepTimer:
         drafter: the method's.
         context: token ids to have in the cache of each row.
         batch_size: rows of the batch.
-        states: a tree with its probes for each number of rows to time.
+        states: a tree of candidates with its probes for each number of rows to time.
     """
 
     @torch.no_grad()
@@ -84,7 +89,11 @@ class StepTimer:
         self.last = torch.full((batch_size,), len(context) + most, device=device)
         self.root = ids[:, -1].contiguous()
         self.tokens = [list(context) for _ in range(batch_size)]
-        self.shapes = {0: self._shape(TreeState(TokenTree.chain(0), (0,)))}
+        alone = TokenTree.chain(0)
+        self.shapes = {
+            PLAIN: self._shape(TreeState(alone, (0,))),
+            START: self._shape(TreeState(alone, (drafter.distances,))),
+        }
         self.shapes |= {rows: self._shape(state) for rows, state in states.items()}
         self.spent: dict[int, list[float]] = {rows: [] for rows in self.shapes}
         self.hidden: Tensor | None = None
@@ -116,16 +125,16 @@ class StepTimer:
                     break
                 for rows, seconds in self._round(forward).items():
                     self.spent[rows].append(seconds)
-        # Half the turns met a machine busier than the other half: the median is of all alike.
         medians = {rows: statistics.median(times) for rows, times in self.spent.items()}
-        counts = sorted(medians)  # 0 is the plain step, which no other undercuts
+        counts = sorted(medians)  # the plain step stands first: no other undercuts it
         smooth = dict(zip(counts, rising([medians[n] for n in counts])))
-        return StepTimes(smooth.pop(0), smooth)
+        start = max(medians.pop(START), smooth[PLAIN])
+        by_rows = {n: seconds for n, seconds in smooth.items() if n not in (PLAIN, START)}
+        return StepTimes(smooth[PLAIN], start, by_rows)
 
     def _some_hidden(self, forward: TreeForward) -> Tensor:
         """Hidden states of a whole group of probes: (batch, group, hidden)."""
-        state = TreeState(TokenTree.chain(0), (self.drafter.distances,))
-        _, tree, probes = self._shape(state)
+        _, tree, probes = self.shapes[START]
         output = forward(self.root[:, None], tree, probes=probes)
         self.cache.rollback()
         assert output.probe_hidden is not None

@@ -166,11 +166,14 @@ class TreeTuner:
     # -- time --------------------------------------------------------------------------------
 
     def times(self, built: dict[int, TreeStates], batch_size: int, context: int) -> StepTimes:
-        """Step times of the largest trees of each size."""
+        """Step times of the trees of each size that have most candidates."""
         largest = {}
         for states in built.values():
-            state = max(states.states, key=lambda one: one.num_rows)
-            largest[state.num_rows] = state
+            state = max(states.states, key=lambda one: (len(one.tree), one.num_rows))
+            if len(state.tree) > 1:
+                largest[state.num_rows] = state
+        if not largest:
+            raise ValueError("none of the adapter's predictions is right: train it first")
         most = max(largest)
         counts = [n for n in largest if n == most or n in TIMED]
         shapes = {n: largest[n] for n in sorted(counts)}
@@ -226,7 +229,7 @@ def mean_seconds(times: StepTimes, states: TreeStates, replay: Replay, batch_siz
     rows = np.array([one.num_rows for one in states.states])
     order = np.argsort(rows, kind="stable")
     below = (replay.visits[order].cumsum() / max(replay.visits.sum(), 1)) ** batch_size
-    seconds = [times.seconds(int(n)) for n in rows[order]]
+    seconds = [times.seconds(states.states[k]) for k in order]
     return float(np.diff(below, prepend=0.0) @ np.array(seconds))
 
 
@@ -277,6 +280,7 @@ def tune(
                 "batch_size": batch_size,
                 "context": context,
                 "plain_seconds": times.plain,
+                "start_seconds": times.start,
                 "seconds": {str(rows): spent for rows, spent in sorted(times.by_rows.items())},
                 "step_seconds": [seconds[n] for n in built],
                 "speedups": [speedups[n] for n in built],

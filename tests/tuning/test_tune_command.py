@@ -277,10 +277,11 @@ def test_the_smallest_of_equally_good_sizes() -> None:
 
 def test_mean_seconds_of_batches() -> None:
     """Rows of a batch are in states of their own: the largest tree decides."""
-    times = StepTimes(1.0, {3: 3.0, 10: 10.0})
+    times = StepTimes(1.0, 2.5, {3: 3.0, 10: 10.0})
     trees = SparseTrees([[0.5, 0.2], [0.4, 0.1]], 10)
     states = trees.best(10)
-    small, large = states.states[0].num_rows, states.states[2].num_rows
+    small, large = states.states[0], states.states[2]
+    assert times.seconds(small) == 2.5 and times.seconds(large) == large.num_rows
     visits = np.array([3.0, 0.0, 1.0])
     replay: Any = type("Replay", (), {"visits": visits})
     one = work.mean_seconds(times, states, replay, 1)
