@@ -42,12 +42,17 @@ VARIANTS["bita"] = {
     "chain": {"tree": "chain", "max_depth": 2},
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
+VARIANTS["medusa"] = {
+    "sparse": {},
+    "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
+    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
+}
 VARIANTS["space"] = {
     "auto": {},
     "match": {"acceptance": "match", "num_candidates": 2, "retrieval": True},
 }
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING = {"bita": "wide", "space": "auto"}
+HITTING = {"bita": "wide", "space": "auto", "medusa": "wide"}
 CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.

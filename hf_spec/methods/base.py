@@ -145,6 +145,9 @@ class DecodingState:
         probe_hidden: ``(batch, group, hidden)`` what the last step's forward made of the probes
             under each row's last accepted node; None if there were none.
         probe_counts: how many of them each row has; the others are any rows. 0 in finished rows.
+        hidden: ``(batch, hidden)`` final hidden state of each row's last accepted node, from which
+            the model made the root's token; any states in finished rows. Of the prompt's last token
+            at first. None unless the drafter wants it, or while it is not known.
     """
 
     model: Any
@@ -159,6 +162,7 @@ class DecodingState:
     stats: SpecStats = field(default_factory=SpecStats)
     probe_hidden: Tensor | None = None
     probe_counts: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)
@@ -181,10 +185,12 @@ class Drafter(CandidateGenerator):
         single_forward: whether a step is one forward pass of the model; False if drafting runs
             the model, too.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
+        wants_hidden: whether it reads ``DecodingState.hidden``.
     """
 
     single_forward: ClassVar[bool] = True
     probe_inputs: ProbeInputs | None = None
+    wants_hidden: bool = False
 
     def __init__(self, model: Any, options: Any):
         self.model = model

@@ -1,0 +1,22 @@
+"""``medusa``: heads on the final hidden state predict the next tokens (Medusa)."""
+
+from hf_spec.methods.base import Method
+from hf_spec.methods.medusa import adapter as adapter  # registers MEDUSA with PEFT
+from hf_spec.methods.medusa.config import MedusaConfig
+from hf_spec.methods.medusa.drafter import MedusaDrafter
+from hf_spec.methods.medusa.options import MedusaOptions
+
+METHOD = Method(
+    name="medusa",
+    summary="heads on the final hidden state predict the next tokens",
+    options=MedusaOptions,
+    drafter=MedusaDrafter,
+    adapter_config=MedusaConfig,
+    needs_adapter=True,
+    training={
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 4,
+    },
+    num_anchors=64,
+)
