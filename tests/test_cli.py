@@ -18,7 +18,7 @@ from hf_spec.bench import runner
 
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search",
-    "plot search", "card", "push",
+    "plot search", "card", "push", "import", "export",
 ]  # fmt: skip
 
 

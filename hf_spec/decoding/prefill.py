@@ -8,7 +8,7 @@ its new tokens in chunks through the tree forward, each row its own number of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +139,8 @@ def prefill(
 
     if given is not None:
         check_packable(given)
-    with final_hidden(model) if wants_hidden else nullcontext([]) as seen:
+    with ExitStack() as stack:
+        seen = stack.enter_context(final_hidden(model)) if wants_hidden else []
         outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     hidden = seen[0][:, -1].clone() if seen else None  # of the last chunk, if there are several
     source = outputs.past_key_values

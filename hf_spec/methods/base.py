@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import pkgutil
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -234,6 +234,26 @@ class Drafter(CandidateGenerator):
         """Part of the ``CandidateGenerator`` interface; stock decoding reports matches here."""
 
 
+#: Writes an adapter as another program reads it: from the base model and the active adapter to a
+#: ``config.json`` and tensors by name.
+Exporter = Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """How checkpoints that others have published become adapters of a method.
+
+    Attributes:
+        wants: whether a tensor of this name is the adapter's; files may hold others, too.
+        convert: from tensors by name to fields of the adapter's config, and parameters under the
+            names that ``SpecAdapterLayer.build`` gives them; raises a ValueError that says what
+            does not fit.
+    """
+
+    wants: Callable[[str], bool]
+    convert: Callable[[Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
 @dataclass(frozen=True)
 class Method:
     """One strategy.
@@ -247,6 +267,8 @@ class Method:
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         num_anchors: places per sequence that one training step trains, unless the user says.
+        published: reads others' checkpoints, for ``hf-spec import``; None if there are none.
+        exports: by name of a form, for ``hf-spec export``.
     """
 
     name: str
@@ -257,6 +279,8 @@ class Method:
     needs_adapter: bool = False
     training: dict[str, Any] | None = None
     num_anchors: int = 64
+    published: Published | None = None
+    exports: Mapping[str, Exporter] = field(default_factory=dict)
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.
