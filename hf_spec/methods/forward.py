@@ -157,6 +157,7 @@ class TreeForward:
         self.device = model.get_input_embeddings().weight.device
         self.num_front = 0
         self.wants_hidden = wants_hidden
+        self.runs_hooks = True  # until a compiled model shows that it does not
         if probe_inputs is not None:
             self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
             self.num_front = probe_inputs.num_front
@@ -212,12 +213,14 @@ class TreeForward:
 
     def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Logits and final hidden states, ``(batch, rows, ...)``."""
-        with final_hidden(self.model) as seen:
-            output = self.model(**inputs)
-            if not seen:
-                output = self.model(**inputs, output_hidden_states=True)
-                seen = [output.hidden_states[-1]]
-        return output.logits, seen[0]
+        if self.runs_hooks:
+            with final_hidden(self.model) as seen:
+                output = self.model(**inputs)
+            if seen:
+                return output.logits, seen[0]
+            self.runs_hooks = False
+        output = self.model(**inputs, output_hidden_states=True)
+        return output.logits, output.hidden_states[-1]
 
     def _mask(
         self, ancestors: Tensor, first: int, nodes: int, keys: int, node_positions: Tensor,

@@ -127,16 +127,13 @@ def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     Returns:
         ``(..., heads, hidden)`` in the parameters' dtype, on their device.
     """
-    blocks, biases = weights[WEIGHTS], weights[BIASES]
-    heads, layers, size, _ = blocks.shape
-    flat = hidden.to(blocks).reshape(-1, size)
-    # All heads see the same rows in their first block, which thus is one product.
-    first = functional.linear(flat, blocks[:, 0].reshape(-1, size), biases[:, 0].flatten())
-    states = flat[:, None] + functional.silu(first.view(-1, heads, size))
-    for layer in range(1, layers):
-        inner = torch.einsum("nkh,kgh->nkg", states, blocks[:, layer]) + biases[:, layer]
-        states = states + functional.silu(inner)
-    return states.view(*hidden.shape[:-1], heads, size)
+    states = []
+    for blocks, biases in zip(weights[WEIGHTS], weights[BIASES]):
+        state = hidden.to(blocks)
+        for weight, bias in zip(blocks, biases):
+            state = state + functional.silu(functional.linear(state, weight, bias))
+        states.append(state)
+    return torch.stack(states, dim=-2)
 
 
 def draft_logits(model: Any, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.core.tree import TokenTree
+from hf_spec.decoding import prefill
+from hf_spec.methods import forward
 from hf_spec.methods.base import DecodingState, methods
 from hf_spec.methods.heads import draft_logits
 from hf_spec.methods.medusa.options import MedusaOptions
@@ -278,6 +281,23 @@ def test_no_step_is_lost_to_priming(fresh: Callable[..., PreTrainedModel]) -> No
     model.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_strategy="medusa")
     handle.remove()
     assert rows[:2] == [12, 1 + 15]
+
+
+def test_models_that_run_no_hooks(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled as a whole, some don't: a first step without candidates, no step runs twice."""
+    model = fresh()
+    expected = run(model)
+    trained_like(model)
+    for module in (forward, prefill):
+        monkeypatch.setattr(module, "final_hidden", lambda model: nullcontext([]))
+    rows: list[int] = []
+    handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    assert run(model, assistant_strategy="medusa") == expected
+    handle.remove()
+    assert rows[:4] == [12, 1, 1, 1 + 15]  # the prompt, a step that is tried again, a step
+    assert len(rows) == 2 + hf_spec.last_stats(model).num_steps - 1
 
 
 def test_continued_caches(fresh: Callable[..., PreTrainedModel]) -> None:

@@ -16,7 +16,7 @@ METHOD = Method(
     adapter_config=MedusaConfig,
     needs_adapter=True,
     training={
-        "learning_rate": 1e-3,
+        "learning_rate": 3e-3,
         "per_device_train_batch_size": 8,
         "num_train_epochs": 4,
     },
