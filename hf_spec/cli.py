@@ -12,6 +12,7 @@ from hf_spec.bench.command import BAD_INPUT, INTERRUPTED, bench
 from hf_spec.bench.quality_command import quality
 from hf_spec.demo.command import demo
 from hf_spec.hub.command import card, push
+from hf_spec.hub.transfer_command import export, import_
 from hf_spec.training.command import distill
 from hf_spec.training.train_command import train
 from hf_spec.tuning.command import plot, search
@@ -39,6 +40,8 @@ app.command()(tune)
 app.add_typer(plot, name="plot")
 app.command()(card)
 app.command()(push)
+app.command(name="import")(import_)
+app.command()(export)
 
 
 def _version(wanted: bool) -> None:

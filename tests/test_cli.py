@@ -18,7 +18,7 @@ from hf_spec.bench import runner
 
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
-    "plot search", "plot tune", "plot tree", "card", "push",
+    "plot search", "plot tune", "plot tree", "card", "push", "import", "export",
 ]  # fmt: skip
 
 

@@ -42,6 +42,11 @@ VARIANTS["bita"] = {
     "chain": {"tree": "chain", "max_depth": 2},
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
+VARIANTS["medusa"] = {
+    "sparse": {},
+    "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
+    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
+}
 VARIANTS["space"] = {
     "auto": {},
     "match": {"acceptance": "match", "num_candidates": 2, "retrieval": True},
@@ -60,7 +65,7 @@ VARIANTS["ppd"] = {
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING = {"bita": "wide", "space": "auto", "ppd": "wide"}
+HITTING = {"bita": "wide", "space": "auto", "ppd": "wide", "medusa": "wide"}
 CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.

@@ -68,6 +68,7 @@ def decode(
                     model_kwargs,
                     emission.max_length,
                     drafter.probe_inputs,
+                    drafter.wants_hidden,
                 )
             )
         forward, cache = prefilled.forward, prefilled.forward.cache
@@ -76,6 +77,7 @@ def decode(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
+            hidden=prefilled.hidden,
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
@@ -109,7 +111,7 @@ def decode(
                 choice = chooser.accept(draft, output.logits, state.active)
             counts = _emit(choice, draft, emission, state)
             cache.commit(counts, _moved(choice, counts))
-            state.probe_hidden, state.probe_counts = _answered(choice, counts, draft, output)
+            _note_hidden(choice, counts, draft, output, state)
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
             controller.observe(draft.num_rows, counts)
 
@@ -178,14 +180,23 @@ def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
     return None if in_place else choice.path
 
 
-def _answered(
-    choice: Choice, counts: list[int], draft: Draft, output: TreeOutput
-) -> tuple[Tensor | None, list[int]]:
-    """Hidden states of the probes under each row's last accepted node, and how many there are."""
-    if draft.probes is None or output.probe_hidden is None or not draft.probes.num_probes:
-        return None, [0] * len(counts)
-    hidden = output.probe_hidden
+def _note_hidden(
+    choice: Choice, counts: list[int], draft: Draft, output: TreeOutput, state: DecodingState
+) -> None:
+    """Keep the final hidden states of each row's last accepted node and of the probes under it."""
+    state.probe_hidden, state.probe_counts, state.hidden = None, [0] * len(counts), None
     last = [nodes[count - 1] if count else 0 for nodes, count in zip(choice.nodes, counts)]
-    held = [sizes[n] if on else 0 for sizes, n, on in zip(draft.probes.sizes, last, counts)]
-    under = draft.probes.under(torch.tensor(last, device=draft.tokens.device)).to(hidden.device)
-    return hidden.gather(1, under[:, :, None].expand(-1, -1, hidden.shape[-1])), held
+    at = torch.tensor(last, device=draft.tokens.device)
+    if output.node_hidden is not None:
+        state.hidden = _rows_at(output.node_hidden, at[:, None])[:, 0]
+    probes = draft.probes
+    if probes is not None and probes.num_probes and output.probe_hidden is not None:
+        sizes = probes.sizes
+        state.probe_counts = [row[n] if on else 0 for row, n, on in zip(sizes, last, counts)]
+        state.probe_hidden = _rows_at(output.probe_hidden, probes.under(at))
+
+
+def _rows_at(hidden: Tensor, rows: Tensor) -> Tensor:
+    """``hidden`` (batch, rows, hidden) at some rows of each batch row, ``rows`` (batch, n)."""
+    index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])
+    return hidden.gather(1, index)

@@ -8,7 +8,7 @@ its new tokens in chunks through the tree forward, each row its own number of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.forward import ProbeInputs, TreeForward
+from hf_spec.methods.forward import ProbeInputs, TreeForward, final_hidden
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.support import sliding_windows
 
@@ -40,12 +40,15 @@ class Prefilled:
     Attributes:
         forward: tree forward over ``forward.cache``.
         logits: ``(batch, vocab)`` after the last prompt token.
+        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not asked for,
+            or a compiled model does not tell it.
         source: the caller's ``DynamicCache``, to be filled again at the end; else None.
         mask: ``(batch, slots)`` bool, real slots of ``source`` after the prompt; None if all are.
     """
 
     forward: TreeForward
     logits: Tensor
+    hidden: Tensor | None
     source: DynamicCache | None
     mask: Tensor | None
 
@@ -96,6 +99,7 @@ def prefill(
     model_kwargs: dict[str, Any],
     max_length: int,
     probe_inputs: ProbeInputs | None = None,
+    wants_hidden: bool = False,
 ) -> Iterator[Prefilled]:
     """Run the prompt and yield a tree forward behind it; the model is patched until the exit."""
     given = model_kwargs.get("past_key_values")
@@ -122,20 +126,23 @@ def prefill(
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, attention, limit, shift, extra, inputs)
+        return TreeForward(model, cache, attention, limit, shift, extra, inputs, wants_hidden)
 
     if isinstance(given, TreeCache):
         with tree_attention(model, windows) as attention:
             forward = make_forward(given, None, None)  # the prompt has no probes
             forward.last_position = forward.last_position + 2**30
-            logits = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
+            logits, hidden = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
             last = None if positions is None else positions[:, -1]
-            yield Prefilled(make_forward(given, last), logits, None, None)
+            yield Prefilled(make_forward(given, last), logits, hidden, None, None)
         return
 
     if given is not None:
         check_packable(given)
-    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    with ExitStack() as stack:
+        seen = stack.enter_context(final_hidden(model)) if wants_hidden else []
+        outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    hidden = seen[0][:, -1].clone() if seen else None  # of the last chunk, if there are several
     source = outputs.past_key_values
     check_packable(source)
     mask = model_kwargs.get("attention_mask")
@@ -148,7 +155,7 @@ def prefill(
         forward = make_forward(cache, None if positions is None else positions[:, -1])
         # generate() makes a cache where the caller gave none; only the caller's is filled again.
         callers = given if getattr(given, "_is_user_defined", False) else None
-        yield Prefilled(forward, logits, callers, mask)
+        yield Prefilled(forward, logits, hidden, callers, mask)
 
 
 def _extend(
@@ -156,8 +163,13 @@ def _extend(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     config: GenerationConfig,
-) -> Tensor:
-    """Append the new tokens to a continued TreeCache: ``(batch, vocab)`` after the last ones."""
+) -> tuple[Tensor, Tensor | None]:
+    """Append the new tokens to a continued TreeCache.
+
+    Returns:
+        ``(batch, vocab)`` logits after the last ones, and their ``(batch, hidden)`` final hidden
+        states if ``forward`` gives them.
+    """
     cache = forward.cache
     if input_ids.shape[0] != cache.batch_size:
         raise ValueError(
@@ -189,7 +201,7 @@ def _extend(
                     "takes pad tokens for padding), or leave past_key_values out."
                 )
         rows = [row[length:] for row, length in zip(rows, lengths)]
-    last: list[Tensor | None] = [None] * len(rows)
+    last: list[tuple[Tensor, Tensor | None] | None] = [None] * len(rows)
     longest = max(len(row) for row in rows)
     for start in range(0, longest, CHUNK):
         parts = [row[start : start + CHUNK] for row in rows]
@@ -198,9 +210,13 @@ def _extend(
             [part + [0] * (size - len(part)) for part in parts], device=cache.lengths.device
         )
         tree = TokenTree.chain(size - 1).batch(len(rows), cache.lengths.device)
-        logits = forward(tokens, tree).logits
+        logits, _, hidden = forward(tokens, tree)
         cache.commit([len(part) for part in parts])
         for row, part in enumerate(parts):
             if part and start + len(part) == len(rows[row]):
-                last[row] = logits[row, len(part) - 1].clone()
-    return torch.stack([one for one in last if one is not None])
+                end = len(part) - 1
+                state = None if hidden is None else hidden[row, end].clone()
+                last[row] = logits[row, end].clone(), state
+    found = [one for one in last if one is not None]
+    states = [state for _, state in found if state is not None]
+    return torch.stack([one for one, _ in found]), torch.stack(states) if states else None

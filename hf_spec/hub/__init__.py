@@ -1,5 +1,6 @@
 """Adapter repositories: what belongs into one, its card, and its way onto the Hub.
 
 ``folder`` writes and checks an adapter folder, ``card`` renders its ``README.md``, ``push`` uploads
-it, ``command`` is ``hf-spec card`` and ``hf-spec push``.
+it, ``transfer`` reads others' checkpoints and writes adapters for other programs; ``command`` and
+``transfer_command`` are what ``hf-spec`` runs.
 """

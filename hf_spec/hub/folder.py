@@ -69,16 +69,23 @@ def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
 
     PEFT does the writing: the adapter is attached, saved, and taken off again.
     """
+    with attached(model, adapter_config) as peft_model:
+        _save_weights(peft_model, folder)
+
+
+@contextmanager
+def attached(model: Any, adapter_config: Any) -> Iterator[Any]:
+    """For the block, a ``PeftModel`` with a fresh adapter; afterwards ``model`` is as it was."""
     from peft import get_peft_model
 
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
-        attached = get_peft_model(model, adapter_config)
+        peft_model = get_peft_model(model, adapter_config, autocast_adapter_dtype=False)
     try:
-        _save_weights(attached, folder)
+        yield peft_model
     finally:
-        attached.unload()
+        peft_model.unload()
         for parameter, before in zip(model.parameters(), trainable):
             parameter.requires_grad_(before)
 

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import pkgutil
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -145,6 +145,9 @@ class DecodingState:
         probe_hidden: ``(batch, group, hidden)`` what the last step's forward made of the probes
             under each row's last accepted node; None if there were none.
         probe_counts: how many of them each row has; the others are any rows. 0 in finished rows.
+        hidden: ``(batch, hidden)`` final hidden state of each row's last accepted node, from which
+            the model made the root's token; any states in finished rows. Of the prompt's last token
+            at first. None unless the drafter wants it, or while it is not known.
     """
 
     model: Any
@@ -159,6 +162,7 @@ class DecodingState:
     stats: SpecStats = field(default_factory=SpecStats)
     probe_hidden: Tensor | None = None
     probe_counts: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)
@@ -181,10 +185,12 @@ class Drafter(CandidateGenerator):
         single_forward: whether a step is one forward pass of the model; False if drafting runs
             the model, too.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
+        wants_hidden: whether it reads ``DecodingState.hidden``.
     """
 
     single_forward: ClassVar[bool] = True
     probe_inputs: ProbeInputs | None = None
+    wants_hidden: bool = False
 
     def __init__(self, model: Any, options: Any):
         self.model = model
@@ -228,6 +234,26 @@ class Drafter(CandidateGenerator):
         """Part of the ``CandidateGenerator`` interface; stock decoding reports matches here."""
 
 
+#: Writes an adapter as another program reads it: from the base model and the active adapter to a
+#: ``config.json`` and tensors by name.
+Exporter = Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """How checkpoints that others have published become adapters of a method.
+
+    Attributes:
+        wants: whether a tensor of this name is the adapter's; files may hold others, too.
+        convert: from tensors by name to fields of the adapter's config, and parameters under the
+            names that ``SpecAdapterLayer.build`` gives them; raises a ValueError that says what
+            does not fit.
+    """
+
+    wants: Callable[[str], bool]
+    convert: Callable[[Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
 @dataclass(frozen=True)
 class Method:
     """One strategy.
@@ -241,6 +267,8 @@ class Method:
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         num_anchors: places per sequence that one training step trains, unless the user says.
+        published: reads others' checkpoints, for ``hf-spec import``; None if there are none.
+        exports: by name of a form, for ``hf-spec export``.
     """
 
     name: str
@@ -251,6 +279,8 @@ class Method:
     needs_adapter: bool = False
     training: dict[str, Any] | None = None
     num_anchors: int = 64
+    published: Published | None = None
+    exports: Mapping[str, Exporter] = field(default_factory=dict)
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.

@@ -58,10 +58,13 @@ class TreeOutput(NamedTuple):
         logits: ``(batch, nodes, vocab)`` after each forwarded node, in the model's dtype.
         probe_hidden: ``(batch, probes, hidden)`` final hidden state of each probe; None without
             probes. :func:`output_logits` makes logits of the few that are wanted.
+        node_hidden: ``(batch, nodes, hidden)`` that of each forwarded node, what the model's output
+            embeddings are applied to; None unless it was asked for.
     """
 
     logits: Tensor
     probe_hidden: Tensor | None = None
+    node_hidden: Tensor | None = None
 
 
 def output_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -142,6 +145,7 @@ class TreeForward:
             gave position ids of his own).
         model_kwargs: further arguments for the model's forward.
         probe_inputs: embeddings and states of the method's probes, if it has any.
+        wants_hidden: give the nodes' final hidden states, too.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class TreeForward:
         position_shift: Tensor,
         model_kwargs: dict[str, Any] | None = None,
         probe_inputs: ProbeInputs | None = None,
+        wants_hidden: bool = False,
     ):
         self.model = model
         self.cache = cache
@@ -166,6 +171,8 @@ class TreeForward:
         self.device = model.get_input_embeddings().weight.device
         self.probe_inputs = probe_inputs
         self.num_front = 0
+        self.wants_hidden = wants_hidden
+        self.runs_hooks = True  # until a compiled model shows that it does not
         if probe_inputs is not None:
             self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
             self.num_front = probe_inputs.num_front
@@ -206,26 +213,33 @@ class TreeForward:
             inputs["position_ids"] = positions[:, first:].to(self.device)
         tokens = tokens[:, first:].to(self.device)
         if probes is None:
-            return TreeOutput(self.model(**inputs, input_ids=tokens).logits)
+            inputs["input_ids"] = tokens
+            if not self.wants_hidden:
+                return TreeOutput(self.model(**inputs).logits)
+            logits, hidden = self._run(inputs)
+            return TreeOutput(logits, node_hidden=hidden)
         embeddings = self.model.get_input_embeddings()(tokens)
         learned = self.probe_embeddings[probes.kinds.to(self.device)]
         inputs["inputs_embeds"] = torch.cat([embeddings, learned], dim=1)
-        return self._run_with_probes(inputs, nodes - first)
-
-    def _run_with_probes(self, inputs: dict[str, Any], nodes: int) -> TreeOutput:
-        """Run, and tell the nodes' logits from the probes' hidden states."""
+        forwarded = nodes - first
         if self.takes_kept:  # the probes' logits are made where they are wanted only
-            inputs["logits_to_keep"] = torch.arange(nodes, device=self.device)
-        assert self.probe_inputs is not None
-        with (
-            averaged_exits(self.model, self.probe_inputs.exits, nodes),
-            final_hidden(self.model) as seen,
-        ):
-            output = self.model(**inputs)
-            if not seen:
-                output = self.model(**inputs, output_hidden_states=True)
-                seen = [output.hidden_states[-1]]
-        return TreeOutput(output.logits[:, :nodes], seen[0][:, nodes:])
+            inputs["logits_to_keep"] = torch.arange(forwarded, device=self.device)
+        exits = 1 if self.probe_inputs is None else self.probe_inputs.exits
+        with averaged_exits(self.model, exits, forwarded):
+            logits, hidden = self._run(inputs)
+        own = hidden[:, :forwarded] if self.wants_hidden else None
+        return TreeOutput(logits[:, :forwarded], hidden[:, forwarded:], own)
+
+    def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Logits and final hidden states, ``(batch, rows, ...)``."""
+        if self.runs_hooks:
+            with final_hidden(self.model) as seen:
+                output = self.model(**inputs)
+            if seen:
+                return output.logits, seen[0]
+            self.runs_hooks = False
+        output = self.model(**inputs, output_hidden_states=True)
+        return output.logits, output.hidden_states[-1]
 
     def _mask(
         self, ancestors: Tensor, first: int, keys: int, node_positions: Tensor,

@@ -1,4 +1,4 @@
-"""Probes at many places of whole sequences in one forward: what training runs.
+"""Whole sequences in one forward, with probes at many places or with none: what training runs.
 
 A sequence with anchors ``t`` and a group of probes under each anchor is one batch row; a probe sees
 the tokens up to its anchor, the probes of its group that the group allows, and what the method has
@@ -212,6 +212,29 @@ class _Run:
     def _split(self, probes: Tensor, tokens: Tensor) -> ProbedSequences:
         shape = (self.batch, self.anchors.shape[1], len(self.group), probes.shape[-1])
         return ProbedSequences(probes.reshape(shape), tokens)
+
+
+def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Final hidden states of sequences, ``(batch, seq, hidden)``, from a model that is not trained.
+
+    What the model's output embeddings are applied to; without gradients and dropout, as in
+    decoding.
+
+    Args:
+        model: the base model.
+        input_ids: ``(batch, seq)``.
+        attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
+    """
+    device = model.get_input_embeddings().weight.device
+    input_ids = input_ids.to(device)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), _evaluating(model), final_hidden(model) as seen:
+        model(
+            input_ids=input_ids, attention_mask=mask, use_cache=False,
+            **taken(model, position_ids=positions, logits_to_keep=1),
+        )  # fmt: skip
+        return seen[0]
 
 
 def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:

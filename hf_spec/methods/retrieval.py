@@ -219,6 +219,7 @@ class WithRetrieval(Drafter):
         super().__init__(inner.model, inner.options)
         self.inner = inner
         self.probe_inputs = inner.probe_inputs
+        self.wants_hidden = inner.wants_hidden
 
     def start(self, state: DecodingState) -> None:
         self.inner.start(state)

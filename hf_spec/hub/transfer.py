@@ -1,0 +1,181 @@
+"""Adapters from checkpoints that others have published, and for other programs to read.
+
+What the tensors of a file mean is the method's business (``Method.published``, ``Method.exports``);
+here files are read and written.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.hub.card import write_card
+from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
+from hf_spec.methods.base import Method, Published, get_method, methods
+from hf_spec.methods.peft_bridge import require_active
+from hf_spec.methods.stored_weights import StoredWeights, complaints, tensor_facts
+
+#: End of the name of a file that says which tensors are in which of several files.
+INDEX = ".index.json"
+SAFE = ".safetensors"
+
+
+def importable(name: str) -> tuple[Method, Published]:
+    """The method of this name, and how it reads published checkpoints.
+
+    Raises:
+        ValueError: there is no such method, or it reads none.
+    """
+    method = get_method(name)
+    if method.published is None:
+        known = ", ".join(name for name, one in methods().items() if one.published is not None)
+        raise ValueError(f"no published layout of {name!r} is known; choose one of {known}.")
+    return method, method.published
+
+
+def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The wanted tensors of a file, by name.
+
+    Args:
+        path: a safetensors file; a file of ``torch.save``, which is read by torch's weights-only
+            unpickler: it knows tensors and plain containers and calls nothing that the file names;
+            or an ``.index.json`` that names several such files beside it.
+        wants: which names are read.
+
+    Raises:
+        ValueError: the file is not there, is of another kind, or holds more than tensors by name.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    if path.name.endswith(INDEX):
+        return _read_index(path, wants)
+    if path.suffix == SAFE:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                return {name: file.get_tensor(name) for name in names if wants(name)}
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} is no safetensors file: {error}") from error
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no file of tensors by name, or holds something else besides, which "
+            "is not read since it could run code: have it saved as safetensors by whoever made it"
+        ) from error
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise ValueError(f"{str(path)!r} holds a {type(data).__name__}, not tensors by name")
+    tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if wants(name)}
+
+
+def _read_index(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{str(path)!r} has no weight_map")
+    names = sorted({str(file) for name, file in places.items() if wants(name)})
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name or name.endswith(INDEX):
+            raise ValueError(f"{str(path)!r} names {name!r}, which is no file beside it")
+        tensors |= read_published(path.parent / name, wants)
+    return tensors
+
+
+def import_adapter(
+    path: Path,
+    method_name: str,
+    model: Any,
+    output: Path,
+    options: dict[str, Any] | None = None,
+) -> Path:
+    """Make an adapter folder of a published checkpoint, complete with its card.
+
+    Args:
+        path: see :func:`read_published`.
+        method_name: what kind of adapter it is.
+        model: the base model that it was made for; left as it was.
+        output: the adapter folder.
+        options: of the strategy, stored with the adapter.
+
+    Raises:
+        ValueError: the file cannot be read, or does not fit the model.
+    """
+    method, published = importable(method_name)
+    method.parse_options(options)
+    assert method.adapter_config is not None
+    try:
+        fields, tensors = published.convert(read_published(path, published.wants))
+    except ValueError as error:
+        raise ValueError(f"cannot import {str(path)!r}: {error}") from error
+    config = method.adapter_config(**fields)
+    with attached(model, config) as peft_model:
+        found = require_active(model, config.type_name, method.name).weights()
+        wrong = complaints(tensor_facts(tensors), tensor_facts(found))
+        if wrong:
+            raise ValueError(
+                f"{str(path)!r} does not fit {type(model).__name__}: {'; '.join(wrong)}. Give the "
+                "base model that it was made for"
+            )
+        for name, parameter in found.items():
+            parameter.data = tensors[name].contiguous()  # in the file's own precision
+        save_adapter(peft_model, output, method.name, options or {})
+    write_card(output)
+    return output
+
+
+def exporter(folder: Path, form: str) -> Any:
+    """What turns the adapter in a folder into another program's files.
+
+    Raises:
+        ValueError: there is no adapter of ours, or none that can be written in this form.
+    """
+    kind = read_json(folder / CONFIG).get("peft_type")
+    for method in methods().values():
+        if getattr(method.adapter_config, "type_name", None) == kind:
+            if form in method.exports:
+                return method.exports[form]
+            known = ", ".join(method.exports) or "no form at all"
+            raise ValueError(
+                f"adapters of {method.name!r} can be exported as {known}, not {form!r}"
+            )
+    raise ValueError(f"{str(folder / CONFIG)!r} is of type {kind!r}, which is none of hf_spec's")
+
+
+def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
+    """Write the adapter in a folder as another program reads it: a config and safetensors.
+
+    Args:
+        folder: the adapter folder.
+        form: name of the form, such as ``vllm``.
+        model: the base model; left as it was.
+        output: the folder to write.
+    """
+    from peft import PeftModel
+    from safetensors.torch import save_file
+
+    make = exporter(folder, form)
+    if not StoredWeights(str(folder)).read():
+        raise ValueError(f"{str(folder)!r} holds no adapter_model.safetensors")
+    peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    config: Any = peft_model.active_peft_config
+    try:
+        adapter = require_active(model, config.type_name, config.type_name.lower())
+        description, tensors = make(model, adapter)
+        with staging(output) as temporary:
+            # Parts of one tensor are not stored as such.
+            plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+            save_file(plain, temporary / "model.safetensors", metadata={"format": "pt"})
+            text = json.dumps(description, indent=2) + "\n"
+            (temporary / "config.json").write_text(text, encoding="utf-8")
+    finally:
+        peft_model.unload()
+    return output

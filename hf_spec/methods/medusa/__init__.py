@@ -1,0 +1,26 @@
+"""``medusa``: heads on the final hidden state predict the next tokens (Medusa)."""
+
+from hf_spec.methods.base import Method, Published
+from hf_spec.methods.medusa import adapter as adapter  # registers MEDUSA with PEFT
+from hf_spec.methods.medusa.config import MedusaConfig
+from hf_spec.methods.medusa.drafter import MedusaDrafter
+from hf_spec.methods.medusa.options import MedusaOptions
+from hf_spec.methods.medusa.published import convert, wants
+from hf_spec.methods.medusa.vllm import vllm_files
+
+METHOD = Method(
+    name="medusa",
+    summary="heads on the final hidden state predict the next tokens",
+    options=MedusaOptions,
+    drafter=MedusaDrafter,
+    adapter_config=MedusaConfig,
+    needs_adapter=True,
+    training={
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 4,
+    },
+    num_anchors=64,
+    published=Published(wants, convert),
+    exports={"vllm": vllm_files},
+)

@@ -1,0 +1,20 @@
+"""Draft with heads on the hidden state of the last accepted token: Medusa, section 2.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_spec.methods.head_drafter import HeadDrafter
+from hf_spec.methods.heads import WEIGHTS
+from hf_spec.methods.medusa.options import MedusaOptions
+from hf_spec.methods.peft_bridge import require_active
+
+
+class MedusaDrafter(HeadDrafter):
+    """A static tree of the heads' likeliest tokens."""
+
+    options: MedusaOptions
+
+    def __init__(self, model: Any, options: MedusaOptions):
+        weights = require_active(model, "MEDUSA", "medusa").weights()
+        super().__init__(model, options, weights, options.make_tree(len(weights[WEIGHTS])))

@@ -1,0 +1,123 @@
+"""Heads that others have published, in the layouts of their files.
+
+Names of the tensors of head k, from 0, with L blocks; each may stand behind ``medusa_head.`` or
+``medusa_heads.``, among the names of the base model's own tensors, which are left alone:
+
+* Medusa-1 (``medusa_lm_head.pt``, such as medusa-vicuna-7b-v1.3): ``k.j.linear.weight`` and
+  ``k.j.linear.bias`` of block j, and ``k.L.weight``, the head's own projection. A model that was
+  trained together with its heads (medusa-1.0-vicuna-7b-v1.5) holds the same as
+  ``medusa_head.k.j.linear.weight`` and so on.
+* ``"version": "2"`` of the same repository's config: blocks only, for a shared projection.
+* vLLM: ``blocks.k.layers.j.weight``, ``blocks.k.layers.j.bias`` or none, ``lm_heads.k.weight`` or
+  a shared projection, which is the base's.
+
+Medusa's training script made the L blocks of a head from one module; its files then hold L equal
+copies, which are read as blocks of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
+
+_PREFIX = r"(?:(?:.+\.)?medusa_heads?\.)?"
+#: Head, block and part.
+_BLOCK = re.compile(
+    _PREFIX + r"(?:(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.)(weight|bias)"
+)
+#: Head, and the number of blocks before it.
+_PROJECTION = re.compile(_PREFIX + r"(?:(\d+)\.(\d+)|lm_heads\.(\d+))\.weight")
+
+#: (head, block) or (head,)
+_Key = tuple[int, ...]
+
+
+def wants(name: str) -> bool:
+    """Whether a tensor of this name is one of heads."""
+    return bool(_BLOCK.fullmatch(name) or _PROJECTION.fullmatch(name))
+
+
+def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fields of ``MedusaConfig`` and the adapter's parameters, from published tensors by name.
+
+    Raises:
+        ValueError: there are no heads, tensors are missing or twice there, or do not fit together.
+    """
+    parts: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}}
+    projections: dict[_Key, Tensor] = {}
+    ends: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
+        if match := _BLOCK.fullmatch(name):
+            *numbers, part = match.groups()
+            _put(parts[part], tuple(int(n) for n in numbers if n is not None), name, tensor)
+        elif match := _PROJECTION.fullmatch(name):
+            head, end, other = match.groups()
+            _put(projections, (int(head or other),), name, tensor)
+            if end is not None:
+                ends[int(head)] = int(end)
+    blocks = parts["weight"]
+    if not blocks:
+        raise ValueError("it holds no heads: no '0.0.linear.weight' nor 'blocks.0.layers.0.weight'")
+    heads, layers = (1 + max(key[at] for key in blocks) for at in (0, 1))
+    wanted = [(head, layer) for head in range(heads) for layer in range(layers)]
+    _check("block", blocks, wanted)
+    biases = parts["bias"]
+    if biases:
+        _check("bias", biases, wanted)
+    shared = not projections or (set(projections) == {(0,)} and heads > 1)  # a copy of the base's
+    if not shared:
+        _check("projection", projections, [(head,) for head in range(heads)])
+        for head, end in ends.items():
+            if end != layers:
+                raise ValueError(
+                    f"head {head} has its projection behind {end} blocks, but {layers} blocks."
+                )
+    hidden = blocks[0, 0].shape[-1]
+    result = {
+        WEIGHTS: _stack(blocks, wanted, (hidden, hidden)).unflatten(0, (heads, layers)),
+        BIASES: torch.zeros(heads, layers, hidden, dtype=blocks[0, 0].dtype),
+    }
+    if biases:
+        result[BIASES] = _stack(biases, wanted, (hidden,)).unflatten(0, (heads, layers))
+    if not shared:
+        vocab = projections[0,].shape[0]
+        keys: list[_Key] = [(head,) for head in range(heads)]
+        result[PROJECTION] = _stack(projections, keys, (vocab, hidden))
+    fields = {
+        "num_heads": heads, "num_layers": layers, "projection": "shared" if shared else "own",
+    }  # fmt: skip
+    return fields, result
+
+
+def _put(found: dict[_Key, Tensor], key: _Key, name: str, tensor: Tensor) -> None:
+    if key in found:
+        raise ValueError(f"{name!r} is there twice, under different names.")
+    found[key] = tensor
+
+
+def _check(what: str, found: Mapping[_Key, Tensor], wanted: list[Any]) -> None:
+    """Raise unless each head has all that the others have."""
+    for key in wanted:
+        if key not in found:
+            block = f", block {key[1]}" if len(key) > 1 else ""
+            raise ValueError(f"head {key[0]}{block} has no {what}, others have one.")
+    for key in found:
+        if key not in wanted:
+            raise ValueError(f"there is a {what} of head {key[0]}, which has no blocks.")
+
+
+def _stack(found: Mapping[_Key, Tensor], keys: list[Any], shape: tuple[int, ...]) -> Tensor:
+    for key in keys:
+        if tuple(found[key].shape) != shape:
+            raise ValueError(
+                f"a tensor of head {key[0]} has shape {tuple(found[key].shape)}, expected {shape}."
+            )
+    return torch.stack([found[key] for key in keys])

@@ -1,0 +1,56 @@
+"""A MEDUSA adapter as vLLM's Medusa loader reads it.
+
+vLLM (``vllm/model_executor/models/medusa.py``) takes a folder with ``config.json`` of model type
+``medusa`` and safetensors named ``blocks.<head>.layers.<block>.weight`` and ``.bias`` (the latter
+with ``medusa_fc_bias``), and ``lm_heads.<head>.weight``, or with ``original_lm_head`` one
+``lm_head.weight`` for all heads, which is a copy of the base's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.methods.peft_bridge import ActiveAdapter
+
+
+def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and the tensors of ``model.safetensors``.
+
+    Args:
+        model: the base model.
+        adapter: the adapter.
+
+    Raises:
+        ValueError: the model's output embeddings have a bias, or are quantised; vLLM's are not.
+    """
+    output = model.get_output_embeddings()
+    weight = output.weight
+    if getattr(output, "bias", None) is not None or not weight.is_floating_point():
+        raise ValueError(
+            f"{type(model).__name__} has output embeddings with a bias or quantised ones: vLLM's "
+            "Medusa heads have neither."
+        )
+    weights = adapter.weights()
+    blocks = weights[WEIGHTS]
+    heads, layers, hidden, _ = blocks.shape
+    tensors = {}
+    for head in range(heads):
+        for layer in range(layers):
+            name = f"blocks.{head}.layers.{layer}"
+            tensors[f"{name}.weight"] = blocks[head, layer]
+            tensors[f"{name}.bias"] = weights[BIASES][head, layer]
+    own = weights.get(PROJECTION)
+    if own is None:
+        tensors["lm_head.weight"] = weight
+    else:
+        tensors |= {f"lm_heads.{head}.weight": part for head, part in enumerate(own)}
+    config = {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": hidden,
+        "vocab_size": weight.shape[0], "truncated_vocab_size": weight.shape[0],
+        "num_heads": heads, "num_hidden_layers": layers, "medusa_fc_bias": True,
+        "original_lm_head": own is None, "dtype": str(blocks.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    return config, tensors

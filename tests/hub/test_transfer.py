@@ -1,0 +1,347 @@
+"""Published checkpoints in, other programs' files out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import save_checkpoint
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.hub.folder import check_complete
+from hf_spec.hub.transfer import import_adapter, read_published
+from hf_spec.methods.base import methods
+from hf_spec.methods.peft_bridge import find_active
+
+HEADS, HIDDEN, VOCAB = 3, 32, 260
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("base") / "m")
+
+
+def load(checkpoint: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+class ResBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+
+def medusa_head(layers: int = 1, own: bool = True) -> nn.ModuleList:
+    """Modules with the names of Medusa's: with own projections (version 1) or without (2)."""
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        nn.Sequential(
+            *(ResBlock() for _ in range(layers)),
+            *([nn.Linear(HIDDEN, VOCAB, bias=False)] if own else []),
+        )
+        for _ in range(HEADS)
+    )
+
+
+def expected(heads: nn.ModuleList, layers: int, own: bool) -> dict[str, torch.Tensor]:
+    blocks = [[head[at].linear for at in range(layers)] for head in heads]
+    result = {
+        "weights": torch.stack([torch.stack([b.weight for b in row]) for row in blocks]),
+        "biases": torch.stack([torch.stack([b.bias for b in row]) for row in blocks]),
+    }
+    if own:
+        result["projections"] = torch.stack([head[layers].weight for head in heads])
+    return result
+
+
+def with_prefix(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def as_vllm(state: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    names = {}
+    for name in state:
+        head, at, *rest = name.split(".")
+        names[name] = (
+            f"blocks.{head}.layers.{at}.{rest[-1]}"
+            if rest[0] == "linear"
+            else f"lm_heads.{head}.weight"
+        )
+    return {names[name]: tensor for name, tensor in state.items()}
+
+
+# -- layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["alone", "in a model", "medusa_heads", "vllm"])
+@pytest.mark.parametrize(("layers", "own"), [(1, True), (1, False), (2, True), (2, False)])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_published_layouts(
+    checkpoint: Path, tmp_path: Path, suffix: str, layers: int, own: bool, layout: str
+) -> None:
+    heads = medusa_head(layers, own)
+    state = {name: tensor.detach().half() for name, tensor in heads.state_dict().items()}
+    if layout == "in a model":
+        state = with_prefix("medusa_head.", state)
+        state |= {"lm_head.weight": torch.ones(2), "model.layers.0.up_proj.weight": torch.ones(2)}
+    elif layout == "medusa_heads":
+        state = with_prefix("medusa_heads.", state)
+    elif layout == "vllm":
+        state = as_vllm(state, layers)
+    path = tmp_path / f"medusa_lm_head{suffix}"
+    torch.save(state, path) if suffix == ".pt" else save_file(state, path)
+
+    model = load(checkpoint)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    output = import_adapter(path, "medusa", model, tmp_path / "adapter", {"tree": "chain"})
+    check_complete(output)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) and parameter.requires_grad
+    stored = load_file(output / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}  # as it was published
+
+    config = hf_spec.SpecConfig.from_pretrained(output)
+    assert config.assistant_strategy == "medusa" and config.assistant_kwargs == {"tree": "chain"}
+    model.load_adapter(str(output))
+    adapter = find_active(model, "MEDUSA")
+    assert (adapter.config.num_heads, adapter.config.num_layers) == (HEADS, layers)
+    assert adapter.config.projection == ("own" if own else "shared")
+    found = adapter.weights()
+    for name, tensor in expected(heads, layers, own).items():
+        assert torch.equal(found[name], tensor.half().float())
+    ids = torch.tensor([[5, 9, 17, 40]])
+    plain = load(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
+    ours = model.generate(ids, max_new_tokens=12, do_sample=False, generation_config=config)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_shards_named_by_an_index(checkpoint: Path, tmp_path: Path) -> None:
+    """Only the files that hold heads are read."""
+    state = with_prefix("medusa_head.", medusa_head().state_dict())
+    names = sorted(state)
+    torch.save({name: state[name] for name in names[:4]}, tmp_path / "part-2.bin")
+    torch.save({name: state[name] for name in names[4:]}, tmp_path / "part-3.bin")
+    places = {name: "part-2.bin" if name in names[:4] else "part-3.bin" for name in names}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "absent.bin", **places}}))
+    found = read_published(index, methods()["medusa"].published.wants)
+    assert found.keys() == state.keys()
+    index.write_text(json.dumps({"weight_map": {names[0]: "../part-2.bin"}}))
+    with pytest.raises(ValueError, match="no file beside it"):
+        read_published(index, methods()["medusa"].published.wants)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="no weight_map"):
+        read_published(index, methods()["medusa"].published.wants)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+class Code:
+    """Unpickled, it writes a file."""
+
+    path = ""
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
+    Code.path = str(tmp_path / "written")
+    torch.save({"0.0.linear.weight": torch.zeros(1), "x": Code()}, tmp_path / "heads.pt")
+    with pytest.raises(ValueError, match="could run code"):
+        read_published(tmp_path / "heads.pt", lambda name: True)
+    assert not (tmp_path / "written").exists()
+    torch.load(tmp_path / "heads.pt", weights_only=False)
+    assert (tmp_path / "written").exists()  # it would have
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.clear(), "holds no heads"),
+        (lambda s: s.pop("1.0.linear.weight"), "head 1, block 0 has no block"),
+        (lambda s: s.pop("1.0.linear.bias"), "head 1, block 0 has no bias"),
+        (lambda s: s.pop("1.1.weight"), "head 1 has no projection"),
+        (lambda s: s.update({"7.1.weight": s["0.1.weight"]}), "projection of head 7"),
+        (lambda s: s.update({"0.2.weight": s.pop("0.1.weight")}), "behind 2 blocks, but 1"),
+        (lambda s: s.update({"0.0.linear.bias": torch.zeros(3)}), r"shape \(3,\), expected"),
+        (lambda s: s.update({"0.1.weight": torch.zeros(9, 9)}), r"shape \(9, 9\)"),
+        (lambda s: s.update({"medusa_head.0.1.weight": torch.zeros(1)}), "there twice"),
+        (lambda s: s.update({"0.1.weight": torch.zeros(2, dtype=torch.int8)}), "torch.int8"),
+    ],
+)
+def test_files_that_hold_no_whole_heads(
+    checkpoint: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    state = dict(medusa_head().state_dict())
+    change(state)
+    torch.save(state, tmp_path / "heads.pt")
+    with pytest.raises(ValueError, match=message):
+        import_adapter(tmp_path / "heads.pt", "medusa", load(checkpoint), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
+    torch.save({"0.0.linear.weight": torch.zeros(16, 16)}, tmp_path / "heads.pt")
+    model = load(checkpoint)
+    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM.*16, 16.*32, 32"):
+        import_adapter(tmp_path / "heads.pt", "medusa", model, tmp_path / "out")
+    assert not hasattr(model, "peft_config") and not hasattr(model, "spec_modules")
+
+
+# -- the commands --------------------------------------------------------------------------------
+
+
+def command(*arguments: Any) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def test_import_and_export_commands(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    torch.save(medusa_head().state_dict(), tmp_path / "heads.pt")
+    assert not command(
+        "import", tmp_path / "heads.pt", "--type", "medusa", "--model", checkpoint,
+        "--output", tmp_path / "adapter", "--strategy-kwargs", '{"max_depth": 2}',
+    )  # fmt: skip
+    check_complete(tmp_path / "adapter")
+    options = hf_spec.SpecConfig.from_pretrained(tmp_path / "adapter").assistant_kwargs
+    assert options == {"max_depth": 2}
+    export = ("export", tmp_path / "adapter", "--output", tmp_path / "vllm", "--format")
+    assert not command(*export, "vllm")
+    assert sorted(path.name for path in (tmp_path / "vllm").iterdir()) == [
+        "config.json", "model.safetensors",
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert command(*export, "gguf") == 2
+    assert "adapters of 'medusa' can be exported as vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("heads.pt", "--type", "prompt_lookup"), "no published layout of 'prompt_lookup'.*medusa"),
+        (("heads.pt", "--type", "medusas"), "'medusas' is unknown"),
+        (("absent.pt", "--type", "medusa"), "there is no file"),
+        (("heads.pt", "--type", "medusa", "--dtype", "int4"), "--dtype 'int4'"),
+        (("heads.pt", "--type", "medusa", "--strategy-kwargs", '{"a": 1}'), "no option 'a'"),
+    ],
+)
+def test_wrong_input_is_told_before_a_model_is_loaded(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads.pt").write_bytes(b"no pickle")
+    code = command("import", *arguments, "--model", tmp_path / "nowhere", "--output", "out")
+    error = capsys.readouterr().err
+    assert code == 2 and re.search(message, error) and error.count("\n") == 1
+
+
+def test_a_file_that_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("heads.pt", "heads.safetensors"):
+        (tmp_path / name).write_bytes(b"no tensors at all")
+        with pytest.raises(ValueError, match="is no"):
+            read_published(tmp_path / name, lambda name: True)
+    torch.save([torch.zeros(1)], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="holds a list"):
+        read_published(tmp_path / "list.pt", lambda name: True)
+
+
+# -- export for vLLM -----------------------------------------------------------------------------
+
+
+class VllmBlock(nn.Module):
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        size, bias = config["hidden_size"], config["medusa_fc_bias"]
+        self.layers = nn.ModuleList(
+            nn.Linear(size, size, bias=bias) for _ in range(config["num_hidden_layers"])
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.silu(layer(x))
+        return x
+
+
+class VllmMedusa(nn.Module):
+    """Parameters as vllm/model_executor/models/medusa.py names them, from its config.json."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
+        assert config["truncated_vocab_size"] == config["vocab_size"]  # else there is a token_map
+        heads = range(config["num_heads"])
+        self.blocks = nn.ModuleList(VllmBlock(config) for _ in heads)
+        shape = config["hidden_size"], config["vocab_size"]
+        if config["original_lm_head"]:
+            self.lm_head = nn.Linear(*shape, bias=False)
+            self.heads = [self.lm_head for _ in heads]
+        else:
+            self.lm_heads = nn.ModuleList(nn.Linear(*shape, bias=False) for _ in heads)
+            self.heads = list(self.lm_heads)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack([head(block(hidden)) for block, head in zip(self.blocks, self.heads)], 1)
+
+
+@pytest.mark.parametrize(("layers", "projection"), [(1, "shared"), (2, "own")])
+def test_export_for_vllm_and_back(
+    checkpoint: Path, tmp_path: Path, layers: int, projection: str
+) -> None:
+    from hf_spec.hub.transfer import export_adapter
+    from hf_spec.methods.heads import draft_logits
+
+    base = load(checkpoint)
+    config = hf_spec.MedusaConfig(num_heads=2, num_layers=layers, projection=projection)
+    base.add_adapter(config)
+    weights = find_active(base, "MEDUSA").weights()
+    with torch.no_grad():
+        for value in weights.values():
+            value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    base.save_pretrained(tmp_path / "adapter")
+    plain = load(checkpoint)
+    export_adapter(tmp_path / "adapter", "vllm", plain, tmp_path / "vllm")
+    assert not hasattr(plain, "spec_modules")
+
+    described = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    theirs = VllmMedusa(described)
+    theirs.load_state_dict(load_file(tmp_path / "vllm" / "model.safetensors"))  # names and shapes
+    hidden = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
+    # fp32 with other reduction orders.
+    torch.testing.assert_close(
+        theirs(hidden), draft_logits(base, weights, hidden), rtol=1e-4, atol=1e-4
+    )
+
+    path = tmp_path / "vllm" / "model.safetensors"
+    again = load(checkpoint)
+    again.load_adapter(str(import_adapter(path, "medusa", load(checkpoint), tmp_path / "back")))
+    found = find_active(again, "MEDUSA")
+    assert found.config.projection == projection
+    for name, value in found.weights().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_vllm_has_no_output_biases(tmp_path: Path) -> None:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    from hf_spec.hub.transfer import export_adapter
+
+    config = PhiConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = PhiForCausalLM(config)
+    model.add_adapter(hf_spec.MedusaConfig())
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="PhiForCausalLM has output embeddings with a bias"):
+        export_adapter(tmp_path / "adapter", "vllm", PhiForCausalLM(config), tmp_path / "vllm")

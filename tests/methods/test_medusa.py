@@ -1,0 +1,474 @@
+"""MEDUSA: config, heads, loss, trees, and the hidden states that drafters are given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, VOCAB, prompt, ragged
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_spec
+from hf_spec.core.tree import TokenTree
+from hf_spec.decoding import prefill
+from hf_spec.methods import forward
+from hf_spec.methods.base import DecodingState, methods
+from hf_spec.methods.heads import draft_logits
+from hf_spec.methods.medusa.options import MedusaOptions
+from hf_spec.methods.peft_bridge import find_active
+from hf_spec.methods.probing import token_hidden
+
+NEW = 16
+
+
+def run(model: Any, **kwargs: Any) -> list:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    return model.generate(**ragged(), **settings).tolist()
+
+
+def trained_like(model: Any, seed: int = 5, **config: Any) -> dict[str, torch.Tensor]:
+    """Add an adapter with weights that matter; returns them."""
+    model.add_adapter(hf_spec.MedusaConfig(**config))
+    weights = find_active(model, "MEDUSA").weights()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in weights.values():
+            value += 0.3 * torch.randn(value.shape, generator=generator)
+    return weights
+
+
+def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor:
+    """Section 2.1.1, one head and block at a time."""
+    for weight, bias in zip(weights["weights"][head], weights["biases"][head]):
+        hidden = hidden + functional.silu(hidden @ weight.T + bias)
+    return hidden
+
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def test_trees() -> None:
+    assert MedusaOptions(tree="chain").make_tree(3) == TokenTree.chain(3)  # BPD
+    sparse = MedusaOptions().make_tree(4)
+    assert sparse.max_depth == 4 and sparse.num_candidates == 15
+    assert MedusaOptions(max_depth=2).make_tree(4) == sparse.truncate(2)
+    assert MedusaOptions().make_tree(1).max_depth == 1
+    own = TokenTree.from_paths([[0], [1], [1, 0]])
+    for given in ([[0], [1], [1, 0]], own.to_json(), json.loads(own.to_json())):
+        assert MedusaOptions(tree=given).make_tree(2) == own
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tree": "round"}, "tree='round'.*sparse, chain"),
+        ({"tree": [[0, 0]]}, "parent .* missing"),
+        ({"tree": {"paths": [[0]]}}, "not a tree"),
+        ({"tree": '{"version": 2, "paths": [[0]]}'}, "version 2"),
+        ({"max_depth": 0}, "max_depth=0"),
+    ],
+)
+def test_wrong_options(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MedusaOptions(**kwargs)
+
+
+def test_trees_deeper_than_the_adapter_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh()
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
+    with pytest.raises(ValueError, match="paths of 3 ranks, the adapter drafts 2"):
+        run(model, assistant_strategy="medusa", assistant_kwargs={"tree": [[0], [0, 0], [0, 0, 0]]})
+    with pytest.raises(ValueError, match="max_depth=3: the adapter has 2 heads"):
+        run(model, assistant_strategy="medusa", assistant_kwargs={"max_depth": 3})
+
+
+# -- config ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"num_layers": 1.5}, "num_layers=1.5"),
+        ({"projection": "tied"}, "projection='tied'.*shared, own"),
+        ({"loss": "soft"}, "loss='soft'.*hard, distillation"),
+        ({"decay": 0}, "decay=0"),
+    ],
+)
+def test_wrong_configs(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.MedusaConfig(**kwargs)
+
+
+def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> None:
+    blocks = {"weights": (3, 2, 32, 32), "biases": (3, 2, 32)}
+    for projection, more in (("shared", {}), ("own", {"projections": (3, VOCAB, 32)})):
+        model = fresh()
+        model.add_adapter(hf_spec.MedusaConfig(num_heads=3, num_layers=2, projection=projection))
+        weights = find_active(model, "MEDUSA").weights()
+        assert {name: tuple(value.shape) for name, value in weights.items()} == {**blocks, **more}
+
+
+def test_own_projections_need_weights_to_start_from(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh()
+    output = model.get_output_embeddings()
+    output.weight = torch.nn.Parameter(output.weight.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="quantised here: choose projection='shared'"):
+        model.add_adapter(hf_spec.MedusaConfig(projection="own"))
+    model.add_adapter(hf_spec.MedusaConfig())
+
+
+# -- heads: section 2.1.1 ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", ["shared", "own"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "phi"])  # phi's LM head has a bias
+def test_fresh_heads_predict_as_the_lm_head(
+    fresh: Callable[..., PreTrainedModel], architecture: str, projection: str
+) -> None:
+    model = fresh(architecture)
+    expected = model(prompt()).logits[:, -1]
+    model.add_adapter(hf_spec.MedusaConfig(num_layers=2, projection=projection))
+    weights = find_active(model, "MEDUSA").weights()
+    logits = draft_logits(model, weights, token_hidden(model, prompt())[:, -1])
+    # fp32 with other reduction orders.
+    torch.testing.assert_close(logits, expected[:, None].expand(-1, 4, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("projection", ["shared", "own"])
+def test_heads_against_one_at_a_time(
+    fresh: Callable[..., PreTrainedModel], projection: str
+) -> None:
+    model = fresh()
+    weights = trained_like(model, num_heads=3, num_layers=2, projection=projection)
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    logits = draft_logits(model, weights, hidden)
+    shared = model.get_output_embeddings().weight
+    for head in range(3):
+        matrix = weights["projections"][head] if projection == "own" else shared
+        expected = naive_states(weights, head, hidden) @ matrix.T
+        # fp32 with other reduction orders.
+        torch.testing.assert_close(logits[:, head], expected, rtol=1e-4, atol=1e-4)
+
+
+# -- loss: section 2.2.1 -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["hard", "distillation"])
+@pytest.mark.parametrize("projection", ["shared", "own"])
+@pytest.mark.parametrize("architecture", ["llama", "cohere2"])  # cohere2 scales its logits
+def test_loss_against_one_place_at_a_time(
+    fresh: Callable[..., PreTrainedModel], architecture: str, projection: str, loss: str
+) -> None:
+    model = fresh(architecture)
+    model.config.logit_scale = model.logit_scale = 0.5
+    config = hf_spec.MedusaConfig(num_heads=2, decay=0.7, loss=loss, projection=projection)
+    peft_model = get_peft_model(model, config)
+    weights = find_active(model, "MEDUSA").weights()
+    with torch.no_grad():
+        for value in weights.values():
+            value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3))
+    ids = prompt(12, 2)
+    mask = torch.ones_like(ids)
+    ids[1, 10:], mask[1, 10:] = 0, 0  # padding
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100
+    anchors = torch.tensor([[1, 7, 10], [5, 7, 9]])  # 1: head 1 asks for a token of the prompt
+    out = peft_model(input_ids=ids, labels=labels, anchors=anchors, attention_mask=mask)
+
+    losses = []
+    for row in range(2):
+        length = int(mask[row].sum())
+        seen = model(ids[row : row + 1, :length], output_hidden_states=True)
+        hidden, own = seen.hidden_states[-1][0], seen.logits[0].log_softmax(-1)
+        row_loss = torch.tensor(0.0)
+        for head in (0, 1):
+            terms = []
+            for anchor in anchors[row].tolist():
+                at = anchor + 2 + head  # anchor + 1 is what the model itself predicts
+                if at >= 12 or labels[row, at] == -100:
+                    continue
+                state = naive_states(weights, head, hidden[anchor])
+                if projection == "own":
+                    logits = weights["projections"][head] @ state
+                else:
+                    logits = model.get_output_embeddings()(state)
+                    if architecture == "cohere2":
+                        logits = logits * 0.5
+                log_q = logits.log_softmax(-1)
+                if loss == "hard":
+                    terms.append(-log_q[ids[row, at]])
+                else:  # the model's own prediction of that token, one column before it
+                    p = own[at - 1]
+                    terms.append((p.exp() * (p - log_q)).sum())
+            row_loss = row_loss + 0.7 ** (head + 1) * torch.stack(terms).mean()
+        losses.append(row_loss)
+    torch.testing.assert_close(out["loss"], torch.stack(losses).mean(), rtol=1e-4, atol=1e-4)
+    assert out["logits"].shape == (2, 3, 2, VOCAB)
+    first = ids[0].tolist()
+    assert out["labels"][0].tolist() == [[-100, first[4]], [first[9], first[10]], [-100, -100]]
+    out["loss"].backward()
+    for name, parameter in peft_model.named_parameters():
+        assert parameter.requires_grad == ("spec_modules" in name)
+        assert (parameter.grad is not None) == parameter.requires_grad
+
+
+def test_padding_on_either_side_gives_the_same_loss(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh("gpt2")  # learned positions
+    peft_model = get_peft_model(model, hf_spec.MedusaConfig(num_heads=2))
+    ids = prompt(12, 1)
+
+    def loss(front: int, back: int) -> torch.Tensor:
+        def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
+            return functional.pad(tensor, (front, back), value=value)
+
+        with torch.no_grad():
+            return peft_model(
+                input_ids=pad(ids, 0), labels=pad(ids, -100),
+                anchors=torch.tensor([[3, 8]]) + front, attention_mask=pad(torch.ones_like(ids), 0),
+            )["loss"]  # fmt: skip
+
+    for front, back in ((3, 0), (0, 3)):
+        # fp32 with other reduction orders.
+        torch.testing.assert_close(loss(front, back), loss(0, 0), rtol=1e-5, atol=1e-5)
+
+
+# -- hidden states for drafters ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt", "bloom", "gpt2"])
+@pytest.mark.parametrize("kwargs", [{}, {"retrieval": True}, {"tree": "chain"}])
+def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
+    fresh: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    kwargs: dict[str, Any],
+) -> None:
+    """In every step, the one behind the prompt included: of the token before the root."""
+    model = fresh(architecture)
+    trained_like(model)
+    seen: list[tuple[list[list[int]], list[bool], torch.Tensor]] = []
+    drafter = methods()["medusa"].drafter
+    propose = drafter.propose
+
+    def noted(self: Any, state: DecodingState) -> Any:
+        seen.append(([list(row) for row in state.tokens], list(state.active), state.hidden))
+        return propose(self, state)
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    run(model, assistant_strategy="medusa", assistant_kwargs=kwargs)
+    assert len(seen) > 3
+    for tokens, active, hidden in seen:
+        for row, ids in enumerate(tokens):
+            if active[row]:
+                expected = token_hidden(model, torch.tensor([ids[:-1]]))[0, -1]
+                # fp32 with other reduction orders: a few ulps of values up to about 10.
+                torch.testing.assert_close(hidden[row], expected, rtol=1e-4, atol=2e-4)
+
+
+def test_no_step_is_lost_to_priming(fresh: Callable[..., PreTrainedModel]) -> None:
+    """The prompt's last hidden state gives candidates to the first step behind it."""
+    model = fresh()
+    trained_like(model)
+    rows: list[int] = []
+    handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    model.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_strategy="medusa")
+    handle.remove()
+    assert rows[:2] == [12, 1 + 15]
+
+
+def test_models_that_run_no_hooks(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled as a whole, some don't: a first step without candidates, no step runs twice."""
+    model = fresh()
+    expected = run(model)
+    trained_like(model)
+    for module in (forward, prefill):
+        monkeypatch.setattr(module, "final_hidden", lambda model: nullcontext([]))
+    rows: list[int] = []
+    handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    assert run(model, assistant_strategy="medusa") == expected
+    handle.remove()
+    assert rows[:4] == [12, 1, 1, 1 + 15]  # the prompt, a step that is tried again, a step
+    assert len(rows) == 2 + hf_spec.last_stats(model).num_steps - 1
+
+
+def test_continued_caches(fresh: Callable[..., PreTrainedModel]) -> None:
+    """A TreeCache goes on with rows of different lengths; hidden states come from its chunks."""
+    model = fresh()
+    trained_like(model)
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    first = model.generate(**ragged(), **kwargs, assistant_strategy="medusa")
+    more = torch.cat([first.sequences, prompt(5, 3, seed=7)], dim=1)
+    mask = functional.pad(ragged()["attention_mask"], (0, more.shape[1] - 12), value=1)
+    expected = model.generate(more, attention_mask=mask, **kwargs).sequences
+    out = model.generate(
+        more, attention_mask=mask, **kwargs, assistant_strategy="medusa",
+        past_key_values=first.past_key_values,
+    )  # fmt: skip
+    assert out.sequences.tolist() == expected.tolist()
+    chunked = model.generate(
+        more, attention_mask=mask, **kwargs, assistant_strategy="medusa", prefill_chunk_size=4
+    )
+    assert chunked.sequences.tolist() == expected.tolist()
+    assert chunked.spec_stats.num_steps == out.spec_stats.num_steps
+
+
+def test_dynamic_caches_in_and_out(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh()
+    trained_like(model)
+    cache = DynamicCache(config=model.config)
+    ids = prompt()
+    out = model.generate(
+        ids, do_sample=False, max_new_tokens=NEW, assistant_strategy="medusa",
+        past_key_values=cache,
+    )  # fmt: skip
+    more = torch.cat([out, prompt(4, seed=3)], dim=1)
+    expected = model.generate(more, do_sample=False, max_new_tokens=NEW)
+    ours = model.generate(
+        more, do_sample=False, max_new_tokens=NEW, assistant_strategy="medusa",
+        past_key_values=cache,
+    )  # fmt: skip
+    assert ours.tolist() == expected.tolist()
+
+
+def test_plain_steps_keep_the_hidden_state(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that do not draft stand between those that do; these draft at their full depth."""
+    from hf_spec.decoding.controller import Controller
+
+    model = fresh()
+    trained_like(model)
+    expected = run(model)
+    turns = iter([True, False, False] * 100)
+    monkeypatch.setattr(Controller, "speculate", lambda self: next(turns))
+    drafted: list[int] = []
+    observe = methods()["medusa"].drafter.observe
+
+    def noted(self: Any, state: Any, draft: Any, nodes: Any) -> None:
+        drafted.append(draft.tree.num_nodes)
+        observe(self, state, draft, nodes)
+
+    monkeypatch.setattr(methods()["medusa"].drafter, "observe", noted)
+    assert run(model, assistant_strategy="medusa") == expected
+    assert drafted[:6] == [16, 1, 1, 16, 1, 1]
+
+
+# -- exactness ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt", "falcon_alibi", "gpt_neo"])
+@pytest.mark.parametrize("projection", ["shared", "own"])
+def test_greedy_with_heads_that_matter(
+    fresh: Callable[..., PreTrainedModel], architecture: str, projection: str
+) -> None:
+    assert architecture in ARCHITECTURES
+    model = fresh(architecture)
+    expected = run(model, repetition_penalty=1.3)
+    trained_like(model, num_layers=2, projection=projection)
+    for kwargs in ({}, {"retrieval": True}, {"tree": "chain", "fallback": True}):
+        settings = {"assistant_strategy": "medusa", "assistant_kwargs": kwargs}
+        assert run(model, repetition_penalty=1.3, **settings) == expected
+
+
+def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh()
+    trained_like(model)
+    settings = {
+        "do_sample": True, "temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2,
+        "max_new_tokens": NEW,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    expected = model.generate(prompt(), **settings)
+    torch.manual_seed(0)
+    ours = model.generate(prompt(), **settings, assistant_strategy="medusa")
+    assert ours.tolist() == expected.tolist()
+
+
+def test_typical_acceptance_takes_what_exact_acceptance_refuses(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    """Untrained heads repeat the model's own prediction: mostly wrong, often not unlikely."""
+    model = fresh()
+    model.add_adapter(hf_spec.MedusaConfig())
+    steps = {}
+    for rule in ("match", "typical"):
+        torch.manual_seed(0)
+        model.generate(
+            prompt(), do_sample=True, max_new_tokens=40, assistant_strategy="medusa",
+            assistant_kwargs={"acceptance": rule, "typical_epsilon": 0.01},
+        )  # fmt: skip
+        steps[rule] = hf_spec.last_stats(model).num_steps
+    assert steps["typical"] < steps["match"]
+
+
+def test_stock_candidates_are_the_models_token_and_the_heads(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    model = fresh()
+    weights = trained_like(model, num_heads=3)
+    drafter = methods()["medusa"].drafter(model, MedusaOptions(max_depth=2))
+    candidates, logits = drafter.get_candidates(prompt())
+    hidden = token_hidden(model, prompt())[0, -1]
+    expected = [hidden, naive_states(weights, 0, hidden), naive_states(weights, 1, hidden)]
+    tokens = [int(model.get_output_embeddings()(state).argmax()) for state in expected]
+    assert candidates[0, 12:].tolist() == tokens and logits is None
+
+
+# -- PEFT --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", ["shared", "own"])
+def test_saved_and_loaded_every_way(
+    fresh: Callable[..., PreTrainedModel], tmp_path: Any, projection: str
+) -> None:
+    model = fresh()
+    plain = run(model)
+    model.save_pretrained(tmp_path / "base")
+    base = type(model).from_pretrained(tmp_path / "base")
+    weights = trained_like(base, projection=projection)
+    assert run(base, assistant_strategy="medusa") == plain
+    base.save_pretrained(tmp_path / "adapter")
+    load = type(model).from_pretrained
+
+    again = load(tmp_path / "base")
+    again.load_adapter(tmp_path / "adapter", adapter_name="other")
+    loaded = [
+        again,
+        PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter"),
+        PeftModel.from_pretrained(
+            load(tmp_path / "base"), tmp_path / "adapter", low_cpu_mem_usage=True
+        ),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"),
+    ]
+    for one in loaded:
+        for key, value in find_active(one, "MEDUSA").weights().items():
+            assert torch.equal(value, weights[key]), key
+        assert run(one, assistant_strategy="medusa") == plain
+
+
+def test_without_an_adapter(tiny: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="load_adapter.*hf-spec train medusa"):
+        run(tiny(), assistant_strategy="medusa")
+
+
+def test_an_adapter_in_another_precision_than_the_model(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    """A PeftModel keeps a fresh adapter in float32."""
+    model = fresh("llama", dtype=torch.bfloat16)
+    peft_model = get_peft_model(model, hf_spec.MedusaConfig())
+    assert find_active(model, "MEDUSA").weights()["weights"].dtype == torch.float32
+    out = peft_model.generate(prompt(), max_new_tokens=NEW, assistant_strategy="medusa")
+    assert out.shape == (1, 12 + NEW)
+    ids = prompt()
+    loss = peft_model(input_ids=ids, labels=ids, anchors=torch.tensor([[3, 5]]))["loss"]
+    assert loss.dtype == torch.float32
