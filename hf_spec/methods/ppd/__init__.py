@@ -1,10 +1,11 @@
 """``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
 
-from hf_spec.methods.base import Method
+from hf_spec.methods.base import Method, Published
 from hf_spec.methods.ppd import adapter as adapter  # registers PPD with PEFT
 from hf_spec.methods.ppd.config import PPDConfig
 from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.ppd.options import PPDOptions
+from hf_spec.methods.ppd.published import convert, wants
 
 METHOD = Method(
     name="ppd",
@@ -19,4 +20,5 @@ METHOD = Method(
         "num_train_epochs": 4,
     },
     num_anchors=32,
+    published=Published(wants, convert),
 )
