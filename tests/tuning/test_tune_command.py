@@ -115,9 +115,11 @@ def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
     assert "`tree.json`" in card and "| float32 | 1 | 40 |" in card
     base = load(made, None)
     for model in (load(made), PeftModel.from_pretrained(base, made / "bita")):
-        out = model.generate(input_ids=IDS, generation_config=config, **NEW)
-        assert torch.equal(out, plain)
-        assert hf_spec.last_stats(model) is not None
+        out = model.generate(
+            input_ids=IDS, generation_config=config, return_dict_in_generate=True, **NEW
+        )
+        assert torch.equal(out.sequences, plain)
+        assert out.spec_stats.num_drafted_tokens > 0
     drafter = get_method("bita").drafter(
         load(made), get_method("bita").parse_options({"tree": "tuned"})
     )
