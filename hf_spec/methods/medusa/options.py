@@ -12,7 +12,8 @@ from hf_spec.methods.base import StrategyOptions, check_count
 
 TREES = ("sparse", "chain")
 
-#: ``sparse``: rank paths in order of the products of their ranks' accuracies.
+#: ``sparse``: rank paths, the likeliest first. On held-out answers of a 22M model they are worth
+#: 0.3 % less than the 15 best nodes there (docs/medusa.md).
 SPARSE: tuple[tuple[int, ...], ...] = (
     (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
     (2, 0), (1, 0, 0), (0, 1, 0), (4,),
