@@ -95,7 +95,8 @@ def model_logits(model: Any, hidden: Tensor) -> Tensor:
     distributions to sample from. The model runs with its decoder's layers left out.
     """
     decoder = model.get_decoder()
-    made = _DecoderOutput(last_hidden_state=hidden)
+    # Slices take a slow path of the matrix product on CPUs; see output_logits.
+    made = _DecoderOutput(last_hidden_state=hidden.contiguous())
     own = vars(decoder).get("forward")  # a patch or a hook of accelerate's
     decoder.forward = lambda *args, **kwargs: made
     try:

@@ -16,7 +16,7 @@ from hf_spec.methods.tuned_trees import TUNED, TunedTrees, dynamic_trees, is_dyn
 
 @dataclass(frozen=True)
 class TreeOptions(StrategyOptions):
-    """Options of a strategy whose drafter is a :class:`ProbeDrafter`.
+    """Options of a strategy whose candidates stand on trees of ranked predictions.
 
     Attributes:
         tree: a name of the method's; ``tuned``, what ``hf-spec tune`` chose for this device; a list
@@ -31,12 +31,14 @@ class TreeOptions(StrategyOptions):
 
     #: Names of static trees that the method has.
     trees: ClassVar[tuple[str, ...]] = ()
+    #: Whether it takes dynamic trees, those that are tuned among them: its drafter has probes.
+    takes_dynamic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_depth is not None:
             check_count("max_depth", self.max_depth)
-        if is_dynamic(self.tree):
+        if self.takes_dynamic and is_dynamic(self.tree):
             if self.max_depth is not None:
                 raise ValueError(
                     f"max_depth={self.max_depth} with a dynamic tree, which says itself how deep "
@@ -47,9 +49,10 @@ class TreeOptions(StrategyOptions):
         elif not isinstance(self.tree, str):
             self._paths()
         elif self.tree not in self.trees:
+            names = (*self.trees, TUNED) if self.takes_dynamic else self.trees
+            states = ", or the states of a dynamic tree" if self.takes_dynamic else ""
             raise ValueError(
-                f"tree={self.tree!r}: choose one of {', '.join((*self.trees, TUNED))}, or give "
-                "rank paths, or the states of a dynamic tree."
+                f"tree={self.tree!r}: choose one of {', '.join(names)}, or give rank paths{states}."
             )
 
     @abstractmethod
