@@ -115,7 +115,8 @@ def write_chart(path: Path, bench: BenchResult) -> None:
 
     rows = [row for row in bench.runs() if row["task"] == report.ALL]
     figure, axes = plt.subplots(figsize=(1.6 + 1.5 * len(rows), 4))
-    colours = ["tab:gray" if row["strategy"] == "plain" else "tab:blue" for row in rows]
+    plain = [row["strategy"] == row["baseline"] for row in rows]
+    colours = ["tab:gray" if one else "tab:blue" for one in plain]
     bars = axes.bar(
         [row["strategy"] for row in rows], [row["tokens_per_second"] for row in rows], color=colours
     )
