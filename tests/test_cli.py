@@ -126,6 +126,13 @@ def test_bench_limit_and_sampling(checkpoint, prompts, tmp_path):
     assert (settings["temperature"], settings["top_k"], settings["seed"]) == (0.7, 20, 3)
 
 
+def test_names_are_printed_as_they_are(checkpoint, prompts, tmp_path, capsys):
+    """Not as rich's names of emoji."""
+    name = "prompt_lookup:seven:[b]"
+    assert bench(checkpoint, prompts, tmp_path, "--limit", "1", "--strategies", name) == 0
+    assert name in capsys.readouterr().out
+
+
 def test_bench_with_an_assistant_model(checkpoint, prompts, tmp_path):
     name = f"transformers:assisted={checkpoint}"
     assert bench(checkpoint, prompts, tmp_path, "--strategies", name) == 0

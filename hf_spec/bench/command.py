@@ -131,7 +131,7 @@ def bench(
         )  # fmt: skip
     target = output / "results.json"
     report.write_results(target, result, environment)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False, markup=False)
     report.print_table(result, console)
     console.print(f"results: {target}", soft_wrap=True)
     if spec_bench_output is not None:

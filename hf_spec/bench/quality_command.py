@@ -91,7 +91,7 @@ def quality(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False, markup=False)
     table = Table(title=f"{len(chosen)} prompts, {max_new_tokens} new tokens at most")
     table.add_column("answers of")
     for head in ("perplexity", "chrF", "last number", "identical"):
