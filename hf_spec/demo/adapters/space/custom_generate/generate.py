@@ -12,7 +12,7 @@ from typing import Any
 
 # As in generation_config.json and adapter_config.json; filled in when a repository is written.
 STRATEGY: str | None = 'space'
-OPTIONS: dict[str, Any] = {}
+OPTIONS: dict[str, Any] = {'num_candidates': 2}
 PEFT_TYPE: str | None = 'SPACE'
 # Filled in by `hf-spec push`: where the adapter is found.
 REPOSITORY: str | None = None
