@@ -33,6 +33,8 @@ class TreeOptions(StrategyOptions):
     trees: ClassVar[tuple[str, ...]] = ()
     #: Whether it takes dynamic trees, those that are tuned among them: its drafter has probes.
     takes_dynamic: ClassVar[bool] = True
+    #: Options that decide the trees' shape; dynamic trees take their place.
+    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth")
 
     def __post_init__(self) -> None:
         super().__post_init__()

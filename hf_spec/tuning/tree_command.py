@@ -108,7 +108,7 @@ def tune(
     with renew_card(adapter):
         data = work.with_entry(before, entry, weights)
         report.write_atomically(adapter / TREE, json.dumps(data))
-        change_options(adapter, {**options, work.OPTION: TUNED})
+        change_options(adapter, {**work.without_shape(method, options), "tree": TUNED})
     _print(entry, adapter / TREE)
 
 

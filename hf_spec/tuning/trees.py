@@ -6,7 +6,6 @@ knows nothing of the command line or of adapter folders.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,13 +18,12 @@ from hf_spec.bench.runner import own_generation_config
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.base import Method, check_count
 from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.methods.tree_options import TreeOptions
 from hf_spec.methods.tuned_trees import VERSION, Device
 from hf_spec.tuning.future_ranks import FutureRanks, Ranks, Replay, measure
 from hf_spec.tuning.sparse_tree import Array, SparseTrees
 from hf_spec.tuning.step_times import StepTimer, StepTimes
 
-#: The option of strategies whose trees can be tuned.
-OPTION = "tree"
 #: Sizes whose steps are timed; those between are interpolated.
 TIMED = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 #: Rows of the tree whose landing places the accuracies are taken from.
@@ -86,8 +84,15 @@ class Size:
 
 def tunable(method: Method) -> bool:
     """Whether a method's drafter hangs probes under trees of a shape that can be chosen."""
-    fields = {item.name for item in dataclasses.fields(method.options)}
-    return issubclass(method.drafter, ProbeDrafter) and OPTION in fields
+    options = method.options
+    chosen = issubclass(options, TreeOptions) and options.takes_dynamic
+    return chosen and issubclass(method.drafter, ProbeDrafter)
+
+
+def without_shape(method: Method, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a tunable method that say nothing of its trees."""
+    assert issubclass(method.options, TreeOptions)
+    return {name: value for name, value in options.items() if name not in method.options.shape}
 
 
 class TreeTuner:
@@ -118,7 +123,7 @@ class TreeTuner:
             raise ValueError(f"strategy {method.name!r} has no trees to tune")
         self.model, self.tokenizer, self.method = model, tokenizer, method
         self.settings = settings
-        self.options = {key: value for key, value in options.items() if key != OPTION}
+        self.options = without_shape(method, options)
         drafter = method.drafter(model, method.parse_options(self.options))
         assert isinstance(drafter, ProbeDrafter)
         self.drafter = drafter

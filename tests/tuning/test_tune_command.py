@@ -126,6 +126,21 @@ def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
     assert drafter.distances == 2 and len(drafter.tuned.entries) == 1
 
 
+def test_options_of_static_trees_give_way(made: Path, tmp_path: Path) -> None:
+    """What the folder said of the tree's shape would contradict the tuned one."""
+    for name in ("m", "bita"):
+        shutil.copytree(made / name, tmp_path / name)
+    shutil.copy(made / "p.jsonl", tmp_path / "p.jsonl")
+    stored = {"top_k": 2, "max_depth": 1, "retrieval": True}
+    hf_spec.SpecConfig("bita", stored).save_pretrained(tmp_path / "bita")
+    assert tune(tmp_path, "--limit", "1") == 0
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path / "bita")
+    assert config.assistant_kwargs == {"tree": "tuned", "retrieval": True}
+    for tree in ("tuned", "chain", [[0]]):
+        with pytest.raises(ValueError, match="top_k=2 is of the trees 'efficient' and 'full'"):
+            hf_spec.SpecConfig("bita", {"tree": tree, "top_k": 2})
+
+
 def test_without_the_option_trees_stay_static(made: Path) -> None:
     model = load(made)
     options = get_method("bita").parse_options(None)

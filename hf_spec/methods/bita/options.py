@@ -10,6 +10,9 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.methods.base import check_count
 from hf_spec.methods.tree_options import TreeOptions
 
+#: Candidates per mask token unless the user says.
+TOP_K = 5
+
 
 @dataclass(frozen=True)
 class BitaOptions(TreeOptions):
@@ -19,26 +22,35 @@ class BitaOptions(TreeOptions):
         tree: ``efficient``: ``top_k`` candidates per level, all under the likeliest one of the
             level above (figure 5). ``full``: ``top_k`` candidates under every candidate. ``chain``:
             the likeliest only ("straightforward decoding"). Or what :class:`TreeOptions` says.
-        top_k: k, candidates per mask token.
+        top_k: k, candidates per mask token, of ``efficient`` and ``full`` trees; None: 5.
         max_depth: mask tokens used; None takes all that the adapter has.
     """
 
     tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "efficient"
-    top_k: int = 5
+    top_k: int | None = None
 
     trees: ClassVar[tuple[str, ...]] = ("efficient", "full", "chain")
+    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "top_k")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.top_k is None:
+            return
         check_count("top_k", self.top_k)
+        if self.tree not in ("efficient", "full"):
+            raise ValueError(
+                f"top_k={self.top_k} is of the trees 'efficient' and 'full'; leave it out with "
+                "another one."
+            )
 
     def named_tree(self, depth: int) -> TokenTree:
         if self.tree == "chain":
             return TokenTree.chain(depth)
+        width = self.top_k or TOP_K
         paths: list[list[int]] = []
         level: list[list[int]] = [[]]
         for _ in range(depth):
             parents = level if self.tree == "full" else level[:1]
-            level = [[*parent, rank] for parent in parents for rank in range(self.top_k)]
+            level = [[*parent, rank] for parent in parents for rank in range(width)]
             paths += level
         return TokenTree.from_paths(paths)
