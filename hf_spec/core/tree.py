@@ -75,6 +75,15 @@ class TokenTree:
         return _from_keys(cls, sorted(keys, key=lambda key: (len(key), key)))
 
     @classmethod
+    def in_order(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
+        """The tree whose nodes stand as the rank paths do; else as :meth:`from_paths`.
+
+        Raises:
+            ValueError: as there, and if a path stands before its parent.
+        """
+        return _from_keys(cls, [_checked_path(path) for path in paths])
+
+    @classmethod
     def chain(cls, length: int) -> TokenTree:
         """The root and ``length`` candidates one below the other."""
         return _chain(length)
@@ -107,7 +116,7 @@ class TokenTree:
             raise ValueError(
                 f"tree format version {data.get('version')!r}: this hf_spec reads version 1."
             )
-        return _from_keys(cls, [_checked_path(path) for path in data["paths"]])
+        return cls.in_order(data["paths"])
 
     # -- shape -------------------------------------------------------------------------------
 

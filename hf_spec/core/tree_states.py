@@ -119,13 +119,8 @@ class TreeStates:
             paths, probes = item["paths"], item["probes"]
             if not isinstance(paths, list) or not isinstance(probes, list):
                 raise ValueError(f"{form}, got {json.dumps(item)[:80]}.")
-            states.append(TreeState(_in_order(paths), tuple(probes)))
+            states.append(TreeState(TokenTree.in_order(paths), tuple(probes)))
         return cls(tuple(states))
-
-
-def _in_order(paths: list[Any]) -> TokenTree:
-    """The tree whose nodes stand as the paths do: probes are counted in that order."""
-    return TokenTree.from_json(json.dumps({"version": 1, "paths": paths}))
 
 
 @lru_cache(maxsize=512)

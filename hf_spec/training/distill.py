@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -371,20 +371,24 @@ def distill(
         machine = environment(model, settings.model, None)
         session = Session(model, settings.generate_kwargs, managed=contender.adapter is not None)
         done = len(work) - len(missing)
-        for number in missing[state.process_index :: state.num_processes]:
-            if progress is not None:
-                progress(done, len(work))
-            torch.manual_seed(settings.seed_of(number))
-            prompts = [token_ids[index] for index in work[number]]
-            seconds, answers, row_steps, _ = session.generate(contender, prompts)
-            rows = [
-                _row(tokenizer, index, questions[index], token_ids[index], answer)
-                for index, answer in zip(work[number], answers)
-            ]
-            cost = {"seconds": seconds, "row_steps": row_steps, "device": machine["device_name"]}
-            folder.add(number, rows, cost)
-            done = min(done + state.num_processes, len(work))
-        session.close()
+        with closing(session):  # merged updates come out again, whatever happens
+            for number in missing[state.process_index :: state.num_processes]:
+                if progress is not None:
+                    progress(done, len(work))
+                torch.manual_seed(settings.seed_of(number))
+                prompts = [token_ids[index] for index in work[number]]
+                seconds, answers, row_steps, _ = session.generate(contender, prompts)
+                rows = [
+                    _row(tokenizer, index, questions[index], token_ids[index], answer)
+                    for index, answer in zip(work[number], answers)
+                ]
+                cost = {
+                    "seconds": seconds,
+                    "row_steps": row_steps,
+                    "device": machine["device_name"],
+                }
+                folder.add(number, rows, cost)
+                done = min(done + state.num_processes, len(work))
         if progress is not None:
             progress(done, len(work))
     state.wait_for_everyone()

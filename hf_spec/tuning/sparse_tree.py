@@ -99,7 +99,7 @@ class Candidates:
 
     def tree(self, count: int) -> TokenTree:
         """The best tree of ``count`` candidates, in this order."""
-        return tree_of(self.paths[:count])
+        return TokenTree.in_order(self.paths[:count])
 
     @cached_property
     def values(self) -> Array:
@@ -118,15 +118,6 @@ class Candidates:
             ends[node, node] = chance
             ends[node, index[path[:-1]]] -= chance
         return ends.clip(min=0.0)
-
-
-def tree_of(paths: Sequence[RankPath]) -> TokenTree:
-    """The tree whose candidates are these paths, in this order; parents stand first."""
-    index: dict[RankPath, int] = {(): 0}
-    for path in paths:
-        index[path] = len(index)
-    parents = (-1, *(index[path[:-1]] for path in paths))
-    return TokenTree(parents, (0, *(path[-1] for path in paths)))
 
 
 def chances_of(tree: TokenTree, accuracies: Array) -> tuple[Array, Array]:
@@ -270,7 +261,9 @@ class SparseTrees:
                 nodes.append(paths[-1])
             places = [node for node in range(len(nodes)) for _ in range(self.most)]
             held = draw.sample(places, sum(state.probes))
-            states.append(TreeState(tree_of(paths), tuple(map(held.count, range(len(nodes))))))
+            states.append(
+                TreeState(TokenTree.in_order(paths), tuple(map(held.count, range(len(nodes)))))
+            )
         return TreeStates(tuple(states))
 
     def tau(self, states: TreeStates) -> float:

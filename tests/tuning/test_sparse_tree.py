@@ -13,7 +13,7 @@ import pytest
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.tuning import sparse_tree
-from hf_spec.tuning.sparse_tree import Candidates, Chain, SparseTrees, chances_of, tree_of
+from hf_spec.tuning.sparse_tree import Candidates, Chain, SparseTrees, chances_of
 
 #: (distances, ranks); the second has ranks out of order, a third distance better than the second.
 TABLES = [
@@ -28,7 +28,7 @@ def all_trees(depth: int, ranks: int, count: int) -> Iterator[TokenTree]:
     paths = [p for d in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=d)]
     for chosen in itertools.combinations(paths, count):
         if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
-            yield tree_of(chosen)
+            yield TokenTree.in_order(chosen)
 
 
 @pytest.mark.parametrize("table", TABLES)
