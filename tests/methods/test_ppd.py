@@ -44,6 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "prefix": {"num_prefix_tokens": 2},
     "vocabulary": {"head": "vocabulary"},
     "residual": {"head": "residual"},
+    "low rank": {"head": "residual", "head_rank": 2},
     "exits": {"num_exits": 2},
     "all": {
         "num_ept": 2, "ept_mask": "encoder", "ept_aggregation": "learned", "num_prefix_tokens": 1,
@@ -147,9 +148,10 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
     hidden = model.model.norm(torch.stack(layers[-config.num_exits :]).mean(0))[0]
     if config.head == "residual":
         assert ept == 1
-        hidden = hidden + torch.nn.functional.silu(
-            hidden @ weights["head"].T + weights["head_bias"]
-        )
+        matrix = weights.get("head")
+        if matrix is None:
+            matrix = weights["head_up"] @ weights["head_down"]
+        hidden = hidden + torch.nn.functional.silu(hidden @ matrix.T + weights["head_bias"])
     logits = model.lm_head(hidden)
     if config.head == "vocabulary":
         logits = logits + hidden @ weights["head"].T
@@ -199,6 +201,10 @@ def test_gradients_reach_all_that_is_learned_and_nothing_else(
     fresh: Callable[..., PreTrainedModel], fields: dict
 ) -> None:
     peft_model = get_peft_model(fresh("llama"), hf_spec.PPDConfig(**fields))
+    with torch.no_grad():  # a zero factor would keep gradients from the other
+        for name, parameter in peft_model.named_parameters():
+            if "head_up" in name:
+                parameter.fill_(0.01)
     ids = prompt(12, 2)
     out = peft_model(input_ids=ids, labels=ids, anchors=torch.tensor([[3, 7], [5, 8]]))
     out["loss"].backward()
@@ -229,6 +235,12 @@ def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> 
         "prefix": {"prompts": (3, 32), "prefix_keys": deep, "prefix_values": deep},
         "vocabulary": {"prompts": (3, 32), "head": (VOCAB, 32)},
         "residual": {"prompts": (3, 32), "head": (32, 32), "head_bias": (32,)},
+        "low rank": {
+            "prompts": (3, 32),
+            "head_down": (2, 32),
+            "head_up": (32, 2),
+            "head_bias": (32,),
+        },
     }
     for name, expected in shapes.items():
         model = fresh()
@@ -239,12 +251,12 @@ def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> 
 
 def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) -> None:
     found = []
-    for head in ("none", "vocabulary", "residual"):
+    for name in ("plain", "vocabulary", "residual", "low rank"):
         model = fresh()
         torch.manual_seed(0)
-        model.add_adapter(hf_spec.PPDConfig(head=head))
+        model.add_adapter(hf_spec.PPDConfig(**CONFIGS[name]))
         found.append(naive(model, prompt()[0]))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert all(torch.equal(found[0], one) for one in found[1:])
 
 
 @pytest.mark.parametrize(
@@ -261,6 +273,8 @@ def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) ->
         ({"decay": 0}, "decay=0"),
         ({"decay": 1.1}, "decay=1.1"),
         ({"head": "medusa"}, "head='medusa'.*none, vocabulary, residual"),
+        ({"head": "residual", "head_rank": 0}, "head_rank=0"),
+        ({"head_rank": 4}, "head_rank=4 with head='none'.*residual"),
         ({"head_stages": 3}, "head_stages=3.*from 1 to 2"),
     ],
 )

@@ -19,7 +19,8 @@ class PPDAdapter(SpecAdapterLayer):
 
     ``weights`` (m, n) of the EPTs; ``prefix_keys`` and ``prefix_values`` (layers, kv_heads, m *
     prefix tokens, head_dim); ``head`` (vocab, hidden), added to the base's output embeddings, or
-    ``head`` (hidden, hidden) and ``head_bias`` (hidden,) of a residual block before them.
+    ``head`` (hidden, hidden) and ``head_bias`` (hidden,) of a residual block before them; where it
+    has a rank, ``head_down`` (rank, hidden) and ``head_up`` (hidden, rank) instead of ``head``.
     """
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
@@ -40,7 +41,12 @@ class PPDAdapter(SpecAdapterLayer):
             tensors["head"] = torch.zeros(output.out_features, output.in_features)
         elif config.head == "residual":
             hidden = model.get_output_embeddings().in_features
-            tensors["head"] = torch.zeros(hidden, hidden)
+            if config.head_rank is None:
+                tensors["head"] = torch.zeros(hidden, hidden)
+            else:  # as in LoRA: one factor is zero, so that nothing changes yet
+                rank = config.head_rank
+                tensors["head_down"] = torch.randn(rank, hidden) / hidden**0.5
+                tensors["head_up"] = torch.zeros(hidden, rank)
             tensors["head_bias"] = torch.zeros(hidden)
         return tensors
 

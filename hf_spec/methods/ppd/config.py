@@ -71,6 +71,13 @@ class PPDConfig(SpecPeftConfig):
             "second output layer. residual: a block of hidden size before the base's."
         },
     )
+    head_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rank of a residual head's matrix, which keeps the adapter below 0.1 % of the "
+            "base.  [default: a full matrix]"
+        },
+    )
     head_stages: int = field(
         default=2,
         metadata={
@@ -109,6 +116,13 @@ class PPDConfig(SpecPeftConfig):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(known)}."
                 )
+        if self.head_rank is not None:
+            check_count("head_rank", self.head_rank)
+            if self.head != "residual":
+                raise ValueError(
+                    f"head_rank={self.head_rank} with head={self.head!r}: only residual heads have "
+                    "a rank. Give head='residual', or leave head_rank out."
+                )
         if self.num_ept == 1 and self.ept_aggregation == "learned":
             raise ValueError(
                 "ept_aggregation='learned' with num_ept=1: there is nothing to weigh. Give at "
@@ -117,7 +131,8 @@ class PPDConfig(SpecPeftConfig):
 
     def untrained(self, progress: float) -> frozenset[str]:
         waits = self.head_stages == 2 and progress < FIRST_STAGE
-        return frozenset({"head", "head_bias"}) if waits else frozenset()
+        parts = {"head", "head_down", "head_up", "head_bias"}
+        return frozenset(parts) if waits else frozenset()
 
     def check_base(self, model: nn.Module) -> None:
         """Record what follows from the base model, or raise ValueError if it does not fit."""

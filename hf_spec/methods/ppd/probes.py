@@ -89,10 +89,11 @@ class PromptTokens:
                 share = share.repeat(-(-count // self.distances), 1)[:count]
                 hidden = (each * share[:, :, None]).sum(2)
         if config.head == "residual":
-            inner = torch.nn.functional.linear(
-                hidden, weights["head"].to(hidden), weights["head_bias"].to(hidden)
-            )
-            hidden = hidden + torch.nn.functional.silu(inner)
+            names = ("head",) if config.head_rank is None else ("head_down", "head_up")
+            inner = hidden
+            for name in names:
+                inner = torch.nn.functional.linear(inner, weights[name].to(hidden))
+            hidden = hidden + torch.nn.functional.silu(inner + weights["head_bias"].to(hidden))
         if config.head == "vocabulary":  # added to logits, so that their scale matters
             own = hidden @ weights["head"].to(hidden).T
             return model_logits(model, hidden) + own
