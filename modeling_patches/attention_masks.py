@@ -129,7 +129,19 @@ def _block_mask(mask: Tensor) -> Any:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask[b, 0, q, k]
 
-    return create_block_mask(visible, batch, None, queries, keys, device=str(mask.device))
+    made: Any = create_block_mask(visible, batch, None, queries, keys, device=str(mask.device))
+    made.tree_mask = mask
+    return made
+
+
+def narrowed_block_mask(mask: Any, pick: Callable[[Tensor], Tensor]) -> Any:
+    """A block mask made by :meth:`TreeAttention.convert`, for some of its query rows.
+
+    Args:
+        mask: the block mask.
+        pick: takes these rows of a boolean mask (batch, 1, query, key).
+    """
+    return _block_mask(pick(mask.tree_mask))
 
 
 def mask_kinds(model: Any, sliding_windows: list[int | None]) -> dict[str, int | None]:

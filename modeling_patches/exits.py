@@ -5,7 +5,7 @@ What follows the layers, the final norm among it, is the model's own and runs on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,13 @@ from modeling_patches.layer_skip import decoder_layers
 
 
 @contextmanager
-def averaged_exits(model: Any, count: int, first: int = 0) -> Iterator[None]:
+def averaged_exits(model: Any, count: int, first: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """For the block, rows from `first` on leave the layers as the mean of what the last `count` do.
 
     Args:
         model: a causal language model.
         count: exits; 1 changes nothing.
-        first: first row, of the forwards in the block, that is averaged.
+        first: first row, of the forwards in the block, that is averaged; asked in the last layers.
 
     Raises:
         RuntimeError: the model ran no hooks, because it is compiled as a whole.
@@ -35,15 +35,15 @@ def averaged_exits(model: Any, count: int, first: int = 0) -> Iterator[None]:
     runs = 0
 
     def note(module: Any, args: Any, output: Any) -> None:
-        seen.append(_hidden(output)[:, first:])
+        seen.append(_hidden(output)[:, first() :])
 
     def average(module: Any, args: Any, output: Any) -> Any:
         nonlocal runs
         runs += 1
         hidden = _hidden(output)
-        exits = [state.to(hidden.device) for state in seen] + [hidden[:, first:]]
+        exits = [state.to(hidden.device) for state in seen] + [hidden[:, first() :]]
         seen.clear()
-        mixed = torch.cat([hidden[:, :first], torch.stack(exits).mean(0)], dim=1)
+        mixed = torch.cat([hidden[:, : first()], torch.stack(exits).mean(0)], dim=1)
         return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
     handles = [layer.register_forward_hook(note) for layer in before]

@@ -42,13 +42,19 @@ def tree_positions(model: PreTrainedModel) -> Iterator[SetPositions]:
     band = _Band(model.config.window_size)
     attentions = [block.attn.attention for block in decoder.h]
     before = [vars(attention).get("_attn") for attention in attentions]
-    hook = decoder.register_forward_pre_hook(band.before_model, with_kwargs=True)
+    hooks = [decoder.register_forward_pre_hook(band.before_model, with_kwargs=True)]
+    hooks += [
+        block.register_forward_pre_hook(band.before_block, with_kwargs=True)
+        for block, attention in zip(decoder.h, attentions)
+        if attention.attention_type == "local"
+    ]
     try:
         for attention in attentions:
             attention._attn = _attn(attention, band)
         yield band.set_positions
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         for attention, own in zip(attentions, before):
             vars(attention).pop("_attn", None)
             if own is not None:
@@ -69,6 +75,9 @@ class _Band:
     def before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")
         self.mask = self.of(mask) if isinstance(mask, Tensor) and mask.dim() == 4 else None
+
+    def before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs if self.mask is None else kwargs | {"attention_mask": self.mask}
 
     def of(self, mask: Tensor) -> Tensor:
         """`mask` (batch, 1, query, key) without the keys at a distance of the window or more."""
@@ -92,14 +101,13 @@ class _Band:
 def _attn(attention: Any, band: _Band) -> Callable[..., tuple[Tensor, Tensor]]:
     """`GPTNeoSelfAttention._attn` without its triangle over slots while `band` has a mask."""
     plain = attention._attn
-    is_local = attention.attention_type == "local"
 
     def _attn(
         query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if band.mask is None:
             return plain(query, key, value, attention_mask)
-        mask: Any = band.mask if is_local else attention_mask
+        mask: Any = attention_mask
         # GPT-Neo does not scale its scores, hence fp32, as in the original.
         scores = query.float() @ key.float().transpose(-1, -2)  # (batch, heads, query, key)
         scores = scores + mask.to(scores.device)  # the band stays where the first layer is

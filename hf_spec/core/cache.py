@@ -108,6 +108,7 @@ class TreeCache(Cache):
         self.shows_front = False
         self.tokens: list[list[int]] | None = None
         self.block: tuple[int, Tensor | None, int] | None = None
+        self._offset = 0
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -335,7 +336,7 @@ class TreeCache(Cache):
             in front.
         """
         self._absorb_appended()
-        self.shows_front = front
+        self.shows_front, self._offset = front, offset
         end = self.max_length + offset + num_nodes
         self.reserve(end)
         if min(self.host_lengths) == self.max_length:
@@ -346,6 +347,19 @@ class TreeCache(Cache):
         end = min(_aligned(end), self.capacity)
         self.block = (start, slots, end)
         return end
+
+    def narrow(self, rows: Tensor) -> None:
+        """Let only some query rows of the open block come to the layers that have yet to write.
+
+        Each writes the slot that it would have written, so that every layer holds an accepted
+        token in the same slot.
+
+        Args:
+            rows: ``(batch, kept)`` their places among the block's rows.
+        """
+        assert self.block is not None
+        slots = self.lengths[:, None] + self._offset + rows.to(self.lengths.device)
+        self.block = (0, slots, self.block[2])
 
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         """Close the block: keep the accepted nodes of each row, forget the others.

@@ -72,6 +72,7 @@ class ProbeRows:
     Attributes:
         group: what hangs under a node that has all its probes; others have its first ones.
         kinds: ``(batch, probes)`` int64: which probe of the group; padding has 0.
+        anchors: ``(batch, probes)`` int64: the node that each hangs under; padding has 0.
         depths: ``(batch, nodes + probes)`` of the tree's nodes and of the probes.
         ancestors: ``(batch, nodes + probes, nodes + probes)`` bool: what each row sees of them.
         first: ``(batch, nodes)`` row of the first probe under each node, counted behind the nodes.
@@ -80,6 +81,7 @@ class ProbeRows:
 
     group: ProbeGroup
     kinds: Tensor
+    anchors: Tensor
     depths: Tensor
     ancestors: Tensor
     first: Tensor
@@ -144,4 +146,4 @@ def hang(
     ancestors = torch.cat(
         [torch.cat([tree.ancestors, unseen], dim=2), torch.cat([above, own], dim=2)], dim=1
     )
-    return ProbeRows(group, kinds, depths, ancestors, count.cumsum(-1) - count, held)
+    return ProbeRows(group, kinds, anchors, depths, ancestors, count.cumsum(-1) - count, held)

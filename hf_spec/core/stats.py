@@ -20,6 +20,7 @@ class SpecStats:
         num_row_steps: the same counted per unfinished batch row.
         num_generated_tokens: emitted tokens over all rows.
         num_drafted_tokens: candidates proposed over all rows.
+        num_pruned_tokens: of these, candidates that early pruning left out of the deeper layers.
         num_draft_forwards: extra forward passes made while drafting.
         num_fallback_steps: plain steps taken because speculation did not pay, or to time one.
         accepted_histogram: ``{k: n}``: n row-steps emitted k tokens.
@@ -34,6 +35,7 @@ class SpecStats:
     num_row_steps: int = 0
     num_generated_tokens: int = 0
     num_drafted_tokens: int = 0
+    num_pruned_tokens: int = 0
     num_draft_forwards: int = 0
     num_fallback_steps: int = 0
     accepted_histogram: dict[int, int] = field(default_factory=dict)
@@ -49,6 +51,12 @@ class SpecStats:
     def mean_accepted_tokens(self) -> float:
         """tau: emitted tokens per step and row; plain decoding has 1.0."""
         return self.num_generated_tokens / self.num_row_steps if self.num_row_steps else 0.0
+
+    @property
+    def prune_rate(self) -> float:
+        """Share of the candidates that early pruning left out; 0 without candidates."""
+        drafted = self.num_drafted_tokens
+        return self.num_pruned_tokens / drafted if drafted else 0.0
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -94,6 +102,7 @@ class SpecStats:
         """Everything as JSON types, derived figures included."""
         data = asdict(self)
         data["mean_accepted_tokens"] = self.mean_accepted_tokens
+        data["prune_rate"] = self.prune_rate
         data["acceptance_per_position"] = self.acceptance_per_position
         for name in ("accepted_histogram", "offered", "accepted"):
             data[name] = {str(key): value for key, value in sorted(data[name].items())}

@@ -167,19 +167,8 @@ class TokenTree:
     # -- tensors -----------------------------------------------------------------------------
 
     def batch(self, batch_size: int = 1, device: torch.device | str = "cpu") -> TreeBatch:
-        """The same tree in every row, as tensors on ``device`` (cached per device)."""
-        one = _single(self, str(device))
-        if batch_size == 1:
-            return one
-        return TreeBatch(
-            parents=one.parents.expand(batch_size, -1),
-            depths=one.depths.expand(batch_size, -1),
-            ancestors=one.ancestors.expand(batch_size, -1, -1),
-            valid=one.valid.expand(batch_size, -1),
-            row_depths=one.row_depths * batch_size,
-            row_candidates=one.row_candidates * batch_size,
-            is_chain=one.is_chain,
-        )
+        """The same tree in every row, as tensors on ``device`` (cached per size and device)."""
+        return _batch(self, batch_size, str(device))
 
 
 @dataclass(frozen=True)
@@ -216,6 +205,23 @@ class TreeBatch:
     @property
     def batch_size(self) -> int:
         return self.parents.shape[0]
+
+    @cached_property
+    def inner(self) -> tuple[Tensor, Tensor]:
+        """Nodes with children, ``(batch, inner)`` int64, filled up with roots, and for each node
+        the place of its parent among them, ``(batch, nodes)``; the root's is any."""
+        rows = []
+        for parents, count in zip(self.parents.tolist(), self.row_candidates):
+            rows.append(sorted({0, *parents[1 : count + 1]}))
+        most = max(map(len, rows))
+        filled = [row + [0] * (most - len(row)) for row in rows]
+        inner = torch.tensor(filled, device=self.parents.device)
+        place = torch.zeros_like(self.parents)
+        order = torch.arange(most, device=inner.device).expand_as(inner)
+        # Ascending order, the filling last: it must not write over the root's place, which is 0.
+        real = torch.tensor([len(row) for row in rows], device=inner.device)[:, None] > order
+        place.scatter_add_(1, inner, order * real)
+        return inner, place.gather(1, self.parents.clamp(min=0))
 
     @staticmethod
     def stack(trees: Sequence[TokenTree], device: torch.device | str = "cpu") -> TreeBatch:
@@ -326,6 +332,22 @@ def _truncate(tree: TokenTree, max_depth: int) -> TokenTree:
     new = {old: index for index, old in enumerate(kept)}
     parents = tuple(new.get(tree.parents[node], -1) for node in kept)
     return TokenTree(parents, tuple(tree.ranks[node] for node in kept))
+
+
+@lru_cache(maxsize=1024)
+def _batch(tree: TokenTree, batch_size: int, device: str) -> TreeBatch:
+    one = _single(tree, device)
+    if batch_size == 1:
+        return one
+    return TreeBatch(
+        parents=one.parents.expand(batch_size, -1),
+        depths=one.depths.expand(batch_size, -1),
+        ancestors=one.ancestors.expand(batch_size, -1, -1),
+        valid=one.valid.expand(batch_size, -1),
+        row_depths=one.row_depths * batch_size,
+        row_candidates=one.row_candidates * batch_size,
+        is_chain=one.is_chain,
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.choose import Choice, Chooser
@@ -106,12 +107,18 @@ def decode(
                 if drafts:
                     draft = _within_budget(drafter.propose(state), state)
             with watch.phase("forward"):
-                output = forward(draft.tokens, draft.tree, probes=draft.probes)
+                output = forward(
+                    draft.tokens, draft.tree, probes=draft.probes, pruning=drafter.pruning
+                )
+            left = output.survivors
+            verified = draft if left is None else draft.left_with(left)
             with watch.phase("verify"):
-                choice = chooser.accept(draft, output.logits, state.active)
+                choice = chooser.accept(verified, output.logits, state.active)
             counts = _emit(choice, draft, emission, state)
+            _note_hidden(choice, counts, verified, output, state)
+            if left is not None:
+                choice = _unpruned(choice, left, draft, counts, state)
             cache.commit(counts, _moved(choice, counts))
-            _note_hidden(choice, counts, draft, output, state)
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
             controller.observe(draft.num_rows, counts)
 
@@ -170,6 +177,18 @@ def _emit(choice: Choice, draft: Draft, emission: Emission, state: DecodingState
     state.active, state.remaining = emission.active, emission.remaining
     state.root = torch.tensor([row[-1] for row in state.tokens], device=draft.tokens.device)
     return counts
+
+
+def _unpruned(
+    choice: Choice, left: Survivors, draft: Draft, counts: list[int], state: DecodingState
+) -> Choice:
+    """The choice with nodes numbered as in the whole draft; counts what was pruned."""
+    for drafted, kept, count in zip(draft.tree.row_candidates, left.counts, counts):
+        if count:
+            state.stats.num_pruned_tokens += drafted - kept
+    nodes = [[of[node] for node in path] for path, of in zip(choice.nodes, left.host_nodes)]
+    path = left.nodes.gather(1, choice.path.to(left.nodes.device))
+    return dataclasses.replace(choice, path=path, nodes=nodes)
 
 
 def _moved(choice: Choice, counts: list[int]) -> Tensor | None:

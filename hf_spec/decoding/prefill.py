@@ -210,7 +210,8 @@ def _extend(
             [part + [0] * (size - len(part)) for part in parts], device=cache.lengths.device
         )
         tree = TokenTree.chain(size - 1).batch(len(rows), cache.lengths.device)
-        logits, _, hidden = forward(tokens, tree)
+        output = forward(tokens, tree)
+        logits, hidden = output.logits, output.node_hidden
         cache.commit([len(part) for part in parts])
         for row, part in enumerate(parts):
             if part and start + len(part) == len(rows[row]):

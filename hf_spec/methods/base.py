@@ -21,9 +21,10 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeRows
+from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TreeBatch
-from hf_spec.methods.forward import ProbeInputs, TreeForward
+from hf_spec.methods.forward import ProbeInputs, Pruning, TreeForward
 
 #: Acceptance rules and whether they keep the target distribution.
 ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
@@ -112,6 +113,11 @@ class Draft:
         """Rows that its forward has for each batch row."""
         return self.tokens.shape[1] + (0 if self.probes is None else self.probes.num_probes)
 
+    def left_with(self, survivors: Survivors) -> Draft:
+        """What pruning left of it."""
+        tokens = self.tokens.gather(1, survivors.nodes)
+        return Draft(survivors.tree, tokens, None, survivors.probes)
+
 
 class Process(Protocol):
     """The call's logits processors."""
@@ -186,11 +192,14 @@ class Drafter(CandidateGenerator):
             the model, too.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
         wants_hidden: whether it reads ``DecodingState.hidden``.
+        pruning: leaves out nodes of its drafts on their way through the model. Which ones depends
+            on their tokens, so that its drafts must carry no distributions.
     """
 
     single_forward: ClassVar[bool] = True
     probe_inputs: ProbeInputs | None = None
     wants_hidden: bool = False
+    pruning: Pruning | None = None
 
     def __init__(self, model: Any, options: Any):
         self.model = model

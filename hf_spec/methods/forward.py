@@ -7,10 +7,10 @@ knows nothing of drafting, acceptance or generation options.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_spec.core import mask as masks
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeRows
+from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.early_pruning import early_pruning
 from modeling_patches.exits import averaged_exits
 
 
@@ -51,8 +53,25 @@ class ProbeInputs:
         return self.front_seen.to(kinds.device)[kinds]
 
 
+class Pruning(Protocol):
+    """Chooses the nodes that deeper layers don't see (ProPD, section 4.1)."""
+
+    @property
+    def layer(self) -> int:
+        """Layers that run on all nodes."""
+
+    def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
+        """The nodes that stay, with all their ancestors: ``(batch, nodes)`` bool.
+
+        Args:
+            hidden: ``(batch, nodes, hidden)`` behind these layers.
+            tokens: ``(batch, nodes)``.
+            tree: the tree of each row.
+        """
+
+
 class TreeOutput(NamedTuple):
-    """What a forward gives.
+    """What a forward gives, of the nodes that it forwarded and did not prune.
 
     Attributes:
         logits: ``(batch, nodes, vocab)`` after each forwarded node, in the model's dtype.
@@ -60,11 +79,13 @@ class TreeOutput(NamedTuple):
             probes. :func:`output_logits` makes logits of the few that are wanted.
         node_hidden: ``(batch, nodes, hidden)`` that of each forwarded node, what the model's output
             embeddings are applied to; None unless it was asked for.
+        survivors: what was left of the tree; None if all of it.
     """
 
     logits: Tensor
     probe_hidden: Tensor | None = None
     node_hidden: Tensor | None = None
+    survivors: Survivors | None = None
 
 
 def output_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -115,16 +136,28 @@ def taken(model: Any, **inputs: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def final_hidden(model: Any) -> Iterator[list[Tensor]]:
+def final_hidden(model: Any, rows: Callable[[], int] | None = None) -> Iterator[list[Tensor]]:
     """For the block, a list that each forward of ``model`` fills with its final hidden states.
 
     ``(batch, rows, hidden)``: what the model's output embeddings are applied to. The list stays
     empty where the model is compiled as a whole and runs no hooks.
+
+    Args:
+        model: a causal language model.
+        rows: how many rows, from the first, logits are made of; asked behind the decoder. None:
+            of all.
     """
     seen: list[Tensor] = []
 
-    def note(module: Any, args: Any, output: Any) -> None:
+    def note(module: Any, args: Any, output: Any) -> Any:
         seen[:] = [output[0]]
+        if rows is None or rows() == output[0].shape[1]:
+            return None
+        fewer = output[0][:, : rows()].contiguous()  # output_logits says why
+        if isinstance(output, tuple):
+            return (fewer, *output[1:])
+        output.last_hidden_state = fewer
+        return output
 
     handle = model.get_decoder().register_forward_hook(note)
     try:
@@ -166,8 +199,7 @@ class TreeForward:
         self.last_position = last_position[:, None]
         self.position_shift = position_shift[:, None]
         self.model_kwargs = model_kwargs or {}
-        known = taken(model, position_ids=True, logits_to_keep=True)
-        self.takes_positions, self.takes_kept = "position_ids" in known, "logits_to_keep" in known
+        self.takes_positions = "position_ids" in taken(model, position_ids=True)
         self.dtype = model.get_input_embeddings().weight.dtype
         self.device = model.get_input_embeddings().weight.device
         self.probe_inputs = probe_inputs
@@ -181,7 +213,12 @@ class TreeForward:
                 cache.set_front(probe_inputs.front)
 
     def __call__(
-        self, tokens: Tensor, tree: TreeBatch, first: int = 0, probes: ProbeRows | None = None
+        self,
+        tokens: Tensor,
+        tree: TreeBatch,
+        first: int = 0,
+        probes: ProbeRows | None = None,
+        pruning: Pruning | None = None,
     ) -> TreeOutput:
         """Run the nodes ``first ..`` of the tree and the probes under them.
 
@@ -190,6 +227,7 @@ class TreeForward:
             tree: the tree of each row; nodes before ``first`` were forwarded earlier in this step.
             first: first node to forward.
             probes: rows to add behind the nodes; made for this tree.
+            pruning: leaves out nodes, and probes under them, on the way; not with ``first``.
         """
         depths, ancestors = tree.depths, tree.ancestors
         if probes is not None:
@@ -215,32 +253,54 @@ class TreeForward:
         tokens = tokens[:, first:].to(self.device)
         if probes is None:
             inputs["input_ids"] = tokens
-            if not self.wants_hidden:
+            if not self.wants_hidden and pruning is None:
                 return TreeOutput(self.model(**inputs).logits)
-            logits, hidden = self._run(inputs)
-            return TreeOutput(logits, node_hidden=hidden)
-        embeddings = self.model.get_input_embeddings()(tokens)
-        learned = self.probe_embeddings[probes.kinds.to(self.device)]
-        inputs["inputs_embeds"] = torch.cat([embeddings, learned], dim=1)
-        forwarded = nodes - first
-        if self.takes_kept:  # the probes' logits are made where they are wanted only
-            inputs["logits_to_keep"] = torch.arange(forwarded, device=self.device)
-        exits = 1 if self.probe_inputs is None else self.probe_inputs.exits
-        with averaged_exits(self.model, exits, forwarded):
-            logits, hidden = self._run(inputs)
-        own = hidden[:, :forwarded] if self.wants_hidden else None
-        return TreeOutput(logits[:, :forwarded], hidden[:, forwarded:], own)
+        else:
+            embeddings = self.model.get_input_embeddings()(tokens)
+            learned = self.probe_embeddings[probes.kinds.to(self.device)]
+            inputs["inputs_embeds"] = torch.cat([embeddings, learned], dim=1)
+        return self._run(inputs, tokens, tree, probes, pruning)
 
-    def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Logits and final hidden states, ``(batch, rows, ...)``."""
-        if self.runs_hooks:
-            with final_hidden(self.model) as seen:
-                output = self.model(**inputs)
-            if seen:
-                return output.logits, seen[0]
-            self.runs_hooks = False
-        output = self.model(**inputs, output_hidden_states=True)
-        return output.logits, output.hidden_states[-1]
+    def _run(
+        self, inputs: dict[str, Any], tokens: Tensor, tree: TreeBatch, probes: ProbeRows | None,
+        pruning: Pruning | None,
+    ) -> TreeOutput:  # fmt: skip
+        """The forward where more than the logits of all rows is wanted, or less."""
+        left: Survivors | None = None
+
+        def nodes() -> int:
+            return tokens.shape[1] if left is None else left.nodes.shape[1]
+
+        def choose(hidden: Tensor) -> Tensor | None:
+            nonlocal left
+            assert pruning is not None
+            alive = pruning.alive(hidden[:, : tokens.shape[1]], tokens, tree)
+            left = survive(tree, alive.to(tree.parents.device), probes)
+            if left is None:
+                return None
+            self.cache.narrow(left.rows)
+            return left.rows
+
+        with ExitStack() as stack:
+            if probes is not None and self.probe_inputs is not None:
+                stack.enter_context(averaged_exits(self.model, self.probe_inputs.exits, nodes))
+            # Behind averaged_exits, whose hook must see the last layer's output first.
+            if pruning is not None and tokens.shape[1] > 1:
+                stack.enter_context(early_pruning(self.model, pruning.layer, choose))
+            if self.runs_hooks:
+                seen = stack.enter_context(final_hidden(self.model, nodes))
+                logits = self.model(**inputs).logits
+                self.runs_hooks = bool(seen)
+            if not self.runs_hooks:
+                output = self.model(**inputs, output_hidden_states=True)
+                logits, seen = output.logits[:, : nodes()], [output.hidden_states[-1]]
+        hidden = seen[0]
+        rest = probes if left is None else left.probes
+        behind = None
+        if rest is not None:
+            behind = hidden[:, nodes() : nodes() + rest.num_probes]
+        own = hidden[:, : nodes()] if self.wants_hidden else None
+        return TreeOutput(logits, behind, own, left)
 
     def _mask(
         self, ancestors: Tensor, first: int, keys: int, node_positions: Tensor,

@@ -197,7 +197,7 @@ class _Run:
         visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
         positions = torch.cat([self.positions, self.probe_positions], dim=1)
         embeddings = torch.cat([self.embed(self.input_ids), self._embeddings()], dim=1)
-        exits = averaged_exits(self.model, self.inputs.exits, self.seq)
+        exits = averaged_exits(self.model, self.inputs.exits, lambda: self.seq)
         with final_hidden(self.model) as seen, exits:
             self.model(
                 inputs_embeds=embeddings, attention_mask=self._mask(visible, positions, 0),

@@ -220,6 +220,7 @@ class WithRetrieval(Drafter):
         self.inner = inner
         self.probe_inputs = inner.probe_inputs
         self.wants_hidden = inner.wants_hidden
+        self.pruning = inner.pruning
 
     def start(self, state: DecodingState) -> None:
         self.inner.start(state)

@@ -1,0 +1,105 @@
+"""Dropping nodes of a tree in the middle of a forward (ProPD, section 4.1).
+
+Which nodes go is somebody else's choice; here their subtrees go with them, and so do the probes
+under them. What is left is a smaller tree, whose nodes know their places in the whole one. This
+module knows shapes only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.probes import ProbeRows
+from hf_spec.core.tree import TreeBatch
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What is left of a batch of trees.
+
+    Attributes:
+        nodes: ``(batch, kept)`` int64 nodes of the whole tree, ascending; rows of the batch with
+            fewer survivors than others are filled with nodes that did not survive.
+        rows: ``(batch, kept + kept probes)`` the same among nodes and probes.
+        tree: the trees of the survivors, filling marked invalid.
+        probes: the probes under them; None if there were none.
+        host_nodes: ``nodes`` as lists.
+        counts: candidates that survived in each row.
+    """
+
+    nodes: Tensor
+    rows: Tensor
+    tree: TreeBatch
+    probes: ProbeRows | None
+    host_nodes: list[list[int]]
+    counts: list[int]
+
+
+def connected(tree: TreeBatch, wanted: Tensor) -> Tensor:
+    """The nodes of ``wanted`` (batch, nodes) all of whose ancestors are in it; and the roots."""
+    wanted = wanted & tree.valid
+    wanted[:, 0] = True
+    return ~(tree.ancestors & ~wanted[:, None, :]).any(-1)
+
+
+def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> Survivors | None:
+    """The trees without the nodes that are not alive.
+
+    Args:
+        tree: the tree of each row.
+        alive: ``(batch, nodes)`` bool, as :func:`connected` gives it.
+        probes: rows that hang under the nodes.
+
+    Returns:
+        None if that leaves all rows as they are.
+    """
+    counts = alive.sum(-1).tolist()
+    kept = max(counts)
+    if kept == tree.num_nodes:
+        return None
+    nodes = _first(alive, kept)
+    host = nodes.tolist()
+    rows, rest = nodes, None
+    if probes is not None:
+        under = alive.gather(1, probes.anchors)
+        most = int(under.sum(-1).max()) if probes.num_probes else 0
+        chosen = _first(under, most)
+        rows = torch.cat([nodes, tree.num_nodes + chosen], dim=1)
+        # Probes keep their order, so those that go before a group's first one move it forward.
+        before = torch.nn.functional.pad(under.long().cumsum(-1), (1, 0))
+        first = before.gather(1, probes.first.gather(1, nodes))
+        sizes = tuple(tuple(row[n] for n in at) for row, at in zip(probes.sizes, host))
+        rest = dataclasses.replace(
+            probes, kinds=probes.kinds.gather(1, chosen), first=first, sizes=sizes
+        )
+    return Survivors(nodes, rows, _subtree(tree, nodes, alive), rest, host, [n - 1 for n in counts])
+
+
+def _first(marked: Tensor, count: int) -> Tensor:
+    """Places of the marked columns, in order, filled up with others: (batch, count)."""
+    return torch.argsort(~marked, dim=-1, stable=True)[:, :count]
+
+
+def _subtree(tree: TreeBatch, nodes: Tensor, alive: Tensor) -> TreeBatch:
+    """The tree over some of its nodes; depths on the host remain upper bounds."""
+    size = tree.num_nodes
+    place = torch.zeros(nodes.shape[0], size, dtype=torch.long, device=nodes.device)
+    place.scatter_(1, nodes, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
+    parents = tree.parents.gather(1, nodes)
+    moved = place.gather(1, parents.clamp(min=0))
+    wide = nodes[:, :, None].expand(-1, -1, size)
+    ancestors = tree.ancestors.gather(1, wide)
+    ancestors = ancestors.gather(2, nodes[:, None, :].expand(-1, nodes.shape[1], -1))
+    return TreeBatch(
+        parents=torch.where(parents < 0, parents, moved),
+        depths=tree.depths.gather(1, nodes),
+        ancestors=ancestors,
+        valid=alive.gather(1, nodes),
+        row_depths=tree.row_depths,
+        row_candidates=tree.row_candidates,
+        is_chain=tree.is_chain,
+    )

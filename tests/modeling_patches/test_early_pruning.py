@@ -1,0 +1,212 @@
+"""Rows that are dropped after some layers: the others come out as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, VOCAB
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.pruning import Survivors, connected, survive
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.methods.forward import TreeForward, TreeOutput
+from modeling_patches.attention_masks import tree_attention
+from modeling_patches.early_pruning import early_pruning, layer_input
+from modeling_patches.layer_skip import num_layers
+from modeling_patches.support import sliding_windows
+
+TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])
+
+
+class Keep:
+    """Keeps given nodes, with all their ancestors."""
+
+    def __init__(self, layer: int, wanted: Tensor):
+        self.layer, self.wanted = layer, wanted
+        self.hidden: Tensor | None = None
+
+    def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
+        self.hidden = hidden
+        return connected(tree, self.wanted.clone())
+
+
+def run(
+    model: Any, tree: TreeBatch, tokens: Tensor, prompts: list[list[int]], pruning: Any,
+    wants_hidden: bool = False,
+) -> tuple[TreeOutput, TreeCache]:  # fmt: skip
+    """One forward of a tree behind prompts of different lengths."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    source = DynamicCache(config=model.config)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    takes = {} if model.config.model_type in ("bloom", "mpt") else {"position_ids": positions}
+    model(input_ids=ids, attention_mask=mask, past_key_values=source, use_cache=True, **takes)
+    cache = TreeCache.pack(source, mask, width + tree.num_nodes, "cpu")
+    with tree_attention(model, sliding_windows(model)) as attention:
+        last = torch.full((len(prompts),), 1000)
+        forward = TreeForward(
+            model, cache, attention, last, torch.zeros_like(last), wants_hidden=wants_hidden
+        )
+        return forward(tokens, tree, pruning=pruning), cache
+
+
+def setting(seed: int, rows: int) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Prompts, tokens on the tree's nodes, and nodes that are wanted."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, 12), generator=generator).tolist()
+    prompts = [row[: 12 - 3 * index] for index, row in enumerate(ids)]
+    tokens = torch.randint(3, VOCAB, (rows, len(TREE)), generator=generator)
+    wanted = torch.rand(rows, len(TREE), generator=generator) < 0.6
+    return prompts, tokens, wanted
+
+
+MODELS = [(name, None) for name in ARCHITECTURES] + [("llama", "eager"), ("gemma3", "eager")]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("architecture", "implementation"), MODELS)
+@torch.no_grad()
+def test_survivors_come_out_as_without_pruning(
+    tiny: Callable[..., PreTrainedModel], architecture: str, implementation: str | None, rows: int
+) -> None:
+    """And every layer's cache holds the same at the slots of the survivors."""
+    model = tiny(architecture, implementation)
+    prompts, tokens, wanted = setting(7, rows)
+    tree = TREE.batch(rows)
+    whole, cache = run(model, tree, tokens, prompts, None)
+    for layer in range(1, num_layers(model)):
+        pruned, other = run(model, tree, tokens, prompts, Keep(layer, wanted))
+        left = pruned.survivors
+        assert left is not None and left.nodes.shape[1] < len(TREE)
+        assert pruned.logits.shape[1] == left.nodes.shape[1]
+        for row in range(rows):
+            kept = left.host_nodes[row][: left.counts[row] + 1]
+            got, want = pruned.logits[row, : len(kept)], whole.logits[row, kept]
+            # Sums of floats in another order; a wrong mask or position gives errors near 1.
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            start = len(prompts[row])
+            slots = [start + node for node in kept]
+            for one, two in zip(cache.layers, other.layers):
+                for name in ("keys", "values"):
+                    torch.testing.assert_close(
+                        getattr(two, name)[row, :, slots], getattr(one, name)[row, :, slots],
+                        rtol=1e-4, atol=1e-4,
+                    )  # fmt: skip
+        # Shallow layers hold every node, deeper ones nothing of those that went. (The slots behind
+        # the other rows' shorter prompts are not empty to begin with.)
+        gone = [len(prompts[0]) + n for n in range(len(TREE)) if n not in left.host_nodes[0]]
+        for index, one in enumerate(other.layers):
+            states = one.keys[0, :, gone]
+            assert bool(states.abs().sum() > 0) == (index < layer)
+
+
+@torch.no_grad()
+def test_flex_attention_narrows_its_block_mask(tiny: Callable[..., PreTrainedModel]) -> None:
+    prompts, tokens, wanted = setting(3, 1)
+    tree = TREE.batch(1)
+    whole, _ = run(tiny("llama"), tree, tokens, prompts, Keep(1, wanted))
+    model = tiny("llama", "flex_attention")
+    pruned, _ = run(model, tree, tokens, prompts, Keep(1, wanted))
+    torch.testing.assert_close(pruned.logits, whole.logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_the_survivors(tiny: Callable[..., PreTrainedModel]) -> None:
+    model = tiny("llama")
+    prompts, tokens, wanted = setting(1, 2)
+    keep = Keep(2, wanted)
+    pruned, _ = run(model, TREE.batch(2), tokens, prompts, keep, wants_hidden=True)
+    assert pruned.node_hidden is not None and keep.hidden is not None
+    torch.testing.assert_close(model.lm_head(pruned.node_hidden), pruned.logits)
+    assert keep.hidden.shape == (2, len(TREE), 32)
+
+
+@torch.no_grad()
+def test_nothing_is_pruned_where_all_are_wanted(tiny: Callable[..., PreTrainedModel]) -> None:
+    model = tiny("llama")
+    prompts, tokens, wanted = setting(1, 2)
+    everything = Keep(1, torch.ones_like(wanted))
+    output, _ = run(model, TREE.batch(2), tokens, prompts, everything)
+    assert output.survivors is None and output.logits.shape[1] == len(TREE)
+
+
+def test_a_layer_that_is_not_there(tiny: Callable[..., PreTrainedModel]) -> None:
+    for layer in (0, 3):
+        message = rf"layer={layer}: the model has 3 layers, so .* 1 to 2"
+        with (
+            pytest.raises(ValueError, match=message),
+            early_pruning(tiny("llama"), layer, lambda hidden: None),
+        ):
+            pass
+
+
+def test_a_model_whose_hooks_do_not_run(tiny: Callable[..., PreTrainedModel]) -> None:
+    with (
+        pytest.raises(RuntimeError, match="without torch.compile, or switch pruning off"),
+        early_pruning(tiny("llama"), 1, lambda hidden: None),
+    ):
+        pass
+
+
+@torch.no_grad()
+def test_layer_input(tiny: Callable[..., PreTrainedModel]) -> None:
+    model = tiny("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    with layer_input(model, 2) as seen:
+        hidden = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(seen[0], hidden[2])
+    model(ids)
+    assert torch.equal(seen[0], hidden[2]), "the hook is gone"
+
+
+# -- the trees that are left -----------------------------------------------------------------
+
+
+def naive_survivors(tree: TokenTree, wanted: list[bool]) -> list[int]:
+    alive: list[int] = []
+    for node, parent in enumerate(tree.parents):
+        if node == 0 or (wanted[node] and parent in alive):
+            alive.append(node)
+    return alive
+
+
+def survivors(tree: TreeBatch, wanted: Tensor) -> Survivors:
+    left = survive(tree, connected(tree, wanted))
+    assert left is not None
+    return left
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_trees_that_are_left(seed: int) -> None:
+    _, _, wanted = setting(seed, 3)
+    wanted[:, -1] = False
+    left = survivors(TREE.batch(3), wanted.clone())
+    for row in range(3):
+        expected = naive_survivors(TREE, wanted[row].tolist())
+        count = len(expected)
+        assert left.host_nodes[row][:count] == expected and left.counts[row] == count - 1
+        assert left.tree.valid[row].tolist() == [True] * count + [False] * (
+            left.tree.num_nodes - count
+        )
+        smaller = TokenTree(
+            tuple(expected.index(TREE.parents[n]) if n else -1 for n in expected),
+            tuple(TREE.ranks[n] for n in expected),
+        ).batch()
+        for name in ("parents", "depths"):
+            assert torch.equal(getattr(left.tree, name)[row, :count], getattr(smaller, name)[0])
+        assert torch.equal(left.tree.ancestors[row, :count, :count], smaller.ancestors[0])
+
+
+def test_inner_nodes() -> None:
+    chain = TokenTree.chain(2)
+    inner, place = TreeBatch.stack([TREE, chain]).inner
+    assert inner.tolist() == [[0, 1, 2, 3, 5, 7], [0, 1, 0, 0, 0, 0]]
+    for row, tree in enumerate((TREE, chain)):
+        for node in range(1, len(tree)):
+            assert inner[row, place[row, node]] == tree.parents[node]
