@@ -47,6 +47,17 @@ VARIANTS["medusa"] = {
     "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
+VARIANTS["propd"] = {
+    "sparse": {"prune_top_k": 20},
+    "probability": {
+        "tree": "chain",
+        "prune_criterion": "probability",
+        "prune_keep": 2,
+        "retrieval": True,
+    },
+    "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
+    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
+}
 VARIANTS["space"] = {
     "auto": {},
     "match": {"acceptance": "match", "num_candidates": 2, "retrieval": True},
@@ -65,7 +76,7 @@ VARIANTS["ppd"] = {
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING = {"bita": "wide", "space": "auto", "ppd": "wide", "medusa": "wide"}
+HITTING = {"bita": "wide", "space": "auto", "ppd": "wide", "medusa": "wide", "propd": "wide"}
 CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.

@@ -232,7 +232,7 @@ class TreeForward:
         depths, ancestors = tree.depths, tree.ancestors
         if probes is not None:
             depths, ancestors = probes.depths, probes.ancestors
-        nodes, rows = tree.num_nodes, depths.shape[1]
+        rows = depths.shape[1]
         front = self.num_front if probes is not None and probes.num_probes else 0
         keys = self.cache.begin(rows - first, offset=first, front=front > 0)
         lengths = self.cache.lengths

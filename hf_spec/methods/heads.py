@@ -185,13 +185,20 @@ def heads_loss(
         ``loss``, a scalar; ``logits``, ``(batch, anchors, heads, vocab)``; ``labels``, ``(batch,
         anchors, heads)``.
     """
+    hidden = token_hidden(model, input_ids, attention_mask)
+    return loss_of_states(model, adapter, hidden, labels, anchors)
+
+
+def loss_of_states(
+    model: Any, adapter: ActiveAdapter, hidden: Tensor, labels: Tensor, anchors: Tensor
+) -> dict[str, Tensor]:
+    """:func:`heads_loss` from final hidden states ``(batch, seq, hidden)``."""
     config: Any = adapter.config
     weights = adapter.weights()
     group = ProbeGroup.causal(config.num_heads)
-    hidden = token_hidden(model, input_ids, attention_mask)
     wanted = future_labels(labels, anchors, group).to(hidden.device)
     anchors = anchors.to(hidden.device)
-    states = head_states(weights, _at(hidden, anchors))
+    states = head_states(weights, states_at(hidden, anchors))
     if config.projection == "own":
         logits = _projected(model, weights[PROJECTION], states)
     else:
@@ -206,7 +213,7 @@ def heads_loss(
         with torch.no_grad():
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
-            own = _model_logits(model, _at(hidden, later.flatten(1)).view(states.shape))
+            own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
             target = own.flatten(0, 2).to(flat.dtype).log_softmax(-1)
         divergence = functional.kl_div(
             flat.log_softmax(-1), target, reduction="none", log_target=True
@@ -218,7 +225,7 @@ def heads_loss(
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
 
 
-def _at(hidden: Tensor, columns: Tensor) -> Tensor:
+def states_at(hidden: Tensor, columns: Tensor) -> Tensor:
     """``hidden`` (batch, seq, hidden) at ``columns`` (batch, n): (batch, n, hidden)."""
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[-1]))
 

@@ -14,7 +14,8 @@ import torch
 
 from hf_spec.core.probes import hang
 from hf_spec.core.tree import TokenTree, TreeBatch, merge
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.methods.base import DecodingState, Draft
+from hf_spec.methods.wrapped_drafter import WrappedDrafter
 
 #: How much more a match counts per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
@@ -208,19 +209,12 @@ class Retrieval:
             self.confidence.observe(self._longest, accepted, depth)
 
 
-class WithRetrieval(Drafter):
+class WithRetrieval(WrappedDrafter):
     """Merges look-ups into another drafter's trees (option ``retrieval=True``).
 
     Candidates that both propose stand in the tree once. Looked-up candidates count as drawn from a
     distribution that is certain of them, so rejection stays exact.
     """
-
-    def __init__(self, inner: Drafter):
-        super().__init__(inner.model, inner.options)
-        self.inner = inner
-        self.probe_inputs = inner.probe_inputs
-        self.wants_hidden = inner.wants_hidden
-        self.pruning = inner.pruning
 
     def start(self, state: DecodingState) -> None:
         self.inner.start(state)
@@ -276,9 +270,3 @@ class WithRetrieval(Drafter):
             depth, found = self._found[row]
             if path:
                 self.rows[row].observe(sum(node in found for node in path), depth)
-
-    def details(self) -> dict[str, Any]:
-        return self.inner.details()
-
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        return self.inner.get_candidates(input_ids, **kwargs)

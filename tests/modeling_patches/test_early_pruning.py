@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.core.cache import TreeCache
+from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.pruning import Survivors, connected, survive
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.methods.forward import TreeForward, TreeOutput
+from hf_spec.methods.forward import ProbeInputs, TreeForward, TreeOutput
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.early_pruning import early_pruning, layer_input
 from modeling_patches.layer_skip import num_layers
@@ -37,7 +38,8 @@ class Keep:
 
 def run(
     model: Any, tree: TreeBatch, tokens: Tensor, prompts: list[list[int]], pruning: Any,
-    wants_hidden: bool = False,
+    wants_hidden: bool = False, probes: ProbeRows | None = None,
+    probe_inputs: ProbeInputs | None = None,
 ) -> tuple[TreeOutput, TreeCache]:  # fmt: skip
     """One forward of a tree behind prompts of different lengths."""
     width = max(map(len, prompts))
@@ -47,13 +49,14 @@ def run(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes = {} if model.config.model_type in ("bloom", "mpt") else {"position_ids": positions}
     model(input_ids=ids, attention_mask=mask, past_key_values=source, use_cache=True, **takes)
-    cache = TreeCache.pack(source, mask, width + tree.num_nodes, "cpu")
+    cache = TreeCache.pack(source, mask, width + 64, "cpu")
     with tree_attention(model, sliding_windows(model)) as attention:
         last = torch.full((len(prompts),), 1000)
         forward = TreeForward(
-            model, cache, attention, last, torch.zeros_like(last), wants_hidden=wants_hidden
-        )
-        return forward(tokens, tree, pruning=pruning), cache
+            model, cache, attention, last, torch.zeros_like(last), probe_inputs=probe_inputs,
+            wants_hidden=wants_hidden,
+        )  # fmt: skip
+        return forward(tokens, tree, pruning=pruning, probes=probes), cache
 
 
 def setting(seed: int, rows: int) -> tuple[list[list[int]], Tensor, Tensor]:
@@ -125,6 +128,42 @@ def test_hidden_states_are_those_of_the_survivors(tiny: Callable[..., PreTrained
     assert pruned.node_hidden is not None and keep.hidden is not None
     torch.testing.assert_close(model.lm_head(pruned.node_hidden), pruned.logits)
     assert keep.hidden.shape == (2, len(TREE), 32)
+
+
+@pytest.mark.parametrize("exits", [1, 2])
+@pytest.mark.parametrize("sizes", ["all", "some"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
+@torch.no_grad()
+def test_probes_under_survivors(
+    tiny: Callable[..., PreTrainedModel], architecture: str, sizes: str, exits: int
+) -> None:
+    model = tiny(architecture)
+    prompts, tokens, wanted = setting(5, 3)
+    wanted[:, -1] = False
+    tree, group = TREE.batch(3), ProbeGroup.causal(2)
+    held = [[(n + row) % 3 for n in range(len(TREE))] for row in range(3)]
+    probes = hang(group, tree, None if sizes == "all" else held)
+    inputs = ProbeInputs(
+        torch.randn(2, 32, generator=torch.Generator().manual_seed(1)), exits=exits
+    )
+    given: Any = {"probes": probes, "probe_inputs": inputs, "wants_hidden": True}
+    whole, _ = run(model, tree, tokens, prompts, None, **given)
+    pruned, _ = run(model, tree, tokens, prompts, Keep(1, wanted), **given)
+    left = pruned.survivors
+    assert left is not None and left.probes is not None
+    assert left.probes.num_probes < probes.num_probes
+    for row in range(3):
+        for place, node in enumerate(left.host_nodes[row][: left.counts[row] + 1]):
+            size = probes.sizes[row][node]
+            assert left.probes.sizes[row][place] == size
+            at = [torch.full((3,), index) for index in (node, place)]
+            old, new = probes.under(at[0])[row, :size], left.probes.under(at[1])[row, :size]
+            torch.testing.assert_close(
+                pruned.probe_hidden[row, new], whole.probe_hidden[row, old], rtol=1e-4, atol=1e-4
+            )
+            torch.testing.assert_close(
+                pruned.node_hidden[row, place], whole.node_hidden[row, node], rtol=1e-4, atol=1e-4
+            )
 
 
 @torch.no_grad()

@@ -1,39 +1,10 @@
 """Options of ``medusa``."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from hf_spec.core.tree import TokenTree
-from hf_spec.methods.tree_options import TreeOptions
-
-#: ``sparse``: rank paths, the likeliest first. On held-out answers of a 22M model they are worth
-#: 0.3 % less than the 15 best nodes there (docs/medusa.md).
-SPARSE: tuple[tuple[int, ...], ...] = (
-    (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
-    (2, 0), (1, 0, 0), (0, 1, 0), (4,),
-)  # fmt: skip
+from hf_spec.methods.head_options import HeadOptions
 
 
 @dataclass(frozen=True)
-class MedusaOptions(TreeOptions):
-    """Options of ``medusa`` (Medusa, sections 2.1.2 and 2.3.3).
-
-    Attributes:
-        tree: ``sparse``: 15 candidates, most of them under likely ones. ``chain``: each head's
-            likeliest token only, as in blockwise parallel decoding. Or rank paths as
-            ``TokenTree.from_paths`` takes them (Medusa's choices).
-        max_depth: heads used; None takes all that the adapter has.
-    """
-
-    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "sparse"
-
-    trees: ClassVar[tuple[str, ...]] = ("sparse", "chain")
-    takes_dynamic: ClassVar[bool] = False
-
-    def named_tree(self, depth: int) -> TokenTree:
-        if self.tree == "chain":
-            return TokenTree.chain(depth)
-        return TokenTree.from_paths(SPARSE).truncate(depth)
+class MedusaOptions(HeadOptions):
+    """Options of ``medusa``: those of all strategies with heads."""

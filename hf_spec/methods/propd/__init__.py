@@ -1,0 +1,22 @@
+"""``propd``: trees whose unlikely candidates end behind the first layers (ProPD)."""
+
+from hf_spec.methods.base import Method
+from hf_spec.methods.propd import adapter as adapter  # registers PROPD with PEFT
+from hf_spec.methods.propd.config import ProPDConfig
+from hf_spec.methods.propd.drafter import ProPDDrafter
+from hf_spec.methods.propd.options import ProPDOptions
+
+METHOD = Method(
+    name="propd",
+    summary="heads' candidates, the unlikely ones dropped after the first layers",
+    options=ProPDOptions,
+    drafter=ProPDDrafter,
+    adapter_config=ProPDConfig,
+    needs_adapter=True,
+    training={
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 4,
+    },
+    num_anchors=64,
+)

@@ -1,0 +1,62 @@
+"""What a PROPD adapter holds: Zhong et al., "ProPD: Dynamic Token Tree Pruning and Generation for
+LLM Parallel Decoding" (2024), section 4.1, on the heads of Medusa."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from hf_spec.methods.base import check_count
+from hf_spec.methods.heads import HeadsConfig
+from modeling_patches.layer_skip import num_layers
+
+#: Section 5.3: pruning behind the fourth layer.
+PRUNE_LAYER = 4
+
+
+@dataclass
+class ProPDConfig(HeadsConfig):
+    """Config of a PROPD adapter.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+
+    type_name: ClassVar[str] = "PROPD"
+
+    prune_layer: int | None = field(
+        default=None,
+        metadata={
+            "help": "Layers that run on the whole tree; an early prediction head reads what they "
+            f"make of it.  [default: {PRUNE_LAYER}, or all but one where there are fewer]"
+        },
+    )
+    prune_top_k: int = field(
+        default=50,
+        metadata={
+            "help": "A candidate that is not among so many likeliest tokens of the early head goes."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prune_layer is not None:
+            check_count("prune_layer", self.prune_layer)
+        check_count("prune_top_k", self.prune_top_k)
+
+    def check_base(self, model: nn.Module) -> None:
+        """Record the layer, or raise ValueError if the base model has none that can be pruned."""
+        super().check_base(model)
+        layers = num_layers(model)
+        if layers < 2:
+            raise ValueError(
+                "the model has 1 layer: there are no deeper ones to leave candidates out of. Use "
+                "medusa."
+            )
+        if self.prune_layer is None:
+            self.prune_layer = min(PRUNE_LAYER, layers - 1)
+        if self.prune_layer >= layers:
+            raise ValueError(
+                f"prune_layer={self.prune_layer}: the model has {layers} layers, so candidates can "
+                f"be pruned behind 1 to {layers - 1} of them."
+            )

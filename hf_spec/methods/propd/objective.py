@@ -1,0 +1,67 @@
+"""ProPD's training loss: Medusa's, and that of the early head (section 4.1)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_spec.methods.forward import model_logits
+from hf_spec.methods.heads import loss_of_states, states_at
+from hf_spec.methods.peft_bridge import ActiveAdapter
+from hf_spec.methods.probing import IGNORED, token_hidden
+from hf_spec.methods.propd.early_head import early_states
+from modeling_patches.early_pruning import layer_input
+
+
+def loss(
+    model: Any,
+    adapter: ActiveAdapter,
+    input_ids: Tensor,
+    labels: Tensor,
+    anchors: Tensor,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The heads' loss plus the early head's, which asks at each anchor t for token t + 1.
+
+    With ``loss="hard"`` that is the cross-entropy of the answer's token, with ``distillation`` the
+    KL divergence from the model's own distribution; a mean over a sequence's places, then over
+    sequences. Early and other heads share no parameters, so that their losses need no weights.
+
+    Args:
+        model: the frozen base model.
+        adapter: the adapter that is trained.
+        input_ids: ``(batch, seq)`` prompts with the answers the base gave.
+        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
+        anchors: ``(batch, anchors)`` columns t.
+        attention_mask: ``(batch, seq)``, 0 for padding, on either side.
+
+    Returns:
+        ``loss``, a scalar; ``logits`` and ``labels`` of the heads, as in Medusa's loss.
+    """
+    config: Any = adapter.config
+    with layer_input(model, config.prune_layer) as seen:
+        hidden = token_hidden(model, input_ids, attention_mask)
+    found = loss_of_states(model, adapter, hidden, labels, anchors)
+    anchors, labels = anchors.to(hidden.device), labels.to(hidden.device)
+    states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))
+    logits = model_logits(model, states.to(hidden)).flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    inside = anchors + 1 < labels.shape[1]
+    wanted = labels.gather(1, (anchors + 1).clamp(max=labels.shape[1] - 1))
+    wanted = torch.where(inside, wanted, IGNORED)
+    if config.loss == "hard":
+        losses = functional.cross_entropy(
+            logits, wanted.flatten(), reduction="none", ignore_index=IGNORED
+        )
+    else:
+        with torch.no_grad():
+            own = model_logits(model, states_at(hidden, anchors)).flatten(0, 1)
+            target = own.to(logits.dtype).log_softmax(-1)
+        divergence = functional.kl_div(
+            logits.log_softmax(-1), target, reduction="none", log_target=True
+        ).sum(-1)
+        losses = divergence.masked_fill(wanted.flatten() == IGNORED, 0.0)
+    counts = (wanted != IGNORED).sum(-1).clamp(min=1)
+    early = (losses.view(wanted.shape).sum(-1) / counts).mean()
+    return {**found, "loss": found["loss"] + early}

@@ -1,0 +1,106 @@
+"""Options of ``propd``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_spec.methods.base import Method, check_count, check_range, get_method
+from hf_spec.methods.head_options import HeadOptions
+
+CRITERIA = ("top_k", "probability")
+#: The drafter that the adapter brings along.
+HEADS = "heads"
+#: Options that belong to the whole strategy, whatever drafts.
+SHARED = ("acceptance", "retrieval", "fallback", "typical_epsilon", "typical_delta")
+
+
+@dataclass(frozen=True)
+class ProPDOptions(HeadOptions):
+    """Options of ``propd`` (ProPD, section 4).
+
+    Attributes:
+        tree, max_depth: of the adapter's own heads, as ``medusa`` has them.
+        drafter: ``heads``: the adapter's own. Or another strategy with one forward per step, whose
+            trees are pruned; its adapter must be active, too.
+        drafter_kwargs: options of that strategy.
+        prune: drop unlikely candidates behind the adapter's ``prune_layer``.
+        prune_criterion: ``top_k``: those not among the ``prune_top_k`` likeliest tokens behind
+            their parent. ``probability``: those whose path is less likely than
+            ``prune_probability``, or not among the ``prune_keep`` likeliest.
+        prune_top_k: None takes the adapter's.
+        prune_probability: in (0, 1].
+        prune_keep: most candidates that stay; None for any number.
+    """
+
+    drafter: str = HEADS
+    drafter_kwargs: dict[str, Any] = field(default_factory=dict)
+    prune: bool = True
+    prune_criterion: str = "top_k"
+    prune_top_k: int | None = None
+    prune_probability: float = 0.01
+    prune_keep: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.prune, bool):
+            raise ValueError(f"prune={self.prune!r}: must be True or False.")
+        if self.prune_criterion not in CRITERIA:
+            raise ValueError(
+                f"prune_criterion={self.prune_criterion!r}: choose one of {', '.join(CRITERIA)}."
+            )
+        check_range("prune_probability", self.prune_probability, 0.0, 1.0, open_low=True)
+        for name, criterion in (("prune_top_k", "top_k"), ("prune_keep", "probability")):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            check_count(name, value)
+            if self.prune_criterion != criterion:
+                raise ValueError(
+                    f"{name}={value} with prune_criterion={self.prune_criterion!r}: it belongs to "
+                    f"{criterion!r}. Leave one of the two out."
+                )
+        if not isinstance(self.drafter_kwargs, dict):
+            raise ValueError(f"drafter_kwargs={self.drafter_kwargs!r}: give a dict of options.")
+        if self.drafter != HEADS:
+            self.drafting_method()
+        elif self.drafter_kwargs:
+            raise ValueError(
+                f"drafter_kwargs={self.drafter_kwargs!r} with the adapter's own heads: their "
+                "options are propd's own (tree, max_depth)."
+            )
+
+    def drafting_method(self) -> Method:
+        """The strategy that ``drafter`` names.
+
+        Raises:
+            ValueError: there is none of this name, or it cannot be pruned, or its options are
+                wrong.
+        """
+        method = get_method(self.drafter) if isinstance(self.drafter, str) else None
+        if method is None or method.options is type(self):
+            raise ValueError(
+                f"drafter={self.drafter!r}: give {HEADS!r}, or the name of another strategy."
+            )
+        if not method.drafter.single_forward:
+            raise ValueError(
+                f"drafter={self.drafter!r} runs the model to draft: only the trees of strategies "
+                "with one forward per step are pruned."
+            )
+        defaults = type(self)
+        own = [
+            name for name in ("tree", "max_depth") if getattr(self, name) != getattr(defaults, name)
+        ]
+        if own:
+            raise ValueError(
+                f"{own[0]}={getattr(self, own[0])!r} with drafter={self.drafter!r}: it is an "
+                "option of the adapter's heads. Put the drafter's own into drafter_kwargs."
+            )
+        shared = [name for name in SHARED if name in self.drafter_kwargs]
+        if shared:
+            raise ValueError(
+                f"drafter_kwargs: {shared[0]!r} is an option of the whole strategy; give it to "
+                "propd itself."
+            )
+        method.parse_options(self.drafter_kwargs)
+        return method

@@ -1,0 +1,42 @@
+"""A drafter around another one, which does what it does unless it is told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_spec.methods.base import DecodingState, Draft, Drafter
+
+
+class WrappedDrafter(Drafter):
+    """Passes everything on to the drafter inside.
+
+    Args:
+        inner: the drafter inside.
+    """
+
+    def __init__(self, inner: Drafter):
+        super().__init__(inner.model, inner.options)
+        self.inner = inner
+        self.probe_inputs = inner.probe_inputs
+        self.wants_hidden = inner.wants_hidden
+        self.pruning = inner.pruning
+
+    def start(self, state: DecodingState) -> None:
+        self.inner.start(state)
+
+    def propose(self, state: DecodingState) -> Draft:
+        return self.inner.propose(state)
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        self.inner.observe(state, draft, nodes)
+
+    def details(self) -> dict[str, Any]:
+        return self.inner.details()
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        return self.inner.get_candidates(input_ids, **kwargs)

@@ -1,0 +1,326 @@
+"""PROPD: config, the early head, what it drops, and that nothing changes but the time it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, prompt, ragged
+from peft import get_peft_model
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.tree import TokenTree
+from hf_spec.methods.heads import heads_loss
+from hf_spec.methods.peft_bridge import find_active
+from hf_spec.methods.propd.early_head import EarlyPruning, early_states
+from hf_spec.methods.propd.options import ProPDOptions
+
+NEW = 16
+
+
+def run(model: Any, **kwargs: Any) -> list:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    return model.generate(**ragged(), **settings).tolist()
+
+
+def propd(**kwargs: Any) -> dict[str, Any]:
+    return {"assistant_strategy": "propd", "assistant_kwargs": kwargs}
+
+
+def trained_like(
+    model: Any, name: str = "PROPD", adapter: str = "propd", **config: Any
+) -> dict[str, torch.Tensor]:
+    """Add an adapter with weights that matter; returns them."""
+    types = {"PROPD": hf_spec.ProPDConfig, "BITA": hf_spec.BitaConfig, "PPD": hf_spec.PPDConfig}
+    model.add_adapter(types[name](**config), adapter)
+    weights = find_active(model, name).weights()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for value in weights.values():
+            value += 0.1 * torch.randn(value.shape, generator=generator)
+    return weights
+
+
+def naive_early(weights: dict, hidden: torch.Tensor) -> torch.Tensor:
+    moved = hidden + hidden @ weights["early_matrix"].T + weights["early_bias"]
+    return functional.rms_norm(moved, moved.shape[-1:], eps=1e-6) * weights["early_gain"]
+
+
+# -- config and options ------------------------------------------------------------------------
+
+
+def test_the_layer_is_recorded(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh()
+    model.add_adapter(hf_spec.ProPDConfig())
+    assert find_active(model, "PROPD").config.prune_layer == 2  # 4 in deeper models; this has 3
+    with pytest.raises(ValueError, match="prune_layer=3: the model has 3 layers.* 1 to 2"):
+        fresh().add_adapter(hf_spec.ProPDConfig(prune_layer=3))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"prune_layer": 0}, "prune_layer=0"),
+        ({"prune_top_k": 0}, "prune_top_k=0"),
+        ({"num_heads": 0}, "num_heads=0"),
+    ],
+)
+def test_wrong_configs(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.ProPDConfig(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"prune": 1}, "prune=1"),
+        ({"prune_top_k": 0}, "prune_top_k=0"),
+        ({"prune_criterion": "entropy"}, "prune_criterion='entropy'.*top_k, probability"),
+        ({"prune_keep": 4}, "prune_keep=4 with prune_criterion='top_k'"),
+        ({"prune_criterion": "probability", "prune_top_k": 4}, "prune_top_k=4 with .*probability"),
+        ({"prune_criterion": "probability", "prune_probability": 0}, "prune_probability=0"),
+        ({"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
+        ({"drafter": "medusas"}, "'medusas' is unknown"),
+        ({"drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
+        ({"drafter_kwargs": {"tree": "chain"}}, "with the adapter's own heads"),
+        ({"drafter": "bita", "tree": "chain"}, "tree='chain' with drafter='bita'"),
+        ({"drafter": "bita", "drafter_kwargs": {"depth": 1}}, "'bita' has no option 'depth'"),
+        ({"drafter": "bita", "drafter_kwargs": {"retrieval": True}}, "'retrieval' is an option of"),
+        ({"acceptance": "rejection"}, "acceptance='rejection'"),
+        ({"tree": "round"}, "tree='round'"),
+    ],
+)
+def test_wrong_options(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProPDOptions(**kwargs)
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["hard", "distillation"])
+@pytest.mark.parametrize("architecture", ["llama", "cohere2"])  # cohere2 scales its logits
+def test_the_early_head_s_loss(
+    fresh: Callable[..., PreTrainedModel], architecture: str, loss: str
+) -> None:
+    model = fresh(architecture)
+    model.config.logit_scale = model.logit_scale = 0.5
+    config = hf_spec.ProPDConfig(num_heads=2, prune_layer=1, loss=loss)
+    peft_model = get_peft_model(model, config)
+    weights = find_active(model, "PROPD").weights()
+    with torch.no_grad():
+        for value in weights.values():
+            value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3))
+    ids = prompt(12, 2)
+    mask = torch.ones_like(ids)
+    ids[1, 10:], mask[1, 10:] = 0, 0  # padding
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100
+    anchors = torch.tensor([[1, 7, 11], [5, 7, 9]])
+    batch = {"input_ids": ids, "labels": labels, "anchors": anchors, "attention_mask": mask}
+    total = peft_model(**batch)["loss"]
+    heads = heads_loss(model, find_active(model, "PROPD"), **batch)["loss"]
+
+    early = []
+    for row in range(2):
+        length = int(mask[row].sum())
+        seen = model(ids[row : row + 1, :length], output_hidden_states=True)
+        own, terms = seen.logits[0].log_softmax(-1), []
+        for anchor in anchors[row].tolist():
+            if anchor + 1 >= 12 or labels[row, anchor + 1] == -100:
+                continue
+            state = naive_early(weights, seen.hidden_states[1][0, anchor])
+            logits = model.get_output_embeddings()(state)
+            if architecture == "cohere2":
+                logits = logits * 0.5
+            log_p = logits.log_softmax(-1)
+            if loss == "hard":
+                terms.append(-log_p[labels[row, anchor + 1]])
+            else:
+                terms.append((own[anchor].exp() * (own[anchor] - log_p)).sum())
+        early.append(torch.stack(terms).mean())
+    # fp32 with other reduction orders.
+    torch.testing.assert_close(total - heads, torch.stack(early).mean(), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_all_that_is_learned(fresh: Callable[..., PreTrainedModel]) -> None:
+    peft_model = get_peft_model(fresh(), hf_spec.ProPDConfig())
+    ids = prompt(12, 2)
+    anchors = torch.tensor([[3, 5], [4, 6]])
+    peft_model(input_ids=ids, labels=ids, anchors=anchors)["loss"].backward()
+    for name, parameter in peft_model.named_parameters():
+        assert parameter.requires_grad == ("spec_modules" in name)
+        moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        assert moved == parameter.requires_grad, name
+
+
+# -- what the early head drops -----------------------------------------------------------------
+
+TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])
+
+
+def naive_alive(
+    model: Any, weights: dict, options: ProPDOptions, hidden: torch.Tensor, tokens: list[int]
+) -> list[bool]:
+    """One node at a time."""
+    path, alive = [1.0], [True]
+    for node in range(1, len(TREE)):
+        parent = TREE.parents[node]
+        logits = model.lm_head(naive_early(weights, hidden[parent]))
+        rank = int((logits > logits[tokens[node]]).sum())
+        path.append(path[parent] * float(logits.softmax(-1)[tokens[node]]))
+        stays = rank < (options.prune_top_k or 50)
+        if options.prune_criterion == "probability":
+            stays = path[node] >= options.prune_probability
+        alive.append(alive[parent] and stays)
+    if options.prune_keep is not None:
+        best = sorted(range(1, len(TREE)), key=lambda node: -path[node])[: options.prune_keep]
+        alive = [one and (node == 0 or node in best) for node, one in enumerate(alive)]
+    return alive
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prune_top_k": 1},
+        {"prune_top_k": 12},
+        {"prune_top_k": VOCAB + 5},
+        {"prune_criterion": "probability", "prune_probability": 0.02},
+        {"prune_criterion": "probability", "prune_probability": 1e-9, "prune_keep": 3},
+        {"prune_criterion": "probability", "prune_probability": 1e-3, "prune_keep": 5},
+    ],
+)
+def test_dropped_candidates_one_at_a_time(
+    fresh: Callable[..., PreTrainedModel], fields: dict
+) -> None:
+    model, options = fresh(), ProPDOptions(**fields)
+    weights = trained_like(model)
+    pruning = EarlyPruning(model, weights, 1, 50, options)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(3, len(TREE), 32, generator=generator)
+    tokens = torch.randint(VOCAB, (3, len(TREE)), generator=generator)
+    with torch.no_grad():
+        found = pruning.alive(hidden, tokens, TREE.batch(3))
+        for row in range(3):
+            expected = naive_alive(model, weights, options, hidden[row], tokens[row].tolist())
+            assert found[row].tolist() == expected
+    if fields.get("prune_top_k", 0) > VOCAB:
+        assert bool(found.all())
+    assert math.isfinite(float(early_states(pruning.weights, torch.zeros(32)).sum()))
+
+
+# -- decoding ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 20, VOCAB])
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])
+def test_greedy_output_is_the_same_for_every_layer_and_k(
+    fresh: Callable[..., PreTrainedModel], architecture: str, layer: int, top_k: int
+) -> None:
+    model = fresh(architecture)
+    plain = run(model)
+    trained_like(model, prune_layer=layer)
+    wide = [[0], [1], [2], [3], [0, 0], [1, 0], [0, 1], [0, 0, 0], [1, 0, 0]]
+    assert run(model, **propd(tree=wide, prune_top_k=top_k)) == plain
+    stats = hf_spec.last_stats(model)
+    assert stats.prune_rate == 0 if top_k == VOCAB else 0 < stats.prune_rate <= 1
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "bita", "ppd", "medusa", "space"])
+@pytest.mark.parametrize("criterion", ["top_k", "probability"])
+def test_every_tree_drafter(
+    fresh: Callable[..., PreTrainedModel], drafter: str, criterion: str
+) -> None:
+    """Two adapters are active at a time: the drafter's and the early head's."""
+    model = fresh("llama")
+    more = {"prune_top_k": 12} if criterion == "top_k" else {"prune_probability": 0.05}
+    types = {
+        "bita": "BitaConfig",
+        "ppd": "PPDConfig",
+        "medusa": "MedusaConfig",
+        "space": "SpaceConfig",
+    }
+    if drafter in types:
+        torch.manual_seed(0)
+        model.add_adapter(getattr(hf_spec, types[drafter])(), "drafter")
+    plain = run(model)
+    trained_like(model)
+    names = [name for name in ("drafter", "propd") if name in model.peft_config]
+    model.set_adapter(names)
+    options = {"drafter": drafter, "prune_criterion": criterion, **more}
+    assert run(model, **propd(**options)) == plain
+    assert hf_spec.last_stats(model).num_pruned_tokens > 0
+    assert run(model, **propd(**options, retrieval=True)) == plain
+    assert run(model, **propd(drafter=drafter, prune=False)) == plain
+    assert hf_spec.last_stats(model).num_pruned_tokens == 0
+
+
+def test_the_cache_holds_the_accepted_path_in_every_layer(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every step, against a fresh forward over the row's tokens."""
+    model = fresh("llama")
+    trained_like(model, prune_layer=1)
+    inputs, commit = ragged(), TreeCache.commit
+    checked = []
+
+    def check(cache: TreeCache, counts: Any, path: Any = None) -> None:
+        commit(cache, counts, path)
+        checked.append([[keys.clone() for keys in layers] for layers in rows_of(cache)])
+
+    def rows_of(cache: TreeCache) -> list[list[torch.Tensor]]:
+        rows = range(cache.batch_size)
+        return [[torch.stack(cache.row(r, n)) for n in range(len(cache.layers))] for r in rows]
+
+    monkeypatch.setattr(TreeCache, "commit", check)
+    wide = [[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]]
+    out = model.generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, **propd(tree=wide, prune_top_k=10)
+    )
+    assert hf_spec.last_stats(model).num_pruned_tokens > 0 and len(checked) > 3
+    for row, mask in enumerate(inputs["attention_mask"]):
+        ids = out[row : row + 1, int((mask == 0).sum()) :]
+        with torch.no_grad():
+            full = model(ids, use_cache=True).past_key_values
+        for step in checked:
+            for index, states in enumerate(step[row]):
+                layer = full.layers[index]
+                want = torch.stack([layer.keys[0], layer.values[0]])[:, :, : states.shape[2]]
+                # fp32 with other reduction orders.
+                torch.testing.assert_close(states, want, rtol=1e-4, atol=1e-4)
+
+
+def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.PPDConfig(num_exits=2), "drafter")
+    trained_like(model)
+    model.set_adapter(["drafter", "propd"])
+    with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*behind layer 2"):
+        run(model, **propd(drafter="ppd"))
+
+
+def test_sampled_drafts_lose_their_distributions(fresh: Callable[..., PreTrainedModel]) -> None:
+    """Which candidates are left depends on their tokens: rejection would be biased."""
+    model = fresh("llama")
+    torch.manual_seed(0)
+    model.add_adapter(hf_spec.SpaceConfig(), "drafter")
+    trained_like(model)
+    model.set_adapter(["drafter", "propd"])
+    seen = []
+    from hf_spec.decoding import choose
+
+    accept = choose.Chooser.accept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            choose.Chooser, "accept",
+            lambda self, draft, *rest: seen.append(draft) or accept(self, draft, *rest),
+        )  # fmt: skip
+        run(model, **propd(drafter="space"), do_sample=True)
+    assert len(seen) > 3 and all(draft.distributions is None for draft in seen)
