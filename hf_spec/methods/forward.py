@@ -153,7 +153,9 @@ def final_hidden(model: Any, rows: Callable[[], int] | None = None) -> Iterator[
         seen[:] = [output[0]]
         if rows is None or rows() == output[0].shape[1]:
             return None
-        fewer = output[0][:, : rows()].contiguous()  # output_logits says why
+        # Not `contiguous()`, which leaves the stride of a single batch row; output_logits says more.
+        fewer = output[0][:, : rows()]
+        fewer = fewer.flatten(0, 1).unflatten(0, fewer.shape[:2])
         if isinstance(output, tuple):
             return (fewer, *output[1:])
         output.last_hidden_state = fewer
