@@ -67,6 +67,11 @@ class SpecStats:
     def total_seconds(self) -> float:
         return self.draft_seconds + self.forward_seconds + self.verify_seconds + self.other_seconds
 
+    @property
+    def step_seconds(self) -> float:
+        """Time in drafting, forwards and verification so far: what steps take."""
+        return self.draft_seconds + self.forward_seconds + self.verify_seconds
+
     def record(self, emitted: int, draft_depth: int, drafted: int, kept: int | None = None) -> None:
         """Count one step of one row.
 

@@ -153,7 +153,7 @@ def final_hidden(model: Any, rows: Callable[[], int] | None = None) -> Iterator[
         seen[:] = [output[0]]
         if rows is None or rows() == output[0].shape[1]:
             return None
-        # Not `contiguous()`, which leaves the stride of a single batch row; output_logits says more.
+        # Not `contiguous()`, which keeps the stride of a single batch row: see output_logits.
         fewer = output[0][:, : rows()]
         fewer = fewer.flatten(0, 1).unflatten(0, fewer.shape[:2])
         if isinstance(output, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from hf_spec.methods.base import DecodingState, Draft, Drafter
@@ -11,6 +12,7 @@ from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
 from hf_spec.methods.peft_bridge import require_active
 from hf_spec.methods.propd.early_head import EarlyPruning
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
+from hf_spec.methods.propd.switch import Switch, switch_for
 from hf_spec.methods.wrapped_drafter import WrappedDrafter
 
 
@@ -33,9 +35,12 @@ class ProPDDrafter(WrappedDrafter):
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))
         super().__init__(inner)
         self.options = options
+        self._adapter = adapter.name
+        self._early: EarlyPruning | None = None
+        self._switch: Switch | None = None
         if options.prune:
             self._check_exits(config.prune_layer)
-            self.pruning = EarlyPruning(
+            self._early = EarlyPruning(
                 model, weights, config.prune_layer, config.prune_top_k, options
             )
 
@@ -50,6 +55,32 @@ class ProPDDrafter(WrappedDrafter):
                 "head for fewer layers."
             )
 
+    def start(self, state: DecodingState) -> None:
+        super().start(state)
+        if self.options.prune == "auto":
+            longest = max(state.cache.host_lengths).bit_length()
+            setting = (self._adapter, repr(self.options), state.batch_size, longest)
+            self._switch = switch_for(self.model, setting)
+
     def propose(self, state: DecodingState) -> Draft:
         draft = self.inner.propose(state)
-        return dataclasses.replace(draft, distributions=None) if self.options.prune else draft
+        self._before = state.stats.step_seconds
+        self.pruning = self._early
+        if self._switch is not None and draft.tree.num_nodes > 1 and not self._switch.prunes():
+            self.pruning = None
+        # Which candidates are left depends on their tokens, and whether any go on the time.
+        return draft if self._early is None else dataclasses.replace(draft, distributions=None)
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        if self._switch is not None and draft.tree.num_nodes > 1:
+            live = [len(path) for path in nodes if path]
+            seconds = state.stats.step_seconds - self._before
+            tokens = sum(live) / max(len(live), 1)
+            self._switch.observe(self.pruning is not None, seconds, tokens)
+        super().observe(state, draft, nodes)
+
+    def details(self) -> dict[str, Any]:
+        found = self.inner.details()
+        if self._switch is not None:
+            found = {**found, "pruning_pays": self._switch.pays}
+        return found

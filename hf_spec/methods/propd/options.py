@@ -24,7 +24,8 @@ class ProPDOptions(HeadOptions):
         drafter: ``heads``: the adapter's own. Or another strategy with one forward per step, whose
             trees are pruned; its adapter must be active, too.
         drafter_kwargs: options of that strategy.
-        prune: drop unlikely candidates behind the adapter's ``prune_layer``.
+        prune: drop unlikely candidates behind the adapter's ``prune_layer``. ``auto`` tries steps
+            with and without, and goes on with what emits more per second.
         prune_criterion: ``top_k``: those not among the ``prune_top_k`` likeliest tokens behind
             their parent. ``probability``: those whose path is less likely than
             ``prune_probability``, or not among the ``prune_keep`` likeliest.
@@ -35,7 +36,7 @@ class ProPDOptions(HeadOptions):
 
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
-    prune: bool = True
+    prune: bool | str = "auto"
     prune_criterion: str = "top_k"
     prune_top_k: int | None = None
     prune_probability: float = 0.01
@@ -43,8 +44,8 @@ class ProPDOptions(HeadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.prune, bool):
-            raise ValueError(f"prune={self.prune!r}: must be True or False.")
+        if not isinstance(self.prune, bool) and self.prune != "auto":
+            raise ValueError(f"prune={self.prune!r}: must be 'auto', True or False.")
         if self.prune_criterion not in CRITERIA:
             raise ValueError(
                 f"prune_criterion={self.prune_criterion!r}: choose one of {', '.join(CRITERIA)}."
