@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ class Contender:
     Attributes:
         name: as it stands in the results.
         kwargs: keywords for ``generate``.
-        adapter: name of the loaded adapter to activate; ``None`` for none.
+        adapters: names of the loaded adapters to activate.
         stock: Transformers' own, so that it reports no :class:`~hf_spec.SpecStats`.
         single_row: works with a batch size of one only.
         baseline: name of the plain contender that it is compared with.
@@ -34,7 +35,7 @@ class Contender:
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
-    adapter: str | None = None
+    adapters: tuple[str, ...] = ()
     stock: bool = False
     single_row: bool = False
     baseline: str = PLAIN_NAME
@@ -183,8 +184,12 @@ def contenders(
         ValueError: an option is wrong, or an adapter's strategy does not take part.
     """
     options, names = options or {}, list(names)
+    used = {strategy_of(name) for name in names}
+    for name, adapter in itertools.product(names, adapters):
+        if adapter.strategy == strategy_of(name):
+            used.update(_others(adapter.strategy, {**adapter.options, **options.get(name, {})}))
     for adapter in adapters:
-        if adapter.strategy not in map(strategy_of, names):
+        if adapter.strategy not in used:
             raise ValueError(
                 f"adapter {adapter.path!r} is for strategy {adapter.strategy!r}, which does not "
                 "take part; add it to --strategies"
@@ -204,11 +209,36 @@ def contenders(
             for adapter in own:
                 label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
                 kwargs = _ours(strategy, {**adapter.options, **given})
-                plain = _baseline(adapter).name if _changes_model(adapter) else PLAIN_NAME
-                result.append(Contender(label, kwargs, adapter=adapter.name, baseline=plain))
+                active = [adapter, *_companions(kwargs, adapters)]
+                plain = next((_baseline(a).name for a in active if _changes_model(a)), PLAIN_NAME)
+                loaded = tuple(one.name for one in active)
+                result.append(Contender(label, kwargs, loaded, baseline=plain))
         else:
             result.append(Contender(name, _ours(strategy, given)))
     return result
+
+
+def _others(strategy: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Strategies whose adapters one uses besides its own."""
+    return get_method(strategy).parse_options(dict(options)).other_adapters
+
+
+def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
+    """The adapters that a contender uses besides its own.
+
+    Raises:
+        ValueError: there is none for a strategy, or there are several.
+    """
+    found = []
+    for strategy in _others(kwargs["assistant_strategy"], kwargs.get("assistant_kwargs", {})):
+        own = [adapter for adapter in adapters if adapter.strategy == strategy]
+        if len(own) != 1:
+            raise ValueError(
+                f"{kwargs['assistant_strategy']} drafts with {strategy!r} here, for which "
+                f"{len(own)} adapters are given: give one with --adapter"
+            )
+        found += own
+    return found
 
 
 def _changes_model(adapter: Adapter) -> bool:
@@ -220,7 +250,7 @@ def _changes_model(adapter: Adapter) -> bool:
 def _baseline(adapter: Adapter) -> Contender:
     """Plain decoding of the model with the adapter."""
     name = f"{PLAIN_NAME}@{Path(adapter.path).name}"
-    return Contender(name, adapter=adapter.name, stock=True, baseline=name)
+    return Contender(name, adapters=(adapter.name,), stock=True, baseline=name)
 
 
 def _ours(name: str, options: dict[str, Any]) -> dict[str, Any]:

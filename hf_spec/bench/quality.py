@@ -92,7 +92,7 @@ def quality(
     texts: dict[str, list[str]] = {}
     options = {"do_sample": False, "max_new_tokens": max_new_tokens}
     with own_generation_config(model, tokenizer, greedy=True):
-        session = Session(model, options, any(one.adapter for one in lineup))
+        session = Session(model, options, any(one.adapters for one in lineup))
         try:
             for turn, one in enumerate(lineup):
                 losses, answers = 0.0, list[str]()

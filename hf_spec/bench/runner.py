@@ -165,7 +165,7 @@ def run(
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
     with own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
-        session = Session(model, options, any(item.adapter for item in lineup))
+        session = Session(model, options, any(item.adapters for item in lineup))
         try:
             if warmup:
                 session.warm_up(plan, token_ids)
@@ -252,11 +252,11 @@ class Session:
         """Switch to the contender's adapter, or to the bare model."""
         if not self.managed:
             return
-        if contender.adapter is None:
+        if not contender.adapters:
             self.model.disable_adapters()
         else:
             self.model.enable_adapters()
-            self.model.set_adapter(contender.adapter)
+            self.model.set_adapter(list(contender.adapters))
             self._merge(contender)
 
     def close(self) -> None:

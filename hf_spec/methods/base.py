@@ -69,6 +69,11 @@ class StrategyOptions:
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
 
     @property
+    def other_adapters(self) -> tuple[str, ...]:
+        """Strategies whose adapters must be active, too, besides the strategy's own."""
+        return ()
+
+    @property
     def lossless(self) -> bool:
         return ACCEPTANCE_RULES.get(self.acceptance, True)
 

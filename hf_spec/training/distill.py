@@ -369,7 +369,7 @@ def distill(
         # Nobody makes a unit before all have seen which are missing.
         state.wait_for_everyone()
         machine = environment(model, settings.model, None)
-        session = Session(model, settings.generate_kwargs, managed=contender.adapter is not None)
+        session = Session(model, settings.generate_kwargs, managed=bool(contender.adapters))
         done = len(work) - len(missing)
         with closing(session):  # merged updates come out again, whatever happens
             for number in missing[state.process_index :: state.num_processes]:

@@ -323,6 +323,26 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     )
 
 
+def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
+    from hf_spec.bench.contenders import Adapter
+
+    model = make_model()
+    torch.manual_seed(0)
+    model.add_adapter(hf_spec.BitaConfig(), "drafts")
+    model.add_adapter(hf_spec.ProPDConfig(prune_layer=1), "prunes")
+    drafts = Adapter("folder/drafts", "drafts", "bita", {})
+    prunes = Adapter("folder/prunes", "prunes", "propd", {"drafter": "bita", "prune": True})
+    lineup = contenders(["propd"], {"propd": {"drafter": "bita"}}, [drafts, prunes])
+    assert [item.adapters for item in lineup] == [("prunes", "drafts")]
+    result = run(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW, warmup=False)
+    row = next(row for row in result.runs() if row["strategy"] == "propd")
+    assert row["identical"] == 2 and row["stats"]["num_pruned_tokens"] > 0
+    with pytest.raises(ValueError, match="propd drafts with 'bita' here, for which 0 adapters"):
+        contenders(["propd"], {}, [prunes])
+    with pytest.raises(ValueError, match="'folder/drafts' is for strategy 'bita', which does not"):
+        contenders(["propd"], {"propd": {"drafter": "heads"}}, [drafts, prunes])
+
+
 def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
     from hf_spec.bench.contenders import Adapter
 

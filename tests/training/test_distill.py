@@ -523,7 +523,7 @@ def test_each_process_makes_its_share(root: Path, tmp_path: Path) -> None:
     questions, files = work.read_questions([root / "a.jsonl"])
     settings = work.Settings(model="m", prompts=files, max_new_tokens=2, batch_size=2)
     folder = work.AnswerFolder(tmp_path)
-    contender = SimpleNamespace(kwargs={}, adapter=None, stock=True)
+    contender = SimpleNamespace(kwargs={}, adapters=(), stock=True)
     reported: list[tuple[int, int]] = []
 
     def run(index: int) -> None:

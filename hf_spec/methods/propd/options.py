@@ -71,6 +71,11 @@ class ProPDOptions(HeadOptions):
                 "options are propd's own (tree, max_depth)."
             )
 
+    @property
+    def other_adapters(self) -> tuple[str, ...]:
+        drafts = self.drafter != HEADS and self.drafting_method().needs_adapter
+        return (self.drafter,) if drafts else ()
+
     def drafting_method(self) -> Method:
         """The strategy that ``drafter`` names.
 
