@@ -335,7 +335,8 @@ def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
     lineup = contenders(["propd"], {"propd": {"drafter": "bita"}}, [drafts, prunes])
     assert [item.adapters for item in lineup] == [("prunes", "drafts")]
     result = run(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW, warmup=False)
-    row = next(row for row in result.runs() if row["strategy"] == "propd")
+    rows = {row["strategy"]: row for row in result.runs() if row["task"] == "all"}
+    row = rows["propd"]
     assert row["identical"] == 2 and row["stats"]["num_pruned_tokens"] > 0
     with pytest.raises(ValueError, match="propd drafts with 'bita' here, for which 0 adapters"):
         contenders(["propd"], {}, [prunes])
