@@ -226,7 +226,7 @@ def ranked(made: Path) -> tuple[Any, list[list[int]], FutureRanks]:
     found = []
     for ids in prompts:
         answer = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)
-        found.append(measure(drafter, ids, answer[0, len(ids) :].tolist(), 2))
+        found.append(measure(drafter, ids, answer[0, len(ids) :].tolist()))
     return model, prompts, FutureRanks(tuple(found))
 
 
@@ -386,7 +386,7 @@ def test_no_file_beside_the_adapter(made: Path, fresh: Callable[..., Any]) -> No
 def test_a_file_for_more_mask_tokens_than_there_are(made: Path, tmp_path: Path) -> None:
     model = load(made)
     states = SparseTrees([[0.3] * 3] * 3, 20).best(20)
-    with pytest.raises(ValueError, match="3 probes, the adapter drafts 2 tokens"):
+    with pytest.raises(ValueError, match="up to 3 predicted tokens, the adapter drafts 2 tokens"):
         model.generate(
             IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": states.to_json()}
         )
