@@ -159,9 +159,9 @@ def measure(drafter: TreeDrafter, prompt: Sequence[int], answer: Sequence[int]) 
     ids = torch.tensor([[*prompt, *answer]], device=device)
     ahead = 0 if drafter.probes_per_node else 1
     found = np.full((ahead + len(answer), distances), BEYOND, dtype=np.int64)
+    first, done = len(prompt) - ahead, 0
     # The last two tokens have nothing to predict.
-    places = torch.arange(len(prompt) - ahead, ids.shape[1] - 2, device=device)
-    done = 0
+    places = torch.arange(first, max(ids.shape[1] - 2, first), device=device)
     for logits in drafter.future_logits(ids, places) if len(places) else ():
         best = logits.topk(min(RANKS, logits.shape[-1]), dim=-1).indices
         some = places[done : done + len(logits), None]

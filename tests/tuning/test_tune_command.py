@@ -272,6 +272,15 @@ def test_replay_takes_the_steps_that_generate_takes(ranked: Any, size: int) -> N
         assert replay.steps < tokens  # candidates were accepted
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_answers_tell_little(ranked: Any, length: int) -> None:
+    model, prompts, _ = ranked
+    drafter: Any = get_method("bita").drafter(model, get_method("bita").parse_options(None))
+    answer = model.generate(torch.tensor(prompts[:1]), max_new_tokens=length, do_sample=False)
+    rows = measure(drafter, prompts[0], answer[0, len(prompts[0]) :].tolist())
+    assert rows.shape == (length, 2) and (rows != BEYOND).sum() == max(length - 2, 0)
+
+
 def test_accuracies_count_places() -> None:
     answers = (np.array([[0, 1], [2, 0], [-1, 0], [0, -2], [-2, -2], [-2, -2]]),)
     ranks = FutureRanks(answers)

@@ -23,6 +23,7 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.push import push
 from hf_spec.methods.base import get_method
+from hf_spec.tuning import trees as work
 from hf_spec.tuning.bare_trees import BareTrees
 from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure
 
@@ -239,6 +240,27 @@ def test_replay_takes_the_steps_that_generate_takes(ranked: Any, size: int) -> N
         assert replay.visits.tolist() == [0, 0, 0, steps - len(prompts)]
     if size == 40:
         assert replay.steps < tokens  # candidates were accepted
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_answers_tell_little(ranked: Any, length: int) -> None:
+    model, prompts, ranks = ranked
+    drafter: Any = get_method("medusa").drafter(model, get_method("medusa").parse_options(None))
+    answer = model.generate(torch.tensor(prompts[:1]), max_new_tokens=length, do_sample=False)
+    rows = measure(drafter, prompts[0], answer[0, len(prompts[0]) :].tolist())
+    assert (
+        (rows != BEYOND).sum(1) == [min(n, HEADS) for n in range(length - 1, -1, -1)] + [0]
+    ).all()
+
+
+def test_the_trees_that_fare_better_in_replay_are_built(ranked: Any) -> None:
+    _, _, ranks = ranked
+    sizes, built, replays, accuracies = work.build(ranks, 12)
+    assert [one.size for one in sizes] == list(built) == list(range(2, 13))
+    tables = (accuracies, ranks.accuracies())
+    for size in built:
+        each = [ranks.replay(BareTrees(table, 12).best(size)).tau for table in tables]
+        assert replays[size].tau == max(each)
 
 
 def test_landed_accuracies_begin_behind_the_prompt() -> None:
