@@ -97,19 +97,24 @@ class FutureRanks:
         rows = [np.bincount(column[column >= 0], minlength=RANKS) for column in self.places.T]
         return np.array(rows) / max(len(self.places), 1)
 
+    def landed(self, size: int) -> Ranks:
+        """``(places, distances)`` where decoding with trees of about ``size`` rows lands.
+
+        The trees are the best ones for the plain accuracies.
+        """
+        return self.replay(self.trees(self.accuracies(), size).best(size)).landed
+
     def landed_accuracies(self, size: int) -> Array:
         """What trees of about ``size`` rows are built from: ``(distances, RANKS)``.
 
         Two things set them apart from :meth:`accuracies`. A step begins where the one before ended,
         mostly because a token could not be foreseen, and around such tokens predictions are worse.
         And a node at depth d counts only if the path above it is right, where predictions are
-        better. So: of the places where decoding with the best tree for the plain accuracies lands,
-        those at which all nearer tokens were among the likeliest.
+        better. So: of the places where decoding lands, those at which all nearer tokens were among
+        the likeliest.
         """
-        table = self.accuracies()
-        landed = self.replay(self.trees(table, size).best(size)).landed
-        rows = []
-        for distance in range(table.shape[0]):
+        landed, rows = self.landed(size), []
+        for distance in range(landed.shape[1]):
             column = landed[:, distance]
             shares = np.bincount(column[column >= 0], minlength=RANKS) / max(len(column), 1)
             rows.append(shares)

@@ -20,6 +20,7 @@ from hf_spec.methods.base import Method, check_count
 from hf_spec.methods.tree_drafter import TreeDrafter
 from hf_spec.methods.tree_options import TreeOptions
 from hf_spec.methods.tuned_trees import VERSION, Device
+from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import FutureRanks, Ranks, Replay, measure
 from hf_spec.tuning.sparse_tree import Array
 from hf_spec.tuning.step_times import StepTimer, StepTimes
@@ -204,19 +205,25 @@ def build(
 ) -> tuple[list[Size], dict[int, TreeStates], dict[int, Replay], Array]:
     """The best trees of every size from 2 rows on, and how they fare on the measured answers.
 
-    Without probes the trees for plain accuracies are tried, too: replay says which are better. Both
-    take a path's chance for a product, which it is not quite, and neither is better at all sizes.
+    Without probes the trees of the paths that were right most often are tried, too, and replay says
+    which are better: a path's chance is not quite the product of its accuracies, but few places
+    tell of a long path.
 
     Returns:
         Figures, trees and replays by size, and the accuracies that the trees were built from.
     """
-    accuracies = ranks.landed_accuracies(min(REFERENCE, max_size))
+    reference = min(REFERENCE, max_size)
+    accuracies = ranks.landed_accuracies(reference)
     trees = ranks.trees(accuracies, max_size)
-    searches = [trees] if ranks.probed else [trees, ranks.trees(ranks.accuracies(), max_size)]
+    counted = counted_paths(ranks.landed(reference).tolist())
     sizes, built, replays = [], {}, {}
     for size in range(2, max_size + 1):
-        tried = {states: ranks.replay(states) for states in (one.best(size) for one in searches)}
-        states, replay = max(tried.items(), key=lambda item: item[1].tau)
+        states = trees.best(size)
+        replay = ranks.replay(states)
+        if isinstance(trees, BareTrees):
+            other = ranks.replay(trees.of(counted, size))
+            if other.tau > replay.tau:
+                states, replay = trees.of(counted, size), other
         built[size], replays[size] = states, replay
         sizes.append(
             Size(

@@ -14,7 +14,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.medusa.options import SPARSE
 from hf_spec.tuning import sparse_tree
-from hf_spec.tuning.bare_trees import BareTrees
+from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import BEYOND, MISS, FutureRanks
 from hf_spec.tuning.sparse_tree import Candidates, Chain, SparseTrees, chances_of
 
@@ -239,6 +239,24 @@ def test_bare_trees_against_all_there_are(table: list, size: int) -> None:
         assert state.tree == states.states[-1].tree.truncate(depth) and not any(state.probes)
     # Every tree of this many rows with probes knows no more than one without.
     assert trees.tau(states) >= SparseTrees(accuracies, 5).tau(SparseTrees(table, 5).best(size))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5])
+def test_counted_paths_against_all_trees(count: int) -> None:
+    """Ranks that depend on each other: a second token is right where the first is a guess, too."""
+    draw = random.Random(3)
+    places = []
+    for _ in range(200):
+        first = draw.choice([0, 0, 1, 2, -1])
+        places.append((first, draw.choice([first, first, 0]), draw.choice([0, 1, -1])))
+
+    def accepted(tree: TokenTree) -> int:
+        return sum(place[:depth] in tree.paths for place in places for depth in (1, 2, 3))
+
+    paths = counted_paths(places)
+    tree = BareTrees(TABLES[0], 6).of(paths, count + 1).states[-1].tree
+    assert tree.num_candidates == count
+    assert accepted(tree) == max(accepted(one) for one in all_trees(3, 3, count))
 
 
 def test_bare_trees_to_compare_with() -> None:

@@ -24,7 +24,7 @@ from hf_spec.hub.folder import check_complete
 from hf_spec.hub.push import push
 from hf_spec.methods.base import get_method
 from hf_spec.tuning import trees as work
-from hf_spec.tuning.bare_trees import BareTrees
+from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure
 
 HEADS, HIDDEN = 3, 32
@@ -257,10 +257,10 @@ def test_the_trees_that_fare_better_in_replay_are_built(ranked: Any) -> None:
     _, _, ranks = ranked
     sizes, built, replays, accuracies = work.build(ranks, 12)
     assert [one.size for one in sizes] == list(built) == list(range(2, 13))
-    tables = (accuracies, ranks.accuracies())
+    trees, counted = BareTrees(accuracies, 12), counted_paths(ranks.landed(12).tolist())
     for size in built:
-        each = [ranks.replay(BareTrees(table, 12).best(size)).tau for table in tables]
-        assert replays[size].tau == max(each)
+        each = [ranks.replay(one).tau for one in (trees.best(size), trees.of(counted, size))]
+        assert replays[size].tau == ranks.replay(built[size]).tau == max(each)
 
 
 def test_landed_accuracies_begin_behind_the_prompt() -> None:
