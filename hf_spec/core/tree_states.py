@@ -86,9 +86,18 @@ class TreeStates:
         """The same tree always, with ``count`` probes under each node."""
         return _uniform(tree, count)
 
+    @classmethod
+    def bare(cls, tree: TokenTree, depth: int) -> TreeStates:
+        """The same tree always, without probes: ``depth`` tokens are predicted by other means.
+
+        Raises:
+            ValueError: the tree is deeper.
+        """
+        return _bare(tree, depth)
+
     @property
     def max_probes(self) -> int:
-        """m, the largest number of probes under a node."""
+        """m, future tokens that are predicted at most, and probes under a node."""
         return len(self.states) - 1
 
     @property
@@ -133,3 +142,9 @@ def _truncate(state: TreeState, max_depth: int) -> TreeState:
 def _uniform(tree: TokenTree, count: int) -> TreeStates:
     trees = [tree.truncate(k) for k in range(count + 1)]
     return TreeStates(tuple(TreeState(one, (count,) * len(one)) for one in trees))
+
+
+@lru_cache(maxsize=512)
+def _bare(tree: TokenTree, depth: int) -> TreeStates:
+    trees = [tree.truncate(k) for k in range(depth)] + [tree]
+    return TreeStates(tuple(TreeState(one, (0,) * len(one)) for one in trees))

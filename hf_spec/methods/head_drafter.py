@@ -2,45 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_spec.core.tree import TokenTree
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.methods.base import DecodingState, Draft
 from hf_spec.methods.candidates import ranked_tokens
 from hf_spec.methods.forward import output_logits
-from hf_spec.methods.heads import draft_logits
+from hf_spec.methods.heads import WEIGHTS, draft_logits
 from hf_spec.methods.probing import token_hidden
+from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter
+from hf_spec.methods.tuned_trees import TunedTrees
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(TreeDrafter):
     """Candidates are the heads' likeliest tokens; a step forwards the tree and nothing else.
+
+    Every step knows what all heads say, so that the tree is always that of the last state.
 
     Args:
         weights: of the heads, as in :mod:`hf_spec.methods.heads`.
-        tree: of every row, no deeper than there are heads.
+        states: trees without probes, see :meth:`TreeStates.bare`; or those tuned for several
+            devices. Heads past their last state are left out.
     """
 
     wants_hidden = True
 
-    def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], tree: TokenTree):
-        super().__init__(model, options)
+    def __init__(
+        self,
+        model: Any,
+        options: Any,
+        weights: Mapping[str, Tensor],
+        states: TreeStates | TunedTrees,
+    ):
+        super().__init__(model, options, states)
         dtype = model.get_input_embeddings().weight.dtype  # of hidden states
-        self.weights = {name: tensor.detach().to(dtype) for name, tensor in weights.items()}
-        self.tree = tree
+        self.weights = {
+            name: tensor[: states.max_probes].detach().to(dtype) for name, tensor in weights.items()
+        }
+
+    @property
+    def distances(self) -> int:
+        return len(self.weights[WEIGHTS])
+
+    @property
+    def probes_per_node(self) -> int:
+        return 0
 
     def propose(self, state: DecodingState) -> Draft:
-        hidden = state.hidden
-        depth = 0 if hidden is None else max(min(self.tree.max_depth, state.max_depth), 0)
-        tree = self.tree.truncate(depth)
+        tree = self.states.states[-1].tree
+        depth = max(min(tree.max_depth, state.max_depth), 0) if state.hidden is not None else 0
+        tree = tree.truncate(depth)
         batch = tree.batch(state.batch_size, state.root.device)
-        if hidden is None or depth == 0:
+        if depth == 0:
             return Draft(batch, state.root[:, None])
-        logits = self.predictions(hidden, depth)
-        return Draft(batch, ranked_tokens([tree] * state.batch_size, state.root, logits))
+        tokens, distributions = self.candidates(state, [tree] * state.batch_size, depth)
+        return Draft(batch, tokens, distributions)
+
+    def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
+        trees = [state.tree for state in states]
+        return trees, TreeBatch.stack(trees, device), None
+
+    def candidates(
+        self, state: DecodingState, trees: list[TokenTree], depth: int
+    ) -> tuple[Tensor, Tensor | None]:
+        assert state.hidden is not None
+        return ranked_tokens(trees, state.root, self.predictions(state.hidden, depth)), None
 
     def predictions(self, hidden: Tensor, depth: int) -> Tensor:
         """Logits of the first heads, ``(batch, depth, vocab)``.
@@ -52,12 +83,17 @@ class HeadDrafter(Drafter):
         used = {name: tensor[:depth] for name, tensor in self.weights.items()}
         return draft_logits(self.model, used, hidden)
 
+    def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        hidden = token_hidden(self.model, input_ids)[0]
+        for some in places.to(hidden.device).split(max(AT_ONCE // self.distances, 1)):
+            yield self.predictions(hidden[some], self.distances)
+
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         with torch.no_grad():
             hidden = token_hidden(self.model, input_ids)[:, -1]
-            heads = self.predictions(hidden, self.tree.max_depth)
+            heads = self.predictions(hidden, self.distances)
             logits = torch.cat([output_logits(self.model, hidden)[:, None], heads], dim=1)
         chain = logits.argmax(-1).to(input_ids.device)
         candidates: Any = torch.cat([input_ids, chain], dim=1)

@@ -23,15 +23,15 @@ class HeadOptions(TreeOptions):
 
     Attributes:
         tree: ``sparse``: 15 candidates, most of them under likely ones. ``chain``: each head's
-            likeliest token only, as in blockwise parallel decoding. Or rank paths as
-            ``TokenTree.from_paths`` takes them (Medusa's choices).
+            likeliest token only, as in blockwise parallel decoding. Or what :class:`TreeOptions`
+            says; rank paths are Medusa's choices, and the states of a dynamic tree have no probes.
         max_depth: heads used; None takes all that the adapter has.
     """
 
     tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "sparse"
 
     trees: ClassVar[tuple[str, ...]] = ("sparse", "chain")
-    takes_dynamic: ClassVar[bool] = False
+    hangs_probes: ClassVar[bool] = False
 
     def named_tree(self, depth: int) -> TokenTree:
         if self.tree == "chain":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,20 +10,19 @@ from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.methods.base import DecodingState, Draft
 from hf_spec.methods.candidates import ranked_tokens
 from hf_spec.methods.forward import ProbeInputs, output_logits
 from hf_spec.methods.probing import ProbedSequences, probe_sequences
-from hf_spec.methods.tuned_trees import Device, TunedTrees
+from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter
+from hf_spec.methods.tuned_trees import TunedTrees
 
 #: Combinations of rows' states whose tensors are kept.
 KEPT_STEPS = 256
-#: What stands for tuned trees until the call's first step.
-ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)
 
 
-class ProbeDrafter(Drafter):
+class ProbeDrafter(TreeDrafter):
     """Candidates are what the probes under the last accepted node have predicted.
 
     Each row forwards the tree of its state, the number of tokens predicted for it.
@@ -45,25 +45,20 @@ class ProbeDrafter(Drafter):
         states: TreeStates | TunedTrees,
         group: ProbeGroup | None = None,
     ):
-        super().__init__(model, options)
+        super().__init__(model, options, states)
         self.probe_inputs = probe_inputs
         self.group = group or ProbeGroup.causal(states.max_probes)
-        self.tuned = states if isinstance(states, TunedTrees) else None
-        self.states = ROOT_ONLY if isinstance(states, TunedTrees) else states
         self._per_distance = len(self.group) // max(states.max_probes, 1)
-        self._steps: dict[
-            tuple[tuple[int, ...], int], tuple[list[TokenTree], TreeBatch, ProbeRows | None]
-        ] = {}
+        self._steps: dict[tuple[tuple[int, ...], int], StepRows] = {}
 
     @property
     def distances(self) -> int:
         """Tokens behind the next one that a whole group of probes predicts."""
         return len(self.group) // self._per_distance
 
-    def start(self, state: DecodingState) -> None:
-        if self.tuned is not None:
-            context = max(state.cache.host_lengths)
-            self.states = self.tuned.select(Device.of(self.model), state.batch_size, context)
+    @property
+    def probes_per_node(self) -> int:
+        return self.distances
 
     def propose(self, state: DecodingState) -> Draft:
         most = self.states.max_probes
@@ -78,11 +73,6 @@ class ProbeDrafter(Drafter):
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens on all nodes, ``(batch, nodes)``, and what they were sampled from, if they were.
-
-        Args:
-            trees: of each row, no deeper than ``depth``, from 1, and the row's predictions.
-        """
         assert state.probe_hidden is not None
         hidden = state.probe_hidden[:, : depth * self._per_distance]
         return ranked_tokens(trees, state.root, self.predictions(hidden)), None
@@ -95,24 +85,25 @@ class ProbeDrafter(Drafter):
         """
         return output_logits(self.model, hidden)
 
-    def _step(
-        self, known: tuple[int, ...], depth: int, device: str
-    ) -> tuple[list[TokenTree], TreeBatch, ProbeRows | None]:
+    def _step(self, known: tuple[int, ...], depth: int, device: str) -> StepRows:
         """Trees of rows in these states, and the probes under them."""
         if (known, depth) not in self._steps:
             if len(self._steps) == KEPT_STEPS:
                 self._steps.pop(next(iter(self._steps)))
             states = [self.states.states[k].truncate(depth) for k in known]
-            trees = [one.tree for one in states]
-            sizes = [[n * self._per_distance for n in one.probes] for one in states]
-            full = all(n == len(self.group) for row in sizes for n in row)
-            same = all(tree == trees[0] for tree in trees)
-            batch = TreeBatch.stack(trees, device)
-            probes = None
-            if any(map(any, sizes)):
-                probes = hang(self.group, batch, None if full and same else sizes)
-            self._steps[known, depth] = trees, batch, probes
+            self._steps[known, depth] = self.rows(states, device)
         return self._steps[known, depth]
+
+    def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
+        trees = [one.tree for one in states]
+        sizes = [[n * self._per_distance for n in one.probes] for one in states]
+        full = all(n == len(self.group) for row in sizes for n in row)
+        same = all(tree == trees[0] for tree in trees)
+        batch = TreeBatch.stack(trees, device)
+        probes: ProbeRows | None = None
+        if any(map(any, sizes)):
+            probes = hang(self.group, batch, None if full and same else sizes)
+        return trees, batch, probes
 
     def probe(self, input_ids: Tensor, anchors: Tensor) -> ProbedSequences:
         """Hang a whole group of probes under tokens of finished sequences.
@@ -122,6 +113,10 @@ class ProbeDrafter(Drafter):
             anchors: ``(batch, anchors)`` columns of ``input_ids``.
         """
         return probe_sequences(self.model, input_ids, None, anchors, self.group, self.probe_inputs)
+
+    def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        for some in places.split(max(AT_ONCE // len(self.group), 1)):
+            yield self.predictions(self.probe(input_ids, some[None]).probe_hidden[0])
 
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any

@@ -31,8 +31,8 @@ class TreeOptions(StrategyOptions):
 
     #: Names of static trees that the method has.
     trees: ClassVar[tuple[str, ...]] = ()
-    #: Whether it takes dynamic trees, those that are tuned among them: its drafter has probes.
-    takes_dynamic: ClassVar[bool] = True
+    #: Whether predictions take probes under the nodes; else every step knows all of them.
+    hangs_probes: ClassVar[bool] = True
     #: Options that decide the trees' shape; dynamic trees take their place.
     shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth")
 
@@ -40,7 +40,7 @@ class TreeOptions(StrategyOptions):
         super().__post_init__()
         if self.max_depth is not None:
             check_count("max_depth", self.max_depth)
-        if self.takes_dynamic and is_dynamic(self.tree):
+        if is_dynamic(self.tree):
             if self.max_depth is not None:
                 raise ValueError(
                     f"max_depth={self.max_depth} with a dynamic tree, which says itself how deep "
@@ -48,13 +48,14 @@ class TreeOptions(StrategyOptions):
                 )
             if self.tree != TUNED and len(self.tree) < 2:
                 raise ValueError("tree has state 0 only: give states for predicted tokens, too.")
+            self._check_probes()
         elif not isinstance(self.tree, str):
             self._paths()
         elif self.tree not in self.trees:
-            names = (*self.trees, TUNED) if self.takes_dynamic else self.trees
-            states = ", or the states of a dynamic tree" if self.takes_dynamic else ""
+            names = ", ".join((*self.trees, TUNED))
             raise ValueError(
-                f"tree={self.tree!r}: choose one of {', '.join(names)}, or give rank paths{states}."
+                f"tree={self.tree!r}: choose one of {names}, or give rank paths, or the states of "
+                "a dynamic tree."
             )
 
     @abstractmethod
@@ -97,7 +98,19 @@ class TreeOptions(StrategyOptions):
         """
         if is_dynamic(self.tree):
             return dynamic_trees(self.tree, adapter, available)
-        return TreeStates.uniform(self.make_tree(available), self.max_depth or available)
+        make = TreeStates.uniform if self.hangs_probes else TreeStates.bare
+        return make(self.make_tree(available), self.max_depth or available)
+
+    def _check_probes(self) -> None:
+        """Raise a ValueError if a dynamic tree has probes that nothing would be predicted from."""
+        if self.hangs_probes or self.tree == TUNED:
+            return
+        most = max(max(state.probes) for state in TreeStates.from_json(self.tree).states)
+        if most:
+            raise ValueError(
+                f"tree has a node with {most} probes: this strategy predicts without probes, so "
+                "give 0 for every node."
+            )
 
     def _paths(self) -> TokenTree:
         paths: Any = self.tree

@@ -117,7 +117,7 @@ class TunedTrees:
 
     @property
     def max_probes(self) -> int:
-        """Most probes under a node of any tree, in distances."""
+        """Most future tokens that any tree's states know of, and probes under a node."""
         return max(one.states.max_probes for _, settings in self.entries for one in settings)
 
     def select(self, device: Device, batch_size: int, context: int) -> TreeStates:
@@ -191,7 +191,7 @@ def dynamic_trees(tree: Any, adapter: ActiveAdapter, most: int) -> TreeStates | 
         most: distances that it predicts.
 
     Raises:
-        ValueError: there is no ``tree.json``, it cannot be read, or the trees have more probes.
+        ValueError: there is no ``tree.json``, it cannot be read, or the trees take more tokens.
     """
     trees: TreeStates | TunedTrees
     if tree == TUNED:
@@ -207,7 +207,7 @@ def dynamic_trees(tree: Any, adapter: ActiveAdapter, most: int) -> TreeStates | 
         trees = TreeStates.from_json(tree)
     if trees.max_probes > most:
         raise ValueError(
-            f"tree has nodes with {trees.max_probes} probes, the adapter drafts {most} tokens: run "
-            "hf-spec tune again, or give another tree."
+            f"tree has states up to {trees.max_probes} predicted tokens, the adapter drafts {most} "
+            "tokens: run hf-spec tune again, or give another tree."
         )
     return trees

@@ -134,6 +134,20 @@ def chances_of(tree: TokenTree, accuracies: Array) -> tuple[Array, Array]:
     return reach, ends.clip(min=0.0)
 
 
+def grown(count: int, depth: int, draw: random.Random) -> TokenTree:
+    """A tree of ``count`` candidates, each under a random node above ``depth``."""
+    paths: list[RankPath] = []
+    nodes: list[RankPath] = [()]
+    children: dict[RankPath, int] = {}
+    for _ in range(count):
+        parent = draw.choice([path for path in nodes if len(path) < depth])
+        rank = children.setdefault(parent, 0)
+        children[parent] += 1
+        paths.append((*parent, rank))
+        nodes.append(paths[-1])
+    return TokenTree.in_order(paths)
+
+
 # ------------------------------------------------------------------------------------- the chain
 
 
@@ -250,20 +264,10 @@ class SparseTrees:
         draw = random.Random(seed)
         states = []
         for depth, state in enumerate(self.best(size).states):
-            paths: list[RankPath] = []
-            nodes: list[RankPath] = [()]
-            children: dict[RankPath, int] = {}
-            for _ in range(state.tree.num_candidates):
-                parent = draw.choice([path for path in nodes if len(path) < depth])
-                rank = children.setdefault(parent, 0)
-                children[parent] += 1
-                paths.append((*parent, rank))
-                nodes.append(paths[-1])
-            places = [node for node in range(len(nodes)) for _ in range(self.most)]
+            tree = grown(state.tree.num_candidates, depth, draw)
+            places = [node for node in range(len(tree)) for _ in range(self.most)]
             held = draw.sample(places, sum(state.probes))
-            states.append(
-                TreeState(TokenTree.in_order(paths), tuple(map(held.count, range(len(nodes)))))
-            )
+            states.append(TreeState(tree, tuple(map(held.count, range(len(tree))))))
         return TreeStates(tuple(states))
 
     def tau(self, states: TreeStates) -> float:

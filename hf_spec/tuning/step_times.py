@@ -1,8 +1,8 @@
-"""What a step of a drafter with probes takes on this device, by the rows of its forward.
+"""What a step of a drafter with trees takes on this device, by the rows of its forward.
 
-A step is what decoding does: candidates from the probes' hidden states, one forward over nodes and
-probes, the model's tokens at all nodes, the longest match, and one transfer to the host. Knows
-drafters and clocks; knows nothing of accuracies or of the choice of trees.
+A step is what decoding does: candidates from hidden states of the step before, one forward over
+nodes and probes, the model's tokens at all nodes, the longest match, and one transfer to the host.
+Knows drafters and clocks; knows nothing of accuracies or of the choice of trees.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache
-from hf_spec.core.probes import ProbeRows, hang
-from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState
 from hf_spec.methods.base import DecodingState
 from hf_spec.methods.forward import TreeForward
-from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.methods.tree_drafter import StepRows, TreeDrafter
 from hf_spec.tuning.costs import rising
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.support import sliding_windows
@@ -43,7 +42,7 @@ class StepTimes:
 
     Attributes:
         plain: of the root alone, as in plain decoding.
-        start: of the root with all its probes: nothing is predicted yet.
+        start: of the root with all its probes: nothing is predicted yet. As ``plain`` without any.
         by_rows: of a step with candidates and so many nodes and probes.
     """
 
@@ -74,7 +73,7 @@ class StepTimer:
     def __init__(
         self,
         model: Any,
-        drafter: ProbeDrafter,
+        drafter: TreeDrafter,
         context: Sequence[int],
         batch_size: int,
         states: Mapping[int, TreeState],
@@ -84,7 +83,7 @@ class StepTimer:
         ids = torch.tensor([list(context)], device=device).expand(batch_size, -1)
         past = model(input_ids=ids, use_cache=True).past_key_values
         most = max(states)
-        front = drafter.probe_inputs.num_front
+        front = drafter.probe_inputs.num_front if drafter.probe_inputs else 0
         self.cache = TreeCache.pack(past, None, len(context) + most, device, front)
         self.last = torch.full((batch_size,), len(context) + most, device=device)
         self.root = ids[:, -1].contiguous()
@@ -92,20 +91,16 @@ class StepTimer:
         alone = TokenTree.chain(0)
         self.shapes = {
             PLAIN: self._shape(TreeState(alone, (0,))),
-            START: self._shape(TreeState(alone, (drafter.distances,))),
+            START: self._shape(TreeState(alone, (drafter.probes_per_node,))),
         }
         self.shapes |= {rows: self._shape(state) for rows, state in states.items()}
         self.spent: dict[int, list[float]] = {rows: [] for rows in self.shapes}
+        self.probe_hidden: Tensor | None = None
         self.hidden: Tensor | None = None
 
-    def _shape(self, state: TreeState) -> tuple[list[TokenTree], TreeBatch, ProbeRows | None]:
+    def _shape(self, state: TreeState) -> StepRows:
         """A tree in every row of the batch, with its probes."""
-        batch, group = len(self.root), self.drafter.group
-        each = len(group) // self.drafter.distances
-        sizes = [[n * each for n in state.probes]] * batch
-        tree = state.tree.batch(batch, self.root.device)
-        probes = hang(group, tree, sizes) if any(state.probes) else None
-        return [state.tree] * batch, tree, probes
+        return self.drafter.rows([state] * len(self.root), str(self.root.device))
 
     @torch.no_grad()
     def run(self) -> StepTimes:
@@ -114,9 +109,9 @@ class StepTimer:
         with tree_attention(self.model, windows) as attention:
             forward = TreeForward(
                 self.model, self.cache, attention, self.last, torch.zeros_like(self.last), {},
-                self.drafter.probe_inputs,
+                self.drafter.probe_inputs, self.drafter.wants_hidden,
             )  # fmt: skip
-            self.hidden = self._some_hidden(forward)
+            self.probe_hidden, self.hidden = self._some_hidden(forward)
             for _ in range(WARM):
                 self._round(forward)
             begin = time.perf_counter()
@@ -132,21 +127,19 @@ class StepTimer:
         by_rows = {n: seconds for n, seconds in smooth.items() if n not in (PLAIN, START)}
         return StepTimes(smooth[PLAIN], start, by_rows)
 
-    def _some_hidden(self, forward: TreeForward) -> Tensor:
-        """Hidden states of a whole group of probes: (batch, group, hidden)."""
+    def _some_hidden(self, forward: TreeForward) -> tuple[Tensor | None, Tensor | None]:
+        """What a step leaves behind for the next: of the root and a whole group of probes."""
         _, tree, probes = self.shapes[START]
         output = forward(self.root[:, None], tree, probes=probes)
         self.cache.rollback()
-        assert output.probe_hidden is not None
-        return output.probe_hidden
+        nodes = output.node_hidden
+        return output.probe_hidden, None if nodes is None else nodes[:, 0]
 
     def _round(self, forward: TreeForward) -> dict[int, float]:
-        return {rows: self._step(forward, *shape) for rows, shape in self.shapes.items()}
+        return {rows: self._step(forward, shape) for rows, shape in self.shapes.items()}
 
-    def _step(
-        self, forward: TreeForward, trees: list[TokenTree], tree: TreeBatch,
-        probes: ProbeRows | None,
-    ) -> float:  # fmt: skip
+    def _step(self, forward: TreeForward, shape: StepRows) -> float:
+        trees, tree, probes = shape
         start = time.perf_counter()
         tokens = self.root[:, None]
         if tree.num_nodes > 1:
@@ -162,8 +155,8 @@ class StepTimer:
         batch, process = len(self.root), Untouched()
         return DecodingState(
             self.model, forward, self.cache, self.tokens, self.root, [True] * batch,
-            [self.drafter.distances + 1] * batch, False, process, probe_hidden=self.hidden,
-            probe_counts=[len(self.drafter.group)] * batch,
+            [self.drafter.distances + 1] * batch, False, process,
+            probe_hidden=self.probe_hidden, hidden=self.hidden,
         )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def tune(
     """Choose the trees of a trained adapter for this device.
 
     Measures how often the adapter's predictions are right on held-out prompts and what steps take
-    here, builds the best dynamic tree of every size, and chooses the size of the largest speedup.
+    here, builds the best tree of every size, and chooses the size of the largest speedup.
     The trees are stored beside the adapter, with device and dtype; on another machine the same
     command adds an entry. Decoding then takes the entry of its device.
 

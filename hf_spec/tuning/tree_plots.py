@@ -32,7 +32,7 @@ def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
 
 
 def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
-    """Write ``tree.png``: the tree of each state with candidates.
+    """Write ``tree.png``: the tree of each state with candidates that occurs.
 
     Args:
         entry: of ``tree.json``.
@@ -47,7 +47,9 @@ def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
     chosen = entry["settings"][setting]
     states = TreeStates.from_json(chosen["states"]).states
     accuracies = np.array(entry["landed_accuracies"])
-    shown = [k for k, state in enumerate(states) if len(state.tree) > 1] or [0]
+    occurs = [share > 0 for share in chosen["visits"]]  # without probes only the last state does
+    shown = [k for k, state in enumerate(states) if len(state.tree) > 1 and occurs[k]] or [0]
+    probed = any(any(state.probes) for state in states)
     width = max(6.0, 0.32 * max(len(states[k].tree) for k in shown))
     figure, axes = plt.subplots(
         len(shown), 1, figsize=(width, sum(1.6 + 1.1 * states[k].tree.max_depth for k in shown)),
@@ -57,14 +59,16 @@ def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
         _tree(one, states[k], accuracies)
         share = chosen["visits"][k]
         one.set_title(
-            f"{k} token{'s' * (k != 1)} predicted: {states[k].tree.num_candidates} candidates, "
-            f"{sum(states[k].probes)} probes; {share:.0%} of steps",
+            f"{k} token{'s' * (k != 1)} predicted: {states[k].tree.num_candidates} candidates"
+            + (f", {sum(states[k].probes)} probes" if probed else "")
+            + f"; {share:.0%} of steps",
             fontsize=10,
         )
     figure.suptitle(
         f"{entry['device']}, {entry['dtype']}, batch {chosen['batch_size']}, context "
         f"{chosen['context']}: {chosen['size']} rows, tau {chosen['tau']:.2f}\n"
-        "numbers: probability of being accepted in %; +n: probes under a node",
+        "numbers: probability of being accepted in %"
+        + ("; +n: probes under a node" if probed else ""),
         fontsize=10,
     )
     figure.tight_layout()
@@ -147,7 +151,7 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
     sizes = data["devices"][-1]["sizes"]
     counts = [one["size"] for one in sizes]
-    for key, label in (("tau", "dynamic"), ("static_tau", "static"), ("random_tau", "random")):
+    for key, label in (("tau", "tuned"), ("static_tau", "static"), ("random_tau", "random")):
         left.plot(counts, [one[key] for one in sizes], label=label)
     left.set(xlabel="rows per step", ylabel="tau (tokens per forward pass)", title="acceptance")
     left.legend()

@@ -17,11 +17,12 @@ from hf_spec.bench.prompts import Prompt, context_limit, encode_within
 from hf_spec.bench.runner import own_generation_config
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.base import Method, check_count
-from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.methods.tree_drafter import TreeDrafter
 from hf_spec.methods.tree_options import TreeOptions
 from hf_spec.methods.tuned_trees import VERSION, Device
+from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import FutureRanks, Ranks, Replay, measure
-from hf_spec.tuning.sparse_tree import Array, SparseTrees
+from hf_spec.tuning.sparse_tree import Array
 from hf_spec.tuning.step_times import StepTimer, StepTimes
 
 #: Sizes whose steps are timed; those between are interpolated.
@@ -70,8 +71,9 @@ class Size:
         size: most rows of a step.
         rows: rows of a step in each state; fewer than ``size`` where more would be of no use.
         tau: emitted tokens per step on the measured answers, prefills included.
-        chain_tau: R(T) of the chain of states, which has no prefills.
-        static_tau, random_tau: tau of trees with all probes under each node, and of random ones.
+        chain_tau: R(T) of the chain of states, which has no prefills; f(T) without probes.
+        static_tau, random_tau: tau of trees with all probes under each node (where there are no
+            probes, of trees that nothing was measured for), and of random ones.
     """
 
     size: int
@@ -83,10 +85,8 @@ class Size:
 
 
 def tunable(method: Method) -> bool:
-    """Whether a method's drafter hangs probes under trees of a shape that can be chosen."""
-    options = method.options
-    chosen = issubclass(options, TreeOptions) and options.takes_dynamic
-    return chosen and issubclass(method.drafter, ProbeDrafter)
+    """Whether a method's trees of ranked predictions have a shape that can be chosen."""
+    return issubclass(method.options, TreeOptions) and issubclass(method.drafter, TreeDrafter)
 
 
 def without_shape(method: Method, options: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class TreeTuner:
         self.settings = settings
         self.options = without_shape(method, options)
         drafter = method.drafter(model, method.parse_options(self.options))
-        assert isinstance(drafter, ProbeDrafter)
+        assert isinstance(drafter, TreeDrafter)
         self.drafter = drafter
         limit = context_limit(model, tokenizer)
         room = None if limit is None else limit - settings.max_new_tokens
@@ -160,10 +160,9 @@ class TreeTuner:
                     assistant_strategy=self.method.name, assistant_kwargs=self.options,
                 )  # fmt: skip
                 self.answers.append(output[0, len(prompt) :].tolist())
-                distances = self.drafter.distances
-                found.append(measure(self.drafter, prompt, self.answers[-1], distances))
+                found.append(measure(self.drafter, prompt, self.answers[-1]))
                 done()
-        ranks = FutureRanks(tuple(found))
+        ranks = FutureRanks(tuple(found), probed=self.drafter.probes_per_node > 0)
         if not len(ranks.places):
             raise ValueError("the model's answers end after a few tokens: give other prompts")
         return ranks
@@ -206,15 +205,25 @@ def build(
 ) -> tuple[list[Size], dict[int, TreeStates], dict[int, Replay], Array]:
     """The best trees of every size from 2 rows on, and how they fare on the measured answers.
 
+    Without probes the trees of the paths that were right most often are tried, too, and replay says
+    which are better: a path's chance is not quite the product of its accuracies, but few places
+    tell of a long path.
+
     Returns:
         Figures, trees and replays by size, and the accuracies that the trees were built from.
     """
-    accuracies = ranks.landed_accuracies(min(REFERENCE, max_size))
-    trees = SparseTrees(accuracies, max_size)
+    reference = min(REFERENCE, max_size)
+    accuracies = ranks.landed_accuracies(reference)
+    trees = ranks.trees(accuracies, max_size)
+    counted = counted_paths(ranks.landed(reference).tolist())
     sizes, built, replays = [], {}, {}
     for size in range(2, max_size + 1):
         states = trees.best(size)
         replay = ranks.replay(states)
+        if isinstance(trees, BareTrees):
+            other = ranks.replay(trees.of(counted, size))
+            if other.tau > replay.tau:
+                states, replay = trees.of(counted, size), other
         built[size], replays[size] = states, replay
         sizes.append(
             Size(

@@ -65,10 +65,11 @@ def test_trees() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tree": "round"}, "tree='round'.*sparse, chain"),
+        ({"tree": "round"}, "tree='round': choose one of sparse, chain, tuned, or give rank paths"),
         ({"tree": [[0, 0]]}, "parent .* missing"),
-        ({"tree": "tuned"}, "tree='tuned': choose one of sparse, chain, or give rank paths"),
-        ({"tree": [{"paths": [], "probes": [0]}] * 2}, "path .*paths"),
+        ({"tree": [{"paths": [], "probes": [1]}] * 2}, "a node with 1 probes: .* give 0 for every"),
+        ({"tree": [{"paths": [], "probes": [0]}]}, "tree has state 0 only"),
+        ({"tree": "tuned", "max_depth": 1}, "max_depth=1 with a dynamic tree"),
         ({"max_depth": 0}, "max_depth=0"),
     ],
 )

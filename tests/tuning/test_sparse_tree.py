@@ -12,7 +12,10 @@ import pytest
 
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.methods.medusa.options import SPARSE
 from hf_spec.tuning import sparse_tree
+from hf_spec.tuning.bare_trees import BareTrees, counted_paths
+from hf_spec.tuning.future_ranks import BEYOND, MISS, FutureRanks
 from hf_spec.tuning.sparse_tree import Candidates, Chain, SparseTrees, chances_of
 
 #: (distances, ranks); the second has ranks out of order, a third distance better than the second.
@@ -218,3 +221,98 @@ def test_what_is_never_right_takes_no_row() -> None:
 def test_gains_are_concave() -> None:
     gains = sparse_tree._gains(np.array([0.0, 0.1, 0.5, 0.6]))
     np.testing.assert_allclose(gains, [0.25, 0.25, 0.1])
+
+
+# -- without probes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_bare_trees_against_all_there_are(table: list, size: int) -> None:
+    accuracies = np.array(table)
+    trees = BareTrees(accuracies, 5)
+    states = trees.best(size)
+    assert states.max_rows == size and states.max_probes == 3
+    best = max(chances_of(tree, accuracies)[0].sum() for tree in all_trees(3, 3, size - 1))
+    assert trees.tau(states) == pytest.approx(best)
+    for depth, state in enumerate(states.states):
+        assert state.tree == states.states[-1].tree.truncate(depth) and not any(state.probes)
+    # Every tree of this many rows with probes knows no more than one without.
+    assert trees.tau(states) >= SparseTrees(accuracies, 5).tau(SparseTrees(table, 5).best(size))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5])
+def test_counted_paths_against_all_trees(count: int) -> None:
+    """Ranks that depend on each other: a second token is right where the first is a guess, too."""
+    draw = random.Random(3)
+    places = []
+    for _ in range(200):
+        first = draw.choice([0, 0, 1, 2, -1])
+        places.append((first, draw.choice([first, first, 0]), draw.choice([0, 1, -1])))
+
+    def accepted(tree: TokenTree) -> int:
+        return sum(place[:depth] in tree.paths for place in places for depth in (1, 2, 3))
+
+    paths = counted_paths(places)
+    tree = BareTrees(TABLES[0], 6).of(paths, count + 1).states[-1].tree
+    assert tree.num_candidates == count
+    assert accepted(tree) == max(accepted(one) for one in all_trees(3, 3, count))
+
+
+def test_bare_trees_to_compare_with() -> None:
+    accuracies = np.array([[0.5 * 0.8**d * 0.4**r for r in range(12)] for d in range(4)])
+    trees = BareTrees(accuracies, 40)
+    tree = trees.static(16).states[-1].tree
+    # What medusa takes unless it is told something else, but for one of the unlikeliest.
+    assert set(SPARSE) - set(tree.paths) == {(4,)} and set(tree.paths) - set(SPARSE) == {(1, 1)}
+    for size in range(2, 41):
+        best, static, drawn = trees.best(size), trees.static(size), trees.random(size, seed=3)
+        assert best.max_rows == static.max_rows == drawn.max_rows == size
+        assert trees.tau(best) >= max(trees.tau(static), trees.tau(drawn)) - 1e-12
+    assert drawn == trees.random(40, seed=3) != trees.random(40, seed=4)
+
+
+def test_bare_trees_leave_out_what_is_never_right() -> None:
+    states = BareTrees([[0.5, 0.0], [0.0, 0.0]], 16).best(16)
+    assert [len(one.tree) for one in states.states] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_bare_trees_by_replay_of_planted_ranks(table: list) -> None:
+    """f(T) beside the steps of answers whose ranks are drawn with these accuracies.
+
+    100 answers of 400 tokens; the bound is four standard errors of the answers' means, so that a
+    case fails by chance once in 15,000 times. The last step of an answer is cut off by its end: no
+    more than 3 tokens of 400, which the bound adds.
+    """
+    accuracies, draw = np.array(table), np.random.default_rng(5)
+    trees = BareTrees(accuracies, 9)
+    chances = np.column_stack([accuracies, 1 - accuracies.sum(1)])  # the last: not predicted
+    answers = []
+    for _ in range(100):
+        ranks = np.column_stack([draw.choice(4, 401, p=row) for row in chances])
+        ranks[ranks == 3] = MISS
+        for distance in range(1, 4):
+            ranks[400 - distance :, distance - 1] = BEYOND
+        answers.append(ranks)
+    for states in (trees.best(9), trees.static(9), trees.random(9)):
+        each = [FutureRanks((one,), probed=False).replay(states) for one in answers]
+        assert all(one.visits[:-1].sum() == 0 and one.tokens == 400 for one in each)
+        means = [one.tau_after_prefill for one in each]
+        error = 4 * np.std(means) / math.sqrt(len(means)) + 3 / 400 * trees.tau(states)
+        assert abs(np.mean(means) - trees.tau(states)) < error
+
+
+def test_planted_accuracies_are_found_again() -> None:
+    """From places where steps begin, too, as planted ranks do not depend on the place.
+
+    Of 40,000 places at least 7,000 count at each distance; the bound is five standard errors.
+    """
+    accuracies, draw = np.array(TABLES[2]), np.random.default_rng(6)
+    chances = np.column_stack([accuracies, 1 - accuracies.sum(1)])
+    ranks = np.column_stack([draw.choice(4, 40_000, p=row) for row in chances])
+    ranks[ranks == 3] = MISS
+    ranks[-3:] = BEYOND
+    found = FutureRanks((ranks,), probed=False)
+    for table in (found.accuracies(), found.landed_accuracies(8)):
+        assert np.abs(table[:, :3] - accuracies).max() < 5 * math.sqrt(0.25 / 7000)

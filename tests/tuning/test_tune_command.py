@@ -226,7 +226,7 @@ def ranked(made: Path) -> tuple[Any, list[list[int]], FutureRanks]:
     found = []
     for ids in prompts:
         answer = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)
-        found.append(measure(drafter, ids, answer[0, len(ids) :].tolist(), 2))
+        found.append(measure(drafter, ids, answer[0, len(ids) :].tolist()))
     return model, prompts, FutureRanks(tuple(found))
 
 
@@ -270,6 +270,15 @@ def test_replay_takes_the_steps_that_generate_takes(ranked: Any, size: int) -> N
         assert replay.visits.sum() == steps - len(prompts)
     if size == 40:
         assert replay.steps < tokens  # candidates were accepted
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_answers_tell_little(ranked: Any, length: int) -> None:
+    model, prompts, _ = ranked
+    drafter: Any = get_method("bita").drafter(model, get_method("bita").parse_options(None))
+    answer = model.generate(torch.tensor(prompts[:1]), max_new_tokens=length, do_sample=False)
+    rows = measure(drafter, prompts[0], answer[0, len(prompts[0]) :].tolist())
+    assert rows.shape == (length, 2) and (rows != BEYOND).sum() == max(length - 2, 0)
 
 
 def test_accuracies_count_places() -> None:
@@ -386,7 +395,7 @@ def test_no_file_beside_the_adapter(made: Path, fresh: Callable[..., Any]) -> No
 def test_a_file_for_more_mask_tokens_than_there_are(made: Path, tmp_path: Path) -> None:
     model = load(made)
     states = SparseTrees([[0.3] * 3] * 3, 20).best(20)
-    with pytest.raises(ValueError, match="3 probes, the adapter drafts 2 tokens"):
+    with pytest.raises(ValueError, match="up to 3 predicted tokens, the adapter drafts 2 tokens"):
         model.generate(
             IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": states.to_json()}
         )

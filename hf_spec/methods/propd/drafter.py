@@ -29,7 +29,8 @@ class ProPDDrafter(WrappedDrafter):
         if options.drafter == HEADS:
             names = (WEIGHTS, BIASES, PROJECTION)
             heads = {name: weights[name] for name in names if name in weights}
-            inner = HeadDrafter(model, options, heads, options.make_tree(len(heads[WEIGHTS])))
+            states = options.make_states(adapter, len(heads[WEIGHTS]))
+            inner = HeadDrafter(model, options, heads, states)
         else:
             method = options.drafting_method()
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))

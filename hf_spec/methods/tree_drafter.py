@@ -1,0 +1,90 @@
+"""What drafters share whose candidates stand on trees of ranked predictions of future tokens.
+
+It is what ``hf-spec tune`` needs of a drafter: how far it predicts and whether that takes probes,
+its predictions at places of finished sequences, and what a step with given trees forwards.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.core.probes import ProbeRows
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.methods.base import DecodingState, Drafter
+from hf_spec.methods.tuned_trees import Device, TunedTrees
+
+#: What stands for tuned trees until the call's first step.
+ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)
+#: Predictions of finished sequences that are made at once: they are vocabularies long.
+AT_ONCE = 384
+
+#: The tree of each row, the same as tensors, and the probes under its nodes.
+StepRows = tuple[list[TokenTree], TreeBatch, ProbeRows | None]
+
+
+class TreeDrafter(Drafter):
+    """A drafter with trees.
+
+    Args:
+        states: the tree of each state, the number of tokens that are predicted; or those tuned for
+            several devices, of which the call takes the nearest.
+    """
+
+    def __init__(self, model: Any, options: Any, states: TreeStates | TunedTrees):
+        super().__init__(model, options)
+        self.tuned = states if isinstance(states, TunedTrees) else None
+        self.states = ROOT_ONLY if isinstance(states, TunedTrees) else states
+
+    def start(self, state: DecodingState) -> None:
+        if self.tuned is not None:
+            context = max(state.cache.host_lengths)
+            self.states = self.tuned.select(Device.of(self.model), state.batch_size, context)
+
+    @property
+    @abstractmethod
+    def distances(self) -> int:
+        """Tokens behind the next one that it predicts."""
+
+    @property
+    @abstractmethod
+    def probes_per_node(self) -> int:
+        """Probes that a node has at most, in distances; 0: predictions take no rows, and every step
+        knows them all."""
+
+    @abstractmethod
+    def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
+        """What a step forwards.
+
+        Args:
+            states: the tree of each row with its probes.
+            device: of the tensors.
+        """
+
+    @abstractmethod
+    def candidates(
+        self, state: DecodingState, trees: list[TokenTree], depth: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens on all nodes, ``(batch, nodes)``, and what they were sampled from, if they were.
+
+        Args:
+            state: with the hidden states of the step before.
+            trees: of each row, no deeper than ``depth``, from 1, and the row's predictions.
+        """
+
+    @abstractmethod
+    def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        """Predictions at tokens of a finished sequence, as decoding makes them behind these.
+
+        Args:
+            input_ids: ``(1, seq)``, without padding.
+            places: ``(places,)`` columns of ``input_ids``.
+
+        Yields:
+            ``(some, distances, vocab)`` for some places after the other, in their order; distance
+            d, from 1, is that of the token 1 + d columns behind the place.
+        """
