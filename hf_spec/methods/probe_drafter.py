@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.base import DecodingState, Draft, Drafter
 from hf_spec.methods.candidates import ranked_tokens
 from hf_spec.methods.forward import ProbeInputs, output_logits
+from hf_spec.methods.online_policy import OnlineTrees
 from hf_spec.methods.probing import ProbedSequences, probe_sequences
 from hf_spec.methods.tuned_trees import Device, TunedTrees
 
@@ -33,6 +35,7 @@ class ProbeDrafter(Drafter):
             devices, of which the call takes the nearest.
         group: the probes for all distances, those of distance 1 first, equally many for each;
             None: one for each distance, each seeing those before it.
+        online: chooses the tree of each step, if it does.
     """
 
     probe_inputs: ProbeInputs
@@ -44,16 +47,16 @@ class ProbeDrafter(Drafter):
         probe_inputs: ProbeInputs,
         states: TreeStates | TunedTrees,
         group: ProbeGroup | None = None,
+        online: OnlineTrees | None = None,
     ):
         super().__init__(model, options)
         self.probe_inputs = probe_inputs
         self.group = group or ProbeGroup.causal(states.max_probes)
         self.tuned = states if isinstance(states, TunedTrees) else None
         self.states = ROOT_ONLY if isinstance(states, TunedTrees) else states
+        self.online = online
         self._per_distance = len(self.group) // max(states.max_probes, 1)
-        self._steps: dict[
-            tuple[tuple[int, ...], int], tuple[list[TokenTree], TreeBatch, ProbeRows | None]
-        ] = {}
+        self._steps: dict[Hashable, tuple[list[TokenTree], TreeBatch, ProbeRows | None]] = {}
 
     @property
     def distances(self) -> int:
@@ -64,8 +67,12 @@ class ProbeDrafter(Drafter):
         if self.tuned is not None:
             context = max(state.cache.host_lengths)
             self.states = self.tuned.select(Device.of(self.model), state.batch_size, context)
+        if self.online is not None:
+            self.online.start(state)
 
     def propose(self, state: DecodingState) -> Draft:
+        if self.online is not None:
+            self.states = self.online.states(state)
         most = self.states.max_probes
         known = tuple(min(n // self._per_distance, most) for n in state.probe_counts)
         depth = max(min(max(known), state.max_depth), 0)
@@ -84,8 +91,19 @@ class ProbeDrafter(Drafter):
             trees: of each row, no deeper than ``depth``, from 1, and the row's predictions.
         """
         assert state.probe_hidden is not None
-        hidden = state.probe_hidden[:, : depth * self._per_distance]
-        return ranked_tokens(trees, state.root, self.predictions(hidden)), None
+        depth = depth if self.online is None else self.online.look(depth)
+        logits = self.predictions(state.probe_hidden[:, : depth * self._per_distance])
+        if self.online is not None:
+            known = [n // self._per_distance for n in state.probe_counts]
+            return self.online.tokens(trees, state, logits, known), None
+        return ranked_tokens(trees, state.root, logits), None
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        if self.online is not None:
+            self.online.observe(state, draft.num_rows, nodes)
+
+    def details(self) -> dict[str, Any]:
+        return {} if self.online is None else self.online.details()
 
     def predictions(self, hidden: Tensor) -> Tensor:
         """Logits, ``(batch, depth, vocab)``, from the probes' final hidden states.
@@ -99,7 +117,8 @@ class ProbeDrafter(Drafter):
         self, known: tuple[int, ...], depth: int, device: str
     ) -> tuple[list[TokenTree], TreeBatch, ProbeRows | None]:
         """Trees of rows in these states, and the probes under them."""
-        if (known, depth) not in self._steps:
+        key = known, depth, self.states.states[-1].tree  # online trees change
+        if key not in self._steps:
             if len(self._steps) == KEPT_STEPS:
                 self._steps.pop(next(iter(self._steps)))
             states = [self.states.states[k].truncate(depth) for k in known]
@@ -111,8 +130,8 @@ class ProbeDrafter(Drafter):
             probes = None
             if any(map(any, sizes)):
                 probes = hang(self.group, batch, None if full and same else sizes)
-            self._steps[known, depth] = trees, batch, probes
-        return self._steps[known, depth]
+            self._steps[key] = trees, batch, probes
+        return self._steps[key]
 
     def probe(self, input_ids: Tensor, anchors: Tensor) -> ProbedSequences:
         """Hang a whole group of probes under tokens of finished sequences.

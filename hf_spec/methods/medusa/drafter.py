@@ -11,10 +11,13 @@ from hf_spec.methods.peft_bridge import require_active
 
 
 class MedusaDrafter(HeadDrafter):
-    """A static tree of the heads' likeliest tokens."""
+    """Trees of the heads' likeliest tokens."""
 
     options: MedusaOptions
 
     def __init__(self, model: Any, options: MedusaOptions):
-        weights = require_active(model, "MEDUSA", "medusa").weights()
-        super().__init__(model, options, weights, options.make_tree(len(weights[WEIGHTS])))
+        adapter = require_active(model, "MEDUSA", "medusa")
+        weights = adapter.weights()
+        tree = options.make_tree(len(weights[WEIGHTS]))
+        online = options.online_trees(model, adapter, tree.max_depth)
+        super().__init__(model, options, weights, tree, online)
