@@ -25,12 +25,14 @@ MAX_ROWS = 64
 
 # -- times: 4.2.1
 #: alpha of a size's mean step time, and lambda per step of its age.
-TIME_ALPHA, DECAY = 0.1, 0.01
-#: Ages from here on count alike, so that weights stay numbers: the oldest count e^-10.
-OLDEST = 1000
+TIME_ALPHA, DECAY = 0.1, 0.02
+#: Ages from here on count alike, so that weights stay numbers.
+OLDEST = 500
 #: The first step of a size warms something up and is left out; of so many after it the median is
 #: taken, then they are averaged.
 FIRST = 5
+#: Steps after which a size that was not taken begins anew: the machine may be another by then.
+STALE = 48
 #: A step counts as at most so many mean ones: a stall is no news of the size's cost.
 CLIP = 2.0
 #: Sizes whose times are kept, and predictions whose errors are.
@@ -54,7 +56,7 @@ WAIT = 512
 #: The tree is changed for a speed so much larger. Trees repeat, and so do their tensors.
 GAIN = 0.02
 #: Steps of each of two sizes at the start, and of another size before the tree is thought over.
-WARM_UP, BOUT = 3, 2
+WARM_UP, BOUT = 3, 3
 #: Sizes beyond the largest known are tried step by step: up to so many times as large.
 GROWTH = 2
 #: Weight of the newest step in the mean speed of a tree.
@@ -80,11 +82,15 @@ class SizeTime:
     last: int = 0
     first: list[float] | None = None
 
-    def add(self, seconds: float) -> None:
-        """T_perf <- (1 - alpha) T_perf + alpha t."""
-        if self.first is None:
+    def add(self, seconds: float, step: int = 0) -> None:
+        """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is the step's number."""
+        cold = self.first is None
+        if self.first is None or step - self.last > STALE:
             self.first = []
-        elif len(self.first) < FIRST:
+        self.last = step
+        if cold:
+            return
+        if len(self.first) < FIRST:
             self.first.append(seconds)
             self.mean = statistics.median_low(self.first)
         elif self.mean is not None:
@@ -123,9 +129,7 @@ class StepCost:
             self.drafting.add(drafting)
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
-        size = self.sizes.setdefault(rows, SizeTime())
-        size.add(seconds)
-        size.last = self.steps
+        self.sizes.setdefault(rows, SizeTime()).add(seconds, self.steps)
 
     def _note_error(self, rows: int, seconds: float) -> None:
         known = rows in self.sizes and self.sizes[rows].first is not None
@@ -370,7 +374,7 @@ class TreePlan:
             self._paths, chances = self._likeliest()
             if len(chances):
                 best = int(self._speeds(chances)[1:].argmax())
-                self._queue.extend([2 + best] * (BOUT + 1))
+                self._queue.extend([2 + best] * BOUT)
             return
         self._larger = not self._larger
         power = math.log2(len(self.tree))
