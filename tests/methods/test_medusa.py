@@ -67,7 +67,10 @@ def test_trees() -> None:
     [
         ({"tree": "round"}, "tree='round'.*sparse, chain"),
         ({"tree": [[0, 0]]}, "parent .* missing"),
-        ({"tree": "tuned"}, "tree='tuned': choose one of sparse, chain, or give rank paths"),
+        (
+            {"tree": "tuned"},
+            "tree='tuned': choose one of sparse, chain, online, or give",
+        ),
         ({"tree": [{"paths": [], "probes": [0]}] * 2}, "path .*paths"),
         ({"max_depth": 0}, "max_depth=0"),
     ],

@@ -21,7 +21,6 @@ from hf_spec.methods.online_trees import (
     CLIP,
     DECAY,
     FIRST,
-    GAIN,
     GUESSED,
     HIT_ALPHA,
     RANKS,
