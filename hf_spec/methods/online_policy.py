@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from hf_spec.methods.base import DecodingState
 from hf_spec.methods.candidates import tokens_at
 from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, StepCost, TreePlan
 from hf_spec.methods.peft_bridge import ActiveAdapter
-from hf_spec.methods.tuned_trees import Device, measurements
+from hf_spec.methods.tuned_trees import Device, Measurements, measurements
 
 #: Every so many steps all distances are predicted, those below the tree, too.
 LOOK = 8
@@ -140,10 +141,9 @@ class OnlineTrees:
         """Distances to predict where the tree is so deep: now and then all, to know them all."""
         assert self._memory is not None
         counts = self._memory.hits.counts
-        all_of_them = self._proposals % LOOK == 0 or counts.min() < ENOUGH
-        wanted = self.depth if all_of_them else depth
-        self._looked = wanted > depth
-        return wanted
+        few = counts.min() < ENOUGH  # drafting is then a little dearer than it will be
+        self._looked = not few and self._proposals % LOOK == 0 and depth < self.depth
+        return self.depth if few or self._looked else depth
 
     def tokens(
         self, trees: Sequence[TokenTree], state: DecodingState, logits: Tensor,
@@ -215,7 +215,7 @@ class OnlineTrees:
         known = _memories.setdefault(self.model, {})
         if key not in known:
             hits = HitRates(self.depth, self.ranks)
-            found = measurements(self.adapter, Device.of(self.model), batch_size, length)
+            found = self._measured(batch_size, length)
             if found is not None:
                 hits = HitRates.measured(np.array(found.accuracies), self.depth, self.ranks)
             known[key] = Memory(hits)
@@ -228,9 +228,15 @@ class OnlineTrees:
         if near:
             best = min(near, key=lambda one: (abs(one[0] - batch_size), abs(one[1] - bucket)))
             return memory.plans[best].like_this(batch_size / best[0])
-        found = measurements(self.adapter, Device.of(self.model), batch_size, length)
+        found = self._measured(batch_size, length)
         cost = StepCost() if found is None else StepCost.guessed(found.seconds)
         return TreePlan(memory.hits, cost, self.probes, self.max_rows)
+
+    def _measured(self, batch_size: int, length: int) -> Measurements | None:
+        """What ``hf-spec tune`` has measured; a Hub that cannot be reached is none."""
+        with suppress(OSError):
+            return measurements(self.adapter, Device.of(self.model), batch_size, length)
+        return None
 
 
 def _times(state: DecodingState) -> tuple[float, float]:
