@@ -22,7 +22,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.base import DecodingState
 from hf_spec.methods.candidates import tokens_at
-from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, StepCost, TreePlan
+from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, StepCost, TreePlan, most_nodes
 from hf_spec.methods.peft_bridge import ActiveAdapter
 from hf_spec.methods.tuned_trees import Device, Measurements, measurements
 
@@ -100,7 +100,8 @@ class OnlineTrees:
         max_rows: most rows of a step.
 
     Raises:
-        ValueError: ``max_rows`` is too few for a candidate, or ``tree.json`` cannot be read.
+        ValueError: ``max_rows`` is too few for a candidate; from the first step, ``tree.json``
+            cannot be read.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class OnlineTrees:
         self.model, self.adapter = model, adapter
         self.depth, self.probes, self.max_rows = depth, probes, max_rows
         self.ranks = min(RANKS, model.get_input_embeddings().weight.shape[0])
-        TreePlan(HitRates(depth, self.ranks), None, probes, max_rows)  # raises
+        most_nodes(max_rows, probes)  # raises
         self._memory: Memory | None = None
         self._plan: TreePlan | None = None
         self._pending: list[Predicted] = []
         self._proposals = 0
-        self._looked = False
+        self._predicted = self._looked = False
         self._times = 0.0, 0.0
 
     # -- a step ------------------------------------------------------------------------------
@@ -163,6 +164,7 @@ class OnlineTrees:
         known = [best.shape[1]] * len(rows) if known is None else known
         shown = [min(n, best.shape[1]) for n in known]
         self._pending.append(Predicted(best, rows, starts, shown))
+        self._predicted = True
         return tokens_at(trees, state.root, best)
 
     def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
@@ -171,11 +173,11 @@ class OnlineTrees:
         drafting, seconds = (now - then for now, then in zip(self._times, before))
         plan = self._plan or self._plan_for(state)
         counts = [len(path) for path in nodes if path]
-        # A step that looked further than its tree is deep, or a plain one, says little of drafting.
-        usual = rows > 1 and not self._looked
+        # A step without predictions, or that looked further than usual, says little of drafting.
+        usual = self._predicted and not self._looked
         tokens = sum(counts) / max(len(counts), 1)
         plan.observe(rows, seconds, drafting if usual else None, tokens)
-        self._plan, self._looked = None, False
+        self._plan, self._predicted, self._looked = None, False, False
 
     def details(self) -> dict[str, Any]:
         """Decisions and what they rest on, as ``SpecStats.details["online"]``."""

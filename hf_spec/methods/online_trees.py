@@ -291,6 +291,21 @@ class Speed:
         return self.tokens / self.seconds if self.seconds else None
 
 
+def most_nodes(max_rows: int, probes: int) -> int:
+    """Nodes of the largest tree of so many rows.
+
+    Raises:
+        ValueError: not even one candidate fits.
+    """
+    most = max_rows // (1 + probes)
+    if most < 2:
+        raise ValueError(
+            f"max_rows={max_rows}: a step with one candidate has {2 * (1 + probes)} rows with this "
+            "adapter; raise it."
+        )
+    return most
+
+
 class TreePlan:
     """Chooses the tree for one batch size, context length and device.
 
@@ -312,12 +327,7 @@ class TreePlan:
         max_rows: int = MAX_ROWS,
     ):  # fmt: skip
         self.hits, self.cost, self.probes = hits, cost or StepCost(), probes
-        self.most = max_rows // (1 + probes)
-        if self.most < 2:
-            raise ValueError(
-                f"max_rows={max_rows}: a step with one candidate has {self.rows(2)} rows with this "
-                "adapter; raise it."
-            )
+        self.most = most_nodes(max_rows, probes)
         small, large = max(self.most // 16, 2), max(self.most // 4, 2)
         self._first = (small, large) if small < large else (1, large)
         self._paths = self._likeliest()[0]
