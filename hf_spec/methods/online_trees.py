@@ -144,10 +144,16 @@ class StepCost:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """b0 and b1, neither below 0; None while fewer than two sizes are known."""
+        """b0 and b1, neither below 0; None while fewer than two sizes are known.
+
+        Plain steps are left out where two other sizes are known: for a single row devices often
+        have a faster way, and a line through it would make all rows look dear.
+        """
         means = self.means
         if len(means) < 2:
             return None
+        if len(means) > 2:
+            means.pop(1, None)
         ages = [min(self.steps - self.sizes[i].last, OLDEST) for i in means]
         weights = np.exp(-DECAY * (np.array(ages) - min(ages)))
         return fit_line(np.array(list(means), float), np.array(list(means.values())), weights)

@@ -101,6 +101,14 @@ def test_nothing_is_known_of_a_line_through_one_size() -> None:
     assert cost.seconds(8) == pytest.approx(1.0 + 0.1)  # drafting is part of what drafts
 
 
+def test_a_fast_way_for_single_rows_does_not_bend_the_line() -> None:
+    cost = StepCost()
+    for rows, seconds in ((1, 0.5), (4, 1.4), (9, 1.9)):
+        for _ in range(3):
+            cost.observe(rows, seconds)
+    assert cost.line == pytest.approx((1.0, 0.1)) and cost.plain_seconds() == 0.5
+
+
 def test_errors_are_those_of_predictions() -> None:
     """Made before the step was seen, drafting included."""
     cost = StepCost()
