@@ -48,7 +48,8 @@ VARIANTS["medusa"] = {
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
 VARIANTS["propd"] = {
-    "sparse": {"prune_top_k": 20},
+    "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
+    "online": {},
     "probability": {
         "tree": "chain",
         "prune_criterion": "probability",

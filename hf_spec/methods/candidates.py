@@ -25,8 +25,21 @@ def ranked_tokens(trees: Sequence[TokenTree], root: Tensor, logits: Tensor) -> T
     width = max(max(tree.ranks) for tree in trees) + 1
     if max(map(len, trees)) == 1:
         return root[:, None]
-    best = logits.topk(width, dim=-1).indices.flatten(1)
-    chosen = best.gather(1, _places(tuple(trees), width, str(best.device)))
+    return tokens_at(trees, root, logits.topk(width, dim=-1).indices)
+
+
+def tokens_at(trees: Sequence[TokenTree], root: Tensor, best: Tensor) -> Tensor:
+    """The same, from the likeliest tokens.
+
+    Args:
+        trees, root: as above.
+        best: ``(batch, depth, width)`` ids for depth 1, 2, ..., the likeliest first; wider than the
+            trees' largest rank.
+    """
+    if max(map(len, trees)) == 1:
+        return root[:, None]
+    places = _places(tuple(trees), best.shape[-1], str(best.device))
+    chosen = best.flatten(1).gather(1, places)
     return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
 
 

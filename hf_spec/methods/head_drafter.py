@@ -14,6 +14,7 @@ from hf_spec.methods.base import DecodingState, Draft
 from hf_spec.methods.candidates import ranked_tokens
 from hf_spec.methods.forward import output_logits
 from hf_spec.methods.heads import WEIGHTS, draft_logits
+from hf_spec.methods.online_policy import OnlineTrees
 from hf_spec.methods.probing import token_hidden
 from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter
 from hf_spec.methods.tuned_trees import TunedTrees
@@ -28,6 +29,7 @@ class HeadDrafter(TreeDrafter):
         weights: of the heads, as in :mod:`hf_spec.methods.heads`.
         states: trees without probes, see :meth:`TreeStates.bare`; or those tuned for several
             devices. Heads past their last state are left out.
+        online: chooses the tree of each step, if it does.
     """
 
     wants_hidden = True
@@ -38,8 +40,9 @@ class HeadDrafter(TreeDrafter):
         options: Any,
         weights: Mapping[str, Tensor],
         states: TreeStates | TunedTrees,
+        online: OnlineTrees | None = None,
     ):
-        super().__init__(model, options, states)
+        super().__init__(model, options, states, online)
         dtype = model.get_input_embeddings().weight.dtype  # of hidden states
         self.weights = {
             name: tensor[: states.max_probes].detach().to(dtype) for name, tensor in weights.items()
@@ -54,7 +57,8 @@ class HeadDrafter(TreeDrafter):
         return 0
 
     def propose(self, state: DecodingState) -> Draft:
-        tree = self.states.states[-1].tree
+        online = self.online
+        tree = self.states.states[-1].tree if online is None else online.tree(state)
         depth = max(min(tree.max_depth, state.max_depth), 0) if state.hidden is not None else 0
         tree = tree.truncate(depth)
         batch = tree.batch(state.batch_size, state.root.device)
@@ -71,6 +75,9 @@ class HeadDrafter(TreeDrafter):
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         assert state.hidden is not None
+        if self.online is not None:
+            logits = self.predictions(state.hidden, self.online.look(depth))
+            return self.online.tokens(trees, state, logits), None
         return ranked_tokens(trees, state.root, self.predictions(state.hidden, depth)), None
 
     def predictions(self, hidden: Tensor, depth: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.base import DecodingState, Draft
 from hf_spec.methods.candidates import ranked_tokens
 from hf_spec.methods.forward import ProbeInputs, output_logits
+from hf_spec.methods.online_policy import OnlineTrees
 from hf_spec.methods.probing import ProbedSequences, probe_sequences
 from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter
 from hf_spec.methods.tuned_trees import TunedTrees
@@ -33,6 +34,7 @@ class ProbeDrafter(TreeDrafter):
             devices, of which the call takes the nearest.
         group: the probes for all distances, those of distance 1 first, equally many for each;
             None: one for each distance, each seeing those before it.
+        online: chooses the tree of each step, if it does.
     """
 
     probe_inputs: ProbeInputs
@@ -44,12 +46,13 @@ class ProbeDrafter(TreeDrafter):
         probe_inputs: ProbeInputs,
         states: TreeStates | TunedTrees,
         group: ProbeGroup | None = None,
+        online: OnlineTrees | None = None,
     ):
-        super().__init__(model, options, states)
+        super().__init__(model, options, states, online)
         self.probe_inputs = probe_inputs
         self.group = group or ProbeGroup.causal(states.max_probes)
         self._per_distance = len(self.group) // max(states.max_probes, 1)
-        self._steps: dict[tuple[tuple[int, ...], int], StepRows] = {}
+        self._steps: dict[Hashable, StepRows] = {}
 
     @property
     def distances(self) -> int:
@@ -61,6 +64,8 @@ class ProbeDrafter(TreeDrafter):
         return self.distances
 
     def propose(self, state: DecodingState) -> Draft:
+        if self.online is not None:
+            self.states = self.online.states(state)
         most = self.states.max_probes
         known = tuple(min(n // self._per_distance, most) for n in state.probe_counts)
         depth = max(min(max(known), state.max_depth), 0)
@@ -74,8 +79,12 @@ class ProbeDrafter(TreeDrafter):
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         assert state.probe_hidden is not None
-        hidden = state.probe_hidden[:, : depth * self._per_distance]
-        return ranked_tokens(trees, state.root, self.predictions(hidden)), None
+        depth = depth if self.online is None else self.online.look(depth)
+        logits = self.predictions(state.probe_hidden[:, : depth * self._per_distance])
+        if self.online is not None:
+            known = [n // self._per_distance for n in state.probe_counts]
+            return self.online.tokens(trees, state, logits, known), None
+        return ranked_tokens(trees, state.root, logits), None
 
     def predictions(self, hidden: Tensor) -> Tensor:
         """Logits, ``(batch, depth, vocab)``, from the probes' final hidden states.
@@ -87,12 +96,13 @@ class ProbeDrafter(TreeDrafter):
 
     def _step(self, known: tuple[int, ...], depth: int, device: str) -> StepRows:
         """Trees of rows in these states, and the probes under them."""
-        if (known, depth) not in self._steps:
+        key = known, depth, self.states.states[-1].tree  # online trees change
+        if key not in self._steps:
             if len(self._steps) == KEPT_STEPS:
                 self._steps.pop(next(iter(self._steps)))
             states = [self.states.states[k].truncate(depth) for k in known]
-            self._steps[known, depth] = self.rows(states, device)
-        return self._steps[known, depth]
+            self._steps[key] = self.rows(states, device)
+        return self._steps[key]
 
     def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
         trees = [one.tree for one in states]

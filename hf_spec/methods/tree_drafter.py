@@ -15,7 +15,8 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.methods.base import DecodingState, Drafter
+from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.methods.online_policy import OnlineTrees
 from hf_spec.methods.tuned_trees import Device, TunedTrees
 
 #: What stands for tuned trees until the call's first step.
@@ -33,10 +34,18 @@ class TreeDrafter(Drafter):
     Args:
         states: the tree of each state, the number of tokens that are predicted; or those tuned for
             several devices, of which the call takes the nearest.
+        online: chooses the tree of each step, if it does.
     """
 
-    def __init__(self, model: Any, options: Any, states: TreeStates | TunedTrees):
+    def __init__(
+        self,
+        model: Any,
+        options: Any,
+        states: TreeStates | TunedTrees,
+        online: OnlineTrees | None = None,
+    ):
         super().__init__(model, options)
+        self.online = online
         self.tuned = states if isinstance(states, TunedTrees) else None
         self.states = ROOT_ONLY if isinstance(states, TunedTrees) else states
 
@@ -44,6 +53,15 @@ class TreeDrafter(Drafter):
         if self.tuned is not None:
             context = max(state.cache.host_lengths)
             self.states = self.tuned.select(Device.of(self.model), state.batch_size, context)
+        if self.online is not None:
+            self.online.start(state)
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        if self.online is not None:
+            self.online.observe(state, draft.num_rows, nodes)
+
+    def details(self) -> dict[str, Any]:
+        return {} if self.online is None else self.online.details()
 
     @property
     @abstractmethod

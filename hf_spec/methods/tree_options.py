@@ -10,18 +10,62 @@ from typing import Any, ClassVar
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.base import StrategyOptions, check_count
+from hf_spec.methods.online_policy import OnlineTrees
+from hf_spec.methods.online_trees import MAX_ROWS, ONLINE
 from hf_spec.methods.peft_bridge import ActiveAdapter
 from hf_spec.methods.tuned_trees import TUNED, TunedTrees, dynamic_trees, is_dynamic
 
 
 @dataclass(frozen=True)
-class TreeOptions(StrategyOptions):
+class OnlineOptions(StrategyOptions):
+    """Options of a strategy whose trees can be chosen while decoding (ProPD, section 4.2).
+
+    Attributes:
+        tree: ``online`` does so.
+        max_rows: most rows of a step of such a tree, its nodes and probes, per batch row; None: 64.
+    """
+
+    tree: Any = ""
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_rows is None:
+            return
+        check_count("max_rows", self.max_rows, low=2, high=512)
+        if self.tree != ONLINE:
+            raise ValueError(
+                f"max_rows={self.max_rows} is of tree='online'; leave it out with another one."
+            )
+
+    def online_trees(
+        self, model: Any, adapter: ActiveAdapter, depth: int, probes: int = 0
+    ) -> OnlineTrees | None:
+        """What chooses the trees, if ``tree`` says so.
+
+        Args:
+            model: that decodes.
+            adapter: the adapter that drafts.
+            depth: future tokens that are predicted.
+            probes: rows under each node.
+
+        Raises:
+            ValueError: ``max_rows`` are too few for a candidate.
+        """
+        if self.tree != ONLINE:
+            return None
+        return OnlineTrees(model, adapter, depth, probes, self.max_rows or MAX_ROWS)
+
+
+@dataclass(frozen=True)
+class TreeOptions(OnlineOptions):
     """Options of a strategy whose candidates stand on trees of ranked predictions.
 
     Attributes:
-        tree: a name of the method's; ``tuned``, what ``hf-spec tune`` chose for this device; a list
-            of rank paths, as ``TokenTree.from_paths`` takes it, with all probes under each node; or
-            a dynamic tree, a list of states as ``TreeStates.to_json`` gives it.
+        tree: a name of the method's; ``tuned``, what ``hf-spec tune`` chose for this device;
+            ``online``, chosen while decoding; a list of rank paths, as ``TokenTree.from_paths``
+            takes it, with all probes under each node; or a dynamic tree, a list of states as
+            ``TreeStates.to_json`` gives it.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
             predicts. Dynamic trees say it themselves.
     """
@@ -34,7 +78,7 @@ class TreeOptions(StrategyOptions):
     #: Whether predictions take probes under the nodes; else every step knows all of them.
     hangs_probes: ClassVar[bool] = True
     #: Options that decide the trees' shape; dynamic trees take their place.
-    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth")
+    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "max_rows")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,8 +95,8 @@ class TreeOptions(StrategyOptions):
             self._check_probes()
         elif not isinstance(self.tree, str):
             self._paths()
-        elif self.tree not in self.trees:
-            names = ", ".join((*self.trees, TUNED))
+        elif self.tree not in (*self.trees, ONLINE):
+            names = ", ".join((*self.trees, ONLINE, TUNED))
             raise ValueError(
                 f"tree={self.tree!r}: choose one of {names}, or give rank paths, or the states of "
                 "a dynamic tree."
@@ -76,6 +120,8 @@ class TreeOptions(StrategyOptions):
                 f"max_depth={self.max_depth}: the adapter predicts {available} future tokens."
             )
         depth = self.max_depth or available
+        if self.tree == ONLINE:
+            return TokenTree.chain(depth)  # until a step needs a tree
         if isinstance(self.tree, str):
             return self.named_tree(depth)
         tree = self._paths()

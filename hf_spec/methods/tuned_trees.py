@@ -211,3 +211,54 @@ def dynamic_trees(tree: Any, adapter: ActiveAdapter, most: int) -> TreeStates | 
             "tokens: run hf-spec tune again, or give another tree."
         )
     return trees
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What ``hf-spec tune`` has measured, for trees that are chosen while decoding.
+
+    Attributes:
+        accuracies: ``[d - 1][r]``: how often the token of rank r is right at distance d.
+        seconds: of steps on this device, by their rows; empty if they were timed elsewhere.
+    """
+
+    accuracies: tuple[tuple[float, ...], ...]
+    seconds: dict[int, float]
+
+
+def measurements(
+    adapter: ActiveAdapter, device: Device, batch_size: int, context: int
+) -> Measurements | None:
+    """Those of the nearest entry of the ``tree.json`` beside an adapter; None if there are none.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    path = adapter.config.file_beside(TREE_FILE)
+    if path is None:
+        return None
+    read_trees(path)  # checks it
+    entries = [one for one in json.loads(path.read_text("utf-8"))["devices"] if "accuracies" in one]
+    if not entries:
+        return None
+
+    def unlike(entry: dict[str, Any]) -> tuple[float, ...]:
+        names = ("device", "kind", "dtype", "threads")
+        return device.distance(Device(*(entry[name] for name in names)))
+
+    entry = min(entries, key=unlike)
+    accuracies = tuple(tuple(map(float, row)) for row in entry["accuracies"])
+    seconds = {}
+    if not any(unlike(entry)):
+        one = min(entry["settings"], key=lambda one: _apart(one, batch_size, context))
+        if one["batch_size"] == batch_size:
+            seconds = {int(rows): float(spent) for rows, spent in one.get("seconds", {}).items()}
+    return Measurements(accuracies, seconds)
+
+
+def _apart(setting: dict[str, Any], batch_size: int, context: int) -> tuple[float, float]:
+    """How unlike a setting of the file is: the batch size matters most."""
+    return (
+        abs(math.log(batch_size / setting["batch_size"])),
+        abs(math.log((context + 1) / (setting["context"] + 1))),
+    )

@@ -184,6 +184,7 @@ def plots() -> None:
       hf-spec plot search ./skip
       hf-spec plot tune ./bita
       hf-spec plot tree ./bita
+      hf-spec plot controller ./results -o controller.png
     """
 
 
@@ -260,6 +261,28 @@ def tree_plot(
     target = folder if output is None else output
     check_writable(target)
     typer.echo(f"plot: {plot_trees(entry, setting - 1, target)}")
+
+
+@plot.command("controller")
+def controller_plot(
+    results: Annotated[Path, typer.Argument(help="results.json of hf-spec bench, or its folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The image, a PNG file.")],
+) -> None:
+    """Draw what decoding decided for itself, from results.json.
+
+    For strategies with tree="online": the size of the trees, the step times behind it, expected and
+    measured speed. For all: what the controller expected of drafting.
+
+    \b
+    Examples:
+      hf-spec plot controller ./results -o controller.png
+      hf-spec plot controller ./results/results.json --output figures/medusa.png
+    """
+    from hf_spec.tuning.controller_plots import plot_decisions, read_decisions
+
+    runs = read_decisions(results)
+    check_writable(output.parent)
+    typer.echo(f"plot: {plot_decisions(runs, output)}")
 
 
 def tuned(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ never read. These probabilities sum to 1 over a tree and are the chain's transit
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +22,7 @@ import numpy as np
 
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
-
-Array = np.ndarray[Any, np.dtype[Any]]
-RankPath = tuple[int, ...]
+from hf_spec.methods.likely_paths import Array, RankPath, likeliest_paths
 
 #: Share of steps after which the chain starts again in state 0, as every call does: chains that
 #: never return to a state have one answer then, too.
@@ -66,33 +63,9 @@ class Candidates:
 
     @classmethod
     def search(cls, accuracies: Any, max_depth: int, count: int) -> Candidates:
-        """The ``count`` likeliest paths, or as many as have a chance at all.
-
-        Exact: a path is never likelier than its parent, so the likeliest n form a tree, and no
-        tree of n candidates has a larger sum.
-        """
-        table = checked(accuracies)[:max_depth]
-        order = np.argsort(-table, axis=1, kind="stable")
-        best = np.take_along_axis(table, order, 1)
-        # (-chance, path in terms of `order`): the next sibling and the first child come after it.
-        heap: list[tuple[float, RankPath]] = [(-float(best[0, 0]), (0,))] if len(best) else []
-        paths: list[RankPath] = []
-        chances: list[float] = []
-        above: dict[RankPath, float] = {(): 1.0}
-        while heap and len(paths) < count:
-            negative, places = heapq.heappop(heap)
-            if negative == 0:
-                break
-            depth, parent, last = len(places), places[:-1], places[-1]
-            above[places] = -negative
-            paths.append(tuple(int(order[d, i]) for d, i in enumerate(places)))
-            chances.append(-negative)
-            if last + 1 < best.shape[1]:
-                chance = above[parent] * float(best[depth - 1, last + 1])
-                heapq.heappush(heap, (-chance, (*parent, last + 1)))
-            if depth < len(best):
-                heapq.heappush(heap, (negative * float(best[depth, 0]), (*places, 0)))
-        return cls(tuple(paths), np.array(chances))
+        """The ``count`` likeliest paths, or as many as have a chance at all; no other tree of so
+        many candidates has a larger sum."""
+        return cls(*likeliest_paths(checked(accuracies)[:max_depth], count))
 
     def __len__(self) -> int:
         return len(self.paths)

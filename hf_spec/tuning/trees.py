@@ -20,6 +20,7 @@ from hf_spec.methods.base import Method, check_count
 from hf_spec.methods.tree_drafter import TreeDrafter
 from hf_spec.methods.tree_options import TreeOptions
 from hf_spec.methods.tuned_trees import VERSION, Device
+from hf_spec.methods.wrapped_drafter import WrappedDrafter
 from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import FutureRanks, Ranks, Replay, measure
 from hf_spec.tuning.sparse_tree import Array
@@ -86,7 +87,7 @@ class Size:
 
 def tunable(method: Method) -> bool:
     """Whether a method's trees of ranked predictions have a shape that can be chosen."""
-    return issubclass(method.options, TreeOptions) and issubclass(method.drafter, TreeDrafter)
+    return issubclass(method.options, TreeOptions)
 
 
 def without_shape(method: Method, options: dict[str, Any]) -> dict[str, Any]:
@@ -124,8 +125,15 @@ class TreeTuner:
         self.model, self.tokenizer, self.method = model, tokenizer, method
         self.settings = settings
         self.options = without_shape(method, options)
-        drafter = method.drafter(model, method.parse_options(self.options))
-        assert isinstance(drafter, TreeDrafter)
+        own = method.parse_options(self.options)
+        drafter = method.drafter(model, own)
+        while isinstance(drafter, WrappedDrafter):  # what it adds does not draft
+            drafter = drafter.inner
+        if not isinstance(drafter, TreeDrafter) or drafter.options is not own:
+            raise ValueError(
+                f"{method.name} drafts with another strategy here: tune that one's adapter, or "
+                "leave the option out"
+            )
         self.drafter = drafter
         limit = context_limit(model, tokenizer)
         room = None if limit is None else limit - settings.max_new_tokens

@@ -65,7 +65,10 @@ def test_trees() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tree": "round"}, "tree='round': choose one of sparse, chain, tuned, or give rank paths"),
+        (
+            {"tree": "round"},
+            "tree='round': .*sparse, chain, online, tuned, or give rank",
+        ),
         ({"tree": [[0, 0]]}, "parent .* missing"),
         ({"tree": [{"paths": [], "probes": [1]}] * 2}, "a node with 1 probes: .* give 0 for every"),
         ({"tree": [{"paths": [], "probes": [0]}]}, "tree has state 0 only"),

@@ -27,4 +27,5 @@ class BitaDrafter(ProbeDrafter):
         weights: Mapping[str, Tensor] = adapter.weights()
         trees = options.make_states(adapter, len(weights["masks"]))
         used = {**weights, "masks": weights["masks"][: trees.max_probes]}
-        super().__init__(model, options, probe_inputs(model, used), trees)
+        online = options.online_trees(model, adapter, trees.max_probes, trees.max_probes)
+        super().__init__(model, options, probe_inputs(model, used), trees, online=online)

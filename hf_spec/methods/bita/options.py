@@ -30,7 +30,7 @@ class BitaOptions(TreeOptions):
     top_k: int | None = None
 
     trees: ClassVar[tuple[str, ...]] = ("efficient", "full", "chain")
-    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "top_k")
+    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "max_rows", "top_k")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,4 +19,5 @@ class MedusaDrafter(HeadDrafter):
         adapter = require_active(model, "MEDUSA", "medusa")
         weights = adapter.weights()
         states = options.make_states(adapter, len(weights[WEIGHTS]))
-        super().__init__(model, options, weights, states)
+        online = options.online_trees(model, adapter, states.max_probes)
+        super().__init__(model, options, weights, states, online)

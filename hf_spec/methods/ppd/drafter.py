@@ -27,7 +27,9 @@ class PPDDrafter(ProbeDrafter):
         config: Any = adapter.config
         states = options.make_states(adapter, config.num_prompt_tokens)
         self.prompts = PromptTokens(adapter, states.max_probes)
-        super().__init__(model, options, self.prompts.inputs, states, self.prompts.group)
+        group = self.prompts.group
+        online = options.online_trees(model, adapter, states.max_probes, len(group))
+        super().__init__(model, options, self.prompts.inputs, states, group, online)
 
     def predictions(self, hidden: Tensor) -> Tensor:
         return self.prompts.logits(self.model, hidden, exact=False)

@@ -30,7 +30,8 @@ class ProPDDrafter(WrappedDrafter):
             names = (WEIGHTS, BIASES, PROJECTION)
             heads = {name: weights[name] for name in names if name in weights}
             states = options.make_states(adapter, len(heads[WEIGHTS]))
-            inner = HeadDrafter(model, options, heads, states)
+            online = options.online_trees(model, adapter, states.max_probes)
+            inner = HeadDrafter(model, options, heads, states, online)
         else:
             method = options.drafting_method()
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_spec.methods.base import Method, check_count, check_range, get_method
 from hf_spec.methods.head_options import HeadOptions
+from hf_spec.methods.online_trees import ONLINE
 
 CRITERIA = ("top_k", "probability")
 #: The drafter that the adapter brings along.
@@ -20,7 +22,8 @@ class ProPDOptions(HeadOptions):
     """Options of ``propd`` (ProPD, section 4).
 
     Attributes:
-        tree, max_depth: of the adapter's own heads, as ``medusa`` has them.
+        tree, max_depth, max_rows: of the adapter's own heads, as ``medusa`` has them. ``online``,
+            the default, is ProPD's dynamic token tree generation (section 4.2).
         drafter: ``heads``: the adapter's own. Or another strategy with one forward per step, whose
             trees are pruned; its adapter must be active, too.
         drafter_kwargs: options of that strategy.
@@ -34,6 +37,7 @@ class ProPDOptions(HeadOptions):
         prune_keep: most candidates that stay; None for any number.
     """
 
+    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ONLINE
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
     prune: bool | str = "auto"

@@ -23,16 +23,18 @@ from hf_spec.methods.space.options import SpaceOptions
 
 
 class SpaceDrafter(ProbeDrafter):
-    """Chains of what the mask tokens predict, the likeliest tokens or samples."""
+    """Chains of what the mask tokens predict, the likeliest tokens or samples; or online trees."""
 
     options: SpaceOptions
 
     def __init__(self, model: Any, options: SpaceOptions):
-        inputs = mask_tokens(require_active(model, "SPACE", "space"))
+        adapter = require_active(model, "SPACE", "space")
+        inputs = mask_tokens(adapter)
         count = options.count(inputs.embeddings.shape[0])
         used = replace(inputs, embeddings=inputs.embeddings[:count])
         chain = TreeStates.uniform(TokenTree.chain(count), count)
-        super().__init__(model, options, used, chain)
+        online = options.online_trees(model, adapter, count, count)
+        super().__init__(model, options, used, chain, online=online)
 
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int
@@ -42,7 +44,7 @@ class SpaceDrafter(ProbeDrafter):
         q is the whole distribution after the call's processors, which see the candidates before.
         """
         samples = state.do_sample and self.options.acceptance in ("auto", "rejection")
-        if not samples and state.process.trivial:
+        if self.online is not None or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert state.probe_hidden is not None
         logits = model_logits(self.model, state.probe_hidden[:, :depth])  # (batch, depth, vocab)

@@ -5,23 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.methods.base import StrategyOptions, check_count
+from hf_spec.methods.base import check_count
+from hf_spec.methods.online_trees import ONLINE
+from hf_spec.methods.tree_options import OnlineOptions
 
 
 @dataclass(frozen=True)
-class SpaceOptions(StrategyOptions):
+class SpaceOptions(OnlineOptions):
     """Options of ``space`` (SPACE, section 3.2).
 
     Attributes:
+        tree: ``chain``, the paper's; ``online``: trees of the likeliest tokens, chosen while
+            decoding. Their candidates are not sampled, so that the rule is ``match``.
+        max_rows: most rows of a step of such a tree; None: 64.
         num_candidates: candidates per step, at most the adapter's mask tokens; None takes as many.
+            In an online tree, its depth.
     """
 
+    tree: str = "chain"
     num_candidates: int | None = None
 
     samples_drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tree not in ("chain", ONLINE):
+            raise ValueError(f"tree={self.tree!r}: choose one of chain, {ONLINE}.")
+        if self.tree == ONLINE and self.acceptance == "rejection":
+            raise ValueError(
+                "acceptance='rejection' with tree='online', whose candidates are not sampled. Use "
+                "acceptance='match', which is exact for them."
+            )
         if self.num_candidates is not None:
             check_count("num_candidates", self.num_candidates)
 

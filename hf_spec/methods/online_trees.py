@@ -1,0 +1,469 @@
+"""Trees that are chosen while decoding: dynamic token tree generation (ProPD, section 4.2).
+
+What a step of i rows takes is a line in i, fitted to the steps so far; how often predictions are
+right is counted as the tokens come in. Of the trees of the likeliest paths the size of the largest
+expected speed is taken. Knows shapes, counts and times; nothing of models.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hf_spec.core.tree import TokenTree
+from hf_spec.methods.likely_paths import Array, RankPath, likeliest_paths
+
+#: What the option ``tree`` says for such trees.
+ONLINE = "online"
+#: Most rows of a step, unless the user says.
+MAX_ROWS = 64
+
+# -- times: 4.2.1
+#: alpha of a size's mean step time, and lambda per step of its age.
+TIME_ALPHA, DECAY = 0.1, 0.02
+#: Ages from here on count alike, so that weights stay numbers.
+OLDEST = 500
+#: The first step of a size warms something up and is left out; of so many after it the median is
+#: taken, then they are averaged.
+FIRST = 5
+#: Steps after which a size that was not taken begins anew: the machine may be another by then.
+STALE = 48
+#: A step counts as at most so many mean ones: a stall is no news of the size's cost.
+CLIP = 2.0
+#: Sizes whose times are kept, and predictions whose errors are.
+SIZES, ERRORS = 64, 256
+
+# -- probabilities: 4.2.2
+#: alpha of the hits. The first hits weigh more, as in a plain mean.
+HIT_ALPHA = 1 / 128
+#: Hits that the guess before the first one, and that accuracies measured before, stand for.
+GUESSED, MEASURED = 4, 64
+#: K, ranks that are told apart.
+RANKS = 16
+#: Rank of a token that is not known. Ranks from K on are misses.
+UNKNOWN = -1
+
+# -- sizes: 4.2.3
+#: Steps until the tree is thought over again: at first, and doubled each time up to the last.
+EVERY = (8, 32)
+#: The same while no tree pays.
+WAIT = 512
+#: The tree is changed for a speed so much larger. Trees repeat, and so do their tensors.
+GAIN = 0.02
+#: Steps of each of two sizes at the start, and of another size before the tree is thought over.
+WARM_UP, BOUT = 3, 3
+#: Sizes beyond the largest known are tried step by step: up to so many times as large.
+GROWTH = 2
+#: Weight of the newest step in the mean speed of a tree.
+SPEED_ALPHA = 1 / 32
+#: Decisions that are remembered, for people.
+HISTORY = 64
+
+
+# ------------------------------------------------------------------------------------------ times
+
+
+@dataclass
+class SizeTime:
+    """Steps of one size.
+
+    Attributes:
+        mean: T_perf, their mean seconds; None before it is known.
+        last: number of the latest step.
+        first: seconds of the first that counted; None before the very first step.
+    """
+
+    mean: float | None = None
+    last: int = 0
+    first: list[float] | None = None
+
+    def add(self, seconds: float, step: int = 0) -> None:
+        """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is the step's number."""
+        cold = self.first is None
+        if self.first is None or step - self.last > STALE:
+            self.first = []
+        self.last = step
+        if cold:
+            return
+        if len(self.first) < FIRST:
+            self.first.append(seconds)
+            self.mean = statistics.median_low(self.first)
+        elif self.mean is not None:
+            self.mean += TIME_ALPHA * (min(seconds, CLIP * self.mean) - self.mean)
+
+
+@dataclass
+class StepCost:
+    """T(i) = b0 + b1 i, seconds of a step of i rows (section 4.2.1).
+
+    Drafting is averaged apart: it hardly depends on the size, and plain steps go without.
+
+    Attributes:
+        steps: how many were observed.
+        sizes: what is known, by rows per batch row.
+        drafting: seconds before the forward of a step that drafts.
+        errors: of the latest predictions, relative to the measured time.
+    """
+
+    steps: int = 0
+    sizes: dict[int, SizeTime] = field(default_factory=dict)
+    drafting: SizeTime = field(default_factory=SizeTime)
+    errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
+
+    def observe(self, rows: int, seconds: float, drafting: float | None = None) -> None:
+        """A step is over.
+
+        Args:
+            rows: of its forward, per batch row.
+            seconds: from the forward on.
+            drafting: seconds before it; None if it did not draft, or not as it mostly does.
+        """
+        self.steps += 1
+        if drafting is not None:
+            self._note_error(rows, seconds + drafting)
+            self.drafting.add(drafting)
+        if rows not in self.sizes and len(self.sizes) == SIZES:
+            del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
+        self.sizes.setdefault(rows, SizeTime()).add(seconds, self.steps)
+
+    def _note_error(self, rows: int, seconds: float) -> None:
+        known = rows in self.sizes and self.sizes[rows].first is not None
+        expected = self.seconds(rows) if known and self.drafting.mean is not None else None
+        if expected is not None and seconds > 0:
+            self.errors.append(abs(expected - seconds) / seconds)
+
+    @property
+    def means(self) -> dict[int, float]:
+        """T_perf by rows, of the sizes whose time is known."""
+        return {i: one.mean for i, one in sorted(self.sizes.items()) if one.mean is not None}
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """b0 and b1, neither below 0; None while fewer than two sizes are known.
+
+        Plain steps are left out where two other sizes are known: for a single row devices often
+        have a faster way, and a line through it would make all rows look dear.
+        """
+        means = self.means
+        if len(means) < 2:
+            return None
+        if len(means) > 2:
+            means.pop(1, None)
+        ages = [min(self.steps - self.sizes[i].last, OLDEST) for i in means]
+        weights = np.exp(-DECAY * (np.array(ages) - min(ages)))
+        return fit_line(np.array(list(means), float), np.array(list(means.values())), weights)
+
+    def seconds(self, rows: int) -> float | None:
+        """What a step of so many rows takes, drafting included; None while unknown."""
+        line = self.line
+        if line is None:
+            return None
+        return line[0] + line[1] * rows + (self.drafting.mean or 0.0)
+
+    def plain_seconds(self) -> float | None:
+        """What a plain step takes; measured rather than estimated where some were."""
+        mean = self.means.get(1)
+        if mean is None and self.line is not None:
+            mean = sum(self.line)
+        return mean
+
+    def seeded(self, scale: float = 1.0) -> StepCost:
+        """What is expected under other conditions: the line at two sizes, its slope scaled.
+
+        Real steps take the place of these guesses.
+        """
+        line = self.line
+        if line is None:
+            return StepCost()
+        most = max(self.means)
+        guess = {rows: line[0] + line[1] * scale * rows for rows in (1, most)}
+        cost = StepCost.guessed(guess)
+        return replace(cost, drafting=SizeTime(self.drafting.mean), errors=self.errors)
+
+    @classmethod
+    def guessed(cls, seconds: dict[int, float]) -> StepCost:
+        """Times from elsewhere, by rows, that count until steps of these sizes were observed."""
+        return cls(sizes={rows: SizeTime(spent) for rows, spent in seconds.items()})
+
+    @property
+    def median_error(self) -> float | None:
+        return statistics.median(self.errors) if self.errors else None
+
+
+def fit_line(rows: Array, seconds: Array, weights: Array) -> tuple[float, float]:
+    """b0, b1 >= 0 that minimise sum W (T - b0 - b1 i)^2 over the sizes i, in closed form.
+
+    Args:
+        rows, seconds, weights: ``(sizes,)``, of at least two different sizes.
+    """
+    weights = weights / weights.sum()
+    mean_rows, mean = float(weights @ rows), float(weights @ seconds)
+    spread = float(weights @ (rows - mean_rows) ** 2)
+    slope = float(weights @ ((rows - mean_rows) * (seconds - mean))) / max(spread, 1e-300)
+    if slope <= 0:  # noise, or weights that leave one size only: rows are free
+        return mean, 0.0
+    if mean - slope * mean_rows < 0:
+        return 0.0, float(weights @ (rows * seconds)) / float(weights @ rows**2)
+    return mean - slope * mean_rows, slope
+
+
+# ---------------------------------------------------------------------------------- probabilities
+
+
+class HitRates:
+    """P_i^k: how often the right token is among the k likeliest at distance i (section 4.2.2).
+
+    Args:
+        depth: distances.
+        ranks: K.
+
+    Attributes:
+        cumulative: ``(depth, K)`` P, at [i - 1, k - 1].
+        counts: ``(depth,)`` hits and misses that it stands for.
+    """
+
+    def __init__(self, depth: int, ranks: int = RANKS):
+        # A guess, so that first trees are small and have some of everything.
+        guess = 0.5 * 0.75 ** np.arange(depth)[:, None] * 0.5 ** np.arange(ranks)
+        self.cumulative: Array = guess.cumsum(1)
+        self.counts: Array = np.full(depth, GUESSED)
+
+    @classmethod
+    def measured(cls, accuracies: Array, depth: int, ranks: int = RANKS) -> HitRates:
+        """From measured p, ``(distances, ranks)``; distances that it lacks are guessed."""
+        rates = cls(depth, ranks)
+        table = accuracies[:depth, :ranks]
+        table = np.pad(table, [(0, 0), (0, ranks - table.shape[1])])
+        rates.cumulative[: len(table)] = table.cumsum(1)
+        rates.counts[: len(table)] = MEASURED
+        return rates
+
+    def observe(self, ranks: Array) -> None:
+        """P <- (1 - alpha) P + alpha [the token is among the k likeliest], one after the other.
+
+        Args:
+            ranks: ``(n, depth)`` rank of the right token in each prediction, in order of time: from
+                0, K for a miss, ``UNKNOWN`` where the token is not known.
+        """
+        depth, width = self.cumulative.shape
+        for i in range(depth):
+            known = ranks[ranks[:, i] != UNKNOWN, i]
+            if not len(known):
+                continue
+            alpha = np.maximum(HIT_ALPHA, 1 / (self.counts[i] + 1 + np.arange(len(known))))
+            kept = np.cumprod((1 - alpha)[::-1])[::-1]  # of what was known before each
+            weights = alpha * np.append(kept[1:], 1.0)
+            hits = known[:, None] <= np.arange(width)  # (n, K)
+            self.cumulative[i] = kept[0] * self.cumulative[i] + weights @ hits
+            self.counts[i] += len(known)
+
+    @property
+    def chances(self) -> Array:
+        """``(depth, K)`` p_i^k = P_i^k - P_i^(k-1)."""
+        return np.diff(self.cumulative, axis=1, prepend=0.0).clip(min=0.0)
+
+
+def expected_length(tree: TokenTree, chances: Array) -> float:
+    """l: tokens that a step of this tree emits, the root's included: the sum of all products."""
+    reach = [1.0]
+    for depth, rank, parent in zip(tree.depths[1:], tree.ranks[1:], tree.parents[1:]):
+        reach.append(reach[parent] * float(chances[depth - 1, rank]))
+    return math.fsum(reach)
+
+
+# ------------------------------------------------------------------------------------------ sizes
+
+
+@dataclass
+class Speed:
+    """What a tree has given, averaged over its steps: tokens per row, and seconds."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        # Both start from 0 alike, which the quotient does not see.
+        self.tokens += SPEED_ALPHA * (tokens - self.tokens)
+        self.seconds += SPEED_ALPHA * (seconds - self.seconds)
+
+    @property
+    def value(self) -> float | None:
+        """Tokens per second and row; None before the first step."""
+        return self.tokens / self.seconds if self.seconds else None
+
+
+def most_nodes(max_rows: int, probes: int) -> int:
+    """Nodes of the largest tree of so many rows.
+
+    Raises:
+        ValueError: not even one candidate fits.
+    """
+    most = max_rows // (1 + probes)
+    if most < 2:
+        raise ValueError(
+            f"max_rows={max_rows}: a step with one candidate has {2 * (1 + probes)} rows with this "
+            "adapter; raise it."
+        )
+    return most
+
+
+class TreePlan:
+    """Chooses the tree for one batch size, context length and device.
+
+    Args:
+        hits: how often predictions are right; shared with other conditions.
+        cost: what is known of step times.
+        probes: rows that hang under each node.
+        max_rows: most rows of a step, nodes and probes.
+
+    Attributes:
+        tree: the tree chosen; the root alone while no tree pays.
+
+    Raises:
+        ValueError: not even one candidate fits into ``max_rows``.
+    """
+
+    def __init__(
+        self, hits: HitRates, cost: StepCost | None = None, probes: int = 0,
+        max_rows: int = MAX_ROWS,
+    ):  # fmt: skip
+        self.hits, self.cost, self.probes = hits, cost or StepCost(), probes
+        self.most = most_nodes(max_rows, probes)
+        small, large = max(self.most // 16, 2), max(self.most // 4, 2)
+        self._first = (small, large) if small < large else (1, large)
+        self._paths = self._likeliest()[0]
+        self.tree = TokenTree.in_order(self._paths[: large - 1])
+        #: Sizes in nodes of the next steps.
+        self._queue: deque[int] = deque()
+        self._every, self._due = EVERY[0], 0
+        self._larger = False
+        self._speed = Speed()
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._tried = self.cost.line is None
+        if self._tried:
+            self._queue.extend(self._first * WARM_UP)
+
+    def rows(self, nodes: int) -> int:
+        """Rows of a tree of so many nodes, the root included; alone it goes without probes."""
+        return 1 if nodes == 1 else nodes * (1 + self.probes)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next tree depends on what is known of hits."""
+        return not self._queue and self._tried and self.cost.steps >= self._due
+
+    def next(self) -> TokenTree:
+        """The tree of the next step."""
+        if not self._queue and self.cost.steps >= self._due:
+            if self.cost.line is None:
+                self._queue.extend(self._first)
+            elif self._tried:
+                self._choose()
+            else:
+                self._explore()
+        if self._queue:
+            return self._sized(self._queue.popleft())
+        return self.tree
+
+    def observe(self, rows: int, seconds: float, drafting: float | None, tokens: float) -> None:
+        """A step is over, drafted or plain: as :meth:`StepCost.observe`, and its tokens per row."""
+        self.cost.observe(rows, seconds, drafting)
+        if rows == self.rows(len(self.tree)):
+            self._speed.add(tokens, seconds + (drafting or 0.0))
+
+    def _likeliest(self) -> tuple[tuple[RankPath, ...], Array]:
+        return likeliest_paths(self.hits.chances, self.most - 1)
+
+    def _sized(self, nodes: int) -> TokenTree:
+        """A tree of the paths known when the tree was chosen, so that it repeats."""
+        return TokenTree.in_order(self._paths[: nodes - 1])
+
+    def _explore(self) -> None:
+        """Steps of another size: a line needs two, and where none pays that may have changed."""
+        self._tried = True
+        if len(self.tree) == 1:
+            self._paths, chances = self._likeliest()
+            if len(chances):
+                best = int(self._speeds(chances)[1:].argmax())
+                self._queue.extend([2 + best] * BOUT)
+            return
+        self._larger = not self._larger
+        power = math.log2(len(self.tree))
+        nodes = 2 ** (math.floor(power) + 1 if self._larger else math.ceil(power) - 1)
+        if nodes <= self.most:
+            self._queue.extend([max(nodes, 2)] * BOUT)
+
+    def _speeds(self, chances: Array) -> Array:
+        """``(nodes,)`` v = l(i) / T(i) of the trees of 1, 2, ... nodes, as far as is known."""
+        lengths = np.concatenate([[1.0], 1.0 + np.cumsum(chances)])
+        limit = GROWTH * max(self.cost.means)
+        sizes = [n for n in range(1, len(lengths) + 1) if n <= 2 or self.rows(n) <= limit]
+        return np.array([length / self._seconds(n) for n, length in zip(sizes, lengths)])
+
+    def _seconds(self, nodes: int) -> float:
+        spent = self.cost.plain_seconds() if nodes == 1 else self.cost.seconds(self.rows(nodes))
+        assert spent is not None
+        return max(spent, 1e-12)
+
+    def _choose(self) -> None:
+        """The size of the largest expected speed, if that is clearly larger than this tree's."""
+        paths, chances = self._likeliest()
+        speeds = self._speeds(chances)
+        best = int(speeds.argmax())
+        self._note()
+        expected = expected_length(self.tree, self.hits.chances) / self._seconds(len(self.tree))
+        if speeds[best] > (1 + GAIN) * expected:
+            self._paths, self.tree = paths, TokenTree.in_order(paths[:best])
+            self._speed, expected = Speed(), float(speeds[best])
+            self._every = EVERY[0] if best else EVERY[1]
+        self.history.append({"step": self.cost.steps, "predicted": expected, "measured": None,
+                             "rows": self.rows(len(self.tree))})  # fmt: skip
+        self._tried = False
+        self._due = self.cost.steps + self._every
+        self._every = min(2 * self._every, WAIT if len(self.tree) == 1 else EVERY[1])
+
+    def _note(self) -> None:
+        """Beside what was expected of the tree, what it has given."""
+        if self.history:
+            self.history[-1]["measured"] = self._speed.value
+
+    def like_this(self, scale: float) -> TreePlan:
+        """A plan for other conditions that starts from this one.
+
+        Args:
+            scale: batch size there over that here, by which rows cost more.
+        """
+        plan = TreePlan(
+            self.hits, self.cost.seeded(scale), self.probes, self.most * (1 + self.probes)
+        )
+        if self.history:
+            plan.tree, plan._paths = self.tree, self._paths
+        return plan
+
+    def details(self) -> dict[str, Any]:
+        """For ``SpecStats.details``: JSON types, a few kilobytes at most."""
+        self._note()
+        line, seconds = self.cost.line, None
+        length = expected_length(self.tree, self.hits.chances)
+        if line is not None:
+            seconds = self._seconds(len(self.tree))
+        return {
+            "rows": self.rows(len(self.tree)),
+            "candidates": self.tree.num_candidates,
+            "depth": self.tree.max_depth,
+            "b0": None if line is None else line[0],
+            "b1": None if line is None else line[1],
+            "drafting": self.cost.drafting.mean,
+            "seconds": {str(rows): spent for rows, spent in self.cost.means.items()},
+            "median_error": self.cost.median_error,
+            "hits": [[round(p, 3) for p in row] for row in self.hits.cumulative.tolist()],
+            "predicted_tokens": length,
+            "predicted_speed": None if seconds is None else length / seconds,
+            "measured_speed": self._speed.value,
+            "history": [dict(one) for one in self.history],
+        }
