@@ -231,6 +231,22 @@ class TreeForward:
         own = hidden[:, :forwarded] if self.wants_hidden else None
         return TreeOutput(logits[:, :forwarded], hidden[:, forwarded:], own)
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``.
+
+        As everywhere in Transformers, a tensor among the model's inputs has a row per batch row if
+        its first dimension is the batch.
+        """
+        batch = self.last_position.shape[0]
+
+        def own(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
+                return value[torch.tensor(rows, device=value.device)]
+            return value
+
+        self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
+
     def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Logits and final hidden states, ``(batch, rows, ...)``."""
         if self.runs_hooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ class ProbeDrafter(Drafter):
         if self.tuned is not None:
             context = max(state.cache.host_lengths)
             self.states = self.tuned.select(Device.of(self.model), state.batch_size, context)
+
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        if self.tuned is not None:  # another batch size may have other trees
+            self.start(state)
+            self._steps.clear()
 
     def propose(self, state: DecodingState) -> Draft:
         most = self.states.max_probes

@@ -276,6 +276,10 @@ class WithRetrieval(Drafter):
             if path:
                 self.rows[row].observe(sum(node in found for node in path), depth)
 
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        self.inner.select(state, rows)
+        self.rows = [self.rows[row] for row in rows]
+
     def details(self) -> dict[str, Any]:
         return self.inner.details()
 
