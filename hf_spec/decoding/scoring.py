@@ -61,10 +61,10 @@ class Scorer:
             return scores
         scores = self._of_all(scores.to(self.ids.device))
         groups: dict[int, list[int]] = {}
-        for place, suffix in enumerate(suffixes):
+        for row, place in sorted(zip(self._rows, range(len(suffixes)))):  # in the call's order
+            suffix = suffixes[place]
             if active is not None and not active[place]:
                 continue
-            row = self._rows[place]
             start = self.lengths[row]
             if suffix:
                 self.ids[row, start : start + len(suffix)] = torch.tensor(suffix)
