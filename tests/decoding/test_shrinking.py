@@ -21,6 +21,8 @@ from transformers import (
 )
 
 import hf_spec
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, loop
 from hf_spec.methods.base import DecodingState, Drafter, methods
 
@@ -487,6 +489,31 @@ def test_a_drafter_is_told(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[-1] == [8] and len(told) > 4
     sizes = [16, *map(len, told)]
     assert all(8 * (more - fewer) >= more for more, fewer in zip(sizes, sizes[1:]))
+
+
+def test_tuned_trees_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of another shape take over where the batch shrinks."""
+    method, asked = methods()["bita"], []
+    init = method.drafter.__init__
+
+    class Tuned:
+        def __init__(self, states: TreeStates):
+            self.states = states
+
+        def select(self, device: Any, batch_size: int, context: int) -> TreeStates:
+            asked.append(batch_size)
+            most = self.states.max_probes
+            return TreeStates.uniform(TokenTree.chain(1 + batch_size % 2), most)
+
+    def made(self: Any, model: Any, options: Any) -> None:
+        init(self, model, options)
+        self.tuned = Tuned(self.states)
+
+    monkeypatch.setattr(method.drafter, "__init__", made)
+    model = tiny("llama_tied")
+    with adapted(model, method):
+        sizes = check_same(model, {"assistant_strategy": "bita"}, **staggered(5))
+    assert asked == list(dict.fromkeys(sizes)) and len(asked) > 2
 
 
 def test_costs_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
