@@ -124,6 +124,8 @@ def print_table(result: BenchResult, console: Console) -> None:
         )  # fmt: skip
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table)
+    if len(sizes) > 1:
+        _print_grid(data, lossy, console)
     for row in data:
         share = row["stats"].get("share")
         if row["task"] == ALL and share:
@@ -132,6 +134,35 @@ def print_table(result: BenchResult, console: Console) -> None:
             console.print(f"time of {row['strategy']}{size}: {parts}", soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", soft_wrap=True)
+
+
+def grid(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, float]]:
+    """A figure of the rows ``all`` by strategy and batch size."""
+    found: dict[str, dict[int, float]] = {}
+    for row in runs:
+        if row["task"] == ALL:
+            found.setdefault(row["strategy"], {})[row["batch_size"]] = row[figure]
+    return found
+
+
+def _print_grid(data: Sequence[dict[str, Any]], lossy: set[str], console: Console) -> None:
+    """Speedup and tau by strategy and batch size; of plain decoding the speed itself."""
+    from rich.table import Table
+
+    sizes = sorted({row["batch_size"] for row in data})
+    plain = {row["baseline"] for row in data}
+    speeds, speedups, taus = (grid(data, name) for name in ("tokens_per_second", "speedup", "tau"))
+    table = Table(title="speedup (tau) by batch size")
+    table.add_column("strategy")
+    for size in sizes:
+        table.add_column(f"batch {size}", justify="right")
+    for name, by_size in speedups.items():
+        shown = {size: f"{by_size[size]:.2f}x ({taus[name][size]:.2f})" for size in by_size}
+        if name in plain:
+            shown = {size: f"{speeds[name][size]:.1f} tok/s" for size in by_size}
+        label = name + (" (lossy)" if name in lossy else "")
+        table.add_row(label, *(shown.get(size, "") for size in sizes))
+    console.print(table)
 
 
 def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:

@@ -8,6 +8,9 @@ All layers of equal shape share one buffer, so that a commit is one gather and o
 Slots in *front* of the rows' tokens can hold learned keys and values, the same for every row, for
 forwards that ask for them; slot numbers and lengths count from the first token all the same.
 
+Rows that need no more forwards can be *parked*: the others move together in front of them, and the
+cache is one of fewer rows until it is asked for all of them again.
+
 Outside a speculative block the cache serves as an ordinary Transformers cache, as long as all rows
 have the same length.
 """
@@ -110,6 +113,9 @@ class TreeCache(Cache):
         self.block: tuple[int, Tensor | None, int] | None = None
         self._offset = 0
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
+        #: While rows are parked, the row that each place of the buffers holds, and parked lengths.
+        self._places: list[int] = []
+        self._parked_lengths: list[int] = []
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 
     # -- packing and unpacking ---------------------------------------------------------------
@@ -218,6 +224,7 @@ class TreeCache(Cache):
         for storage, members in self._groups:
             for view, (index, name) in zip(storage.unbind(0), members):
                 layer = self.layers[index]
+                view = view[: self.batch_size]  # parked rows stand behind
                 layer.with_front[name] = view
                 view = view[:, :, self.front :]
                 setattr(layer, name, view)
@@ -378,7 +385,7 @@ class TreeCache(Cache):
         depth = path.shape[1]
         uniform = min(self.host_lengths) == self.max_length
         for buffer, _ in self._groups:
-            storage = buffer[:, :, :, self.front :]
+            storage = buffer[:, : self.batch_size, :, self.front :]
             nodes = path.to(storage.device)
             if self.batch_size == 1:
                 start = self.max_length
@@ -395,6 +402,65 @@ class TreeCache(Cache):
     def rollback(self) -> None:
         """Close the block and keep nothing of it."""
         self.block = None
+
+    # -- parked rows -------------------------------------------------------------------------
+
+    def park(self, rows: Sequence[int]) -> list[int]:
+        """Set rows aside: until :meth:`unpark` the cache is one of the others, at least one.
+
+        In place, without an allocation: as many rows are swapped as stand in the others' way.
+
+        Args:
+            rows: places of the rows to park.
+
+        Returns:
+            For each place that is left, the place where its row stood before.
+        """
+        self._absorb_appended()
+        left = self.batch_size - len(rows)
+        parked = set(rows)
+        order = list(range(self.batch_size))
+        if not self._places:
+            self._places = list(order)
+        holes = [row for row in range(left) if row in parked]
+        behind = [row for row in range(left, len(order)) if row not in parked]
+        for hole, row in zip(holes, behind):
+            self._swap(hole, row)
+            order[hole], order[row] = row, hole
+        lengths = [self.host_lengths[row] for row in order]
+        self._parked_lengths = lengths[left:] + self._parked_lengths
+        self._narrow(lengths[:left])
+        return order[:left]
+
+    def unpark(self) -> None:
+        """Take all rows back, in their first order; does nothing where none is parked."""
+        if not self._places:
+            return
+        self._absorb_appended()
+        lengths = self.host_lengths + self._parked_lengths
+        for place in range(len(lengths)):
+            while (row := self._places[place]) != place:
+                self._swap(place, row, max(lengths))
+                lengths[place], lengths[row] = lengths[row], lengths[place]
+        self._places, self._parked_lengths = [], []
+        self._narrow(lengths)
+
+    def _swap(self, one: int, other: int, slots: int | None = None) -> None:
+        """Exchange two places of the buffers, their first slots; front slots are all alike."""
+        stop = self.front + (self.max_length if slots is None else slots)
+        for storage, _ in self._groups:
+            used = storage[:, :, :, self.front : stop]
+            kept = used[:, one].clone()
+            used[:, one] = used[:, other]
+            used[:, other] = kept
+        places = self._places
+        places[one], places[other] = places[other], places[one]
+
+    def _narrow(self, lengths: list[int]) -> None:
+        """Show layers as many rows of the buffers as there are lengths."""
+        self._copies = {}
+        self._set_lengths(lengths)
+        self._attach()
 
     # -- the rest of a Transformers cache ----------------------------------------------------
 
@@ -429,8 +495,9 @@ class TreeCache(Cache):
         self._set_lengths([0] * self.batch_size)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order (rows may repeat)."""
+        """Keep these rows, in this order (rows may repeat); parked rows are dropped."""
         self._absorb_appended()
+        self._places, self._parked_lengths = [], []
         for index, (storage, members) in enumerate(self._groups):
             chosen = storage.index_select(1, indices.to(storage.device))
             self._groups[index] = (chosen, members)

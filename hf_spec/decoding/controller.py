@@ -87,6 +87,11 @@ class Costs:
     _plain: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     _relative: dict[Kind, deque[float]] = field(default_factory=dict)
 
+    def lent(self) -> Costs:
+        """What stands in for the costs of a like setting until there are some of its own."""
+        relative = {kind: deque(known, maxlen=KEPT) for kind, known in self._relative.items()}
+        return Costs(_plain=deque(list(self._plain)[-TRUSTED:], maxlen=KEPT), _relative=relative)
+
     def time_plain(self, seconds: float) -> None:
         """A plain step, whether it was taken for its own sake or because no draft was found."""
         self._plain.append(seconds)
@@ -156,9 +161,14 @@ class Controller:
         costs: what is known of step times; updated.
         account: how the strategy has fared; updated.
         enabled: if False, every step drafts and nothing is measured.
+        known: costs by setting, where the call may come to another one.
     """
 
-    def __init__(self, stats: SpecStats, costs: Costs, account: Account, enabled: bool = True):
+    def __init__(
+        self, stats: SpecStats, costs: Costs, account: Account, enabled: bool = True,
+        known: dict[Hashable, Costs] | None = None,
+    ):  # fmt: skip
+        self.known: dict[Hashable, Costs] = {} if known is None else known
         self.stats = stats
         self.costs = costs
         self.account = account
@@ -234,6 +244,14 @@ class Controller:
         if plain is not None:
             self.costs.add(kind, seconds / plain)
 
+    def move(self, setting: Hashable) -> None:
+        """Steps take other times from here on, as in a smaller batch."""
+        if not self.enabled:
+            return
+        self.costs = self.known.setdefault(setting, self.costs.lent())
+        self._plain.clear()
+        self._since = 0
+
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``: what is expected of speculation, and whether it is paused."""
         if not self.enabled:
@@ -258,7 +276,9 @@ def _average(old: float | None, new: float) -> float:
     return new if old is None else old + WEIGHT * (new - old)
 
 
-_costs: weakref.WeakKeyDictionary[Any, dict[Hashable, Costs]] = weakref.WeakKeyDictionary()
+#: By model, strategy and setting.
+_costs: weakref.WeakKeyDictionary[Any, dict[Hashable, dict[Hashable, Costs]]]
+_costs = weakref.WeakKeyDictionary()
 _accounts: weakref.WeakKeyDictionary[Any, dict[Hashable, Account]] = weakref.WeakKeyDictionary()
 
 
@@ -274,6 +294,6 @@ def controller_for(
     """
     if not enabled:
         return Controller(stats, Costs(), Account(), enabled)
-    costs = _costs.setdefault(model, {}).setdefault((strategy, setting), Costs())
+    known = _costs.setdefault(model, {}).setdefault(strategy, {})
     account = _accounts.setdefault(model, {}).setdefault(strategy, Account())
-    return Controller(stats, costs, account, enabled)
+    return Controller(stats, known.setdefault(setting, Costs()), account, enabled, known)

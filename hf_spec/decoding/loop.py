@@ -12,12 +12,13 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats, Stopwatch
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.decoding.batch import Shrinking
 from hf_spec.decoding.choose import Choice, Chooser
 from hf_spec.decoding.controller import controller_for, switched_on
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
-from hf_spec.decoding.prefill import prefill, real_tokens
+from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.methods.base import DecodingState, Draft, Method, get_method
 from hf_spec.methods.forward import TreeOutput
@@ -73,6 +74,11 @@ def decode(
                 )
             )
         forward, cache = prefilled.forward, prefilled.forward.cache
+        kept = (
+            record or prefilled.source is not None or cache is model_kwargs.get("past_key_values")
+        )
+        if kept:  # by the caller, who gets every row
+            stack.callback(cache.unpark)
         prompt = cache.host_lengths
         state = DecodingState(
             model, forward, cache, emission.tokens, root=cache.lengths,
@@ -82,28 +88,30 @@ def decode(
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
-        root_only = TokenTree.chain(0).batch(len(prompt), cache.lengths.device)
-        draft = Draft(root_only, cache.lengths[:, None])
+        draft = Draft(_root_only(state), cache.lengths[:, None])
         with watch.phase("verify"):
             choice = chooser.accept(draft, prefilled.logits[:, None], state.active)
         _emit(choice, draft, emission, state)
         if any(state.active):
             drafter.start(state)
+        context, device = max(prompt).bit_length(), str(model.device)
         controller = controller_for(
             model, (method.name, repr(options), _adapter(method, model)),
-            (len(prompt), max(prompt).bit_length(), str(model.device)),
-            stats, switched_on(options, state.do_sample),
+            (len(prompt), context, device), stats, switched_on(options, state.do_sample),
         )  # fmt: skip
+        shrinking = Shrinking(state, drafter, scorer)
 
         while model._has_unfinished_sequences(not any(state.active), synced_gpus, model.device):
             if not any(state.active):
                 # Only with synced_gpus: the other ranks still need this one's shards.
-                forward(state.root[:, None], root_only)
+                forward(state.root[:, None], _root_only(state))
                 cache.rollback()
                 continue
+            if shrinking.step():
+                controller.move((state.batch_size, context, device))
             drafts = controller.speculate()
             with watch.phase("draft"):
-                draft = Draft(root_only, state.root[:, None])
+                draft = Draft(_root_only(state), state.root[:, None])
                 if drafts:
                     draft = _within_budget(drafter.propose(state), state)
             with watch.phase("forward"):
@@ -123,11 +131,7 @@ def decode(
             controller.observe(draft.num_rows, counts)
 
     sequences = emission.finish()
-    emitted = [length - emission.width for length in emission.lengths]
-    cache.truncate([start + max(count - 1, 0) for start, count in zip(prompt, emitted)])
-    if all(len(row) > length for row, length in zip(emission.tokens, cache.host_lengths)):
-        cache.tokens = [row[:n] for row, n in zip(emission.tokens, cache.host_lengths)]
-    past = prefilled.hand_back(emitted)
+    past = _hand_back(prefilled, prompt, emission) if kept else None
     stats.details = {**drafter.details(), **controller.details()}
     watch.stop()
     remember_stats(model, stats)
@@ -137,6 +141,21 @@ def decode(
         sequences=sequences, scores=emission.columns(emission.scores),
         logits=emission.columns(emission.logits), past_key_values=past, spec_stats=stats,
     )  # fmt: skip
+
+
+def _hand_back(prefilled: Prefilled, prompt: list[int], emission: Emission) -> Any:
+    """The cache as the caller gets it, with what each of all rows has emitted but the last."""
+    cache = prefilled.forward.cache
+    emitted = [length - emission.width for length in emission.lengths]
+    cache.truncate([start + max(count - 1, 0) for start, count in zip(prompt, emitted)])
+    if all(len(row) > length for row, length in zip(emission.tokens, cache.host_lengths)):
+        cache.tokens = [row[:n] for row, n in zip(emission.tokens, cache.host_lengths)]
+    return prefilled.hand_back(emitted)
+
+
+def _root_only(state: DecodingState) -> TreeBatch:
+    """The tree of a plain step."""
+    return TokenTree.chain(0).batch(state.batch_size, state.cache.lengths.device)
 
 
 def _adapter(method: Method, model: Any) -> str | None:
@@ -165,16 +184,18 @@ def _emit(choice: Choice, draft: Draft, emission: Emission, state: DecodingState
     stats, tree = state.stats, draft.tree
     stats.num_steps += 1
     counts = []
-    for row, tokens in enumerate(choice.tokens):
-        if not state.active[row]:
+    for place, tokens in enumerate(choice.tokens):
+        if not state.active[place]:
             counts.append(0)
             continue
-        depth = min(tree.row_depths[row], state.remaining[row] - 1)
-        kept = emission.take(row, tokens, choice.scores[row], choice.logits[row])
-        stats.record(kept, depth, tree.row_candidates[row], kept=len(tokens) - 1)
+        depth = min(tree.row_depths[place], state.remaining[place] - 1)
+        kept = emission.take(state.rows[place], tokens, choice.scores[place], choice.logits[place])
+        stats.record(kept, depth, tree.row_candidates[place], kept=len(tokens) - 1)
         counts.append(kept)
     emission.stream()
-    state.active, state.remaining = emission.active, emission.remaining
+    active, remaining = emission.active, emission.remaining
+    state.active = [active[row] for row in state.rows]
+    state.remaining = [remaining[row] for row in state.rows]
     state.root = torch.tensor([row[-1] for row in state.tokens], device=draft.tokens.device)
     return counts
 

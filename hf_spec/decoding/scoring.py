@@ -13,7 +13,8 @@ class Scorer:
     """Applies a call's logits processors to candidates of rows of different lengths.
 
     A processor sees exactly what plain generation would show it: the row's input ids, padding
-    included, followed by the tokens up to the node, and float32 logits.
+    included, followed by the tokens up to the node, and float32 logits. It sees all rows of the
+    call in their order, also where the batch has shrunk: a row that has left shows its last logits.
 
     Args:
         processors: the prepared list.
@@ -26,6 +27,13 @@ class Scorer:
         self.processors = processors
         self.ids = ids
         self.lengths = lengths
+        #: The call's row at each row of the batch, and the logits that all rows showed last.
+        self._rows = list(range(len(lengths)))
+        self._shown: Tensor | None = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the batch, whose row ``i`` is now the one that was ``rows[i]``."""
+        self._rows = [self._rows[row] for row in rows]
 
     @property
     def trivial(self) -> bool:
@@ -41,7 +49,7 @@ class Scorer:
         """Scores after all processors.
 
         Args:
-            logits: ``(batch, vocab)``.
+            logits: ``(batch, vocab)`` of the rows that the batch carries.
             suffixes: tokens to append to each row before its processors run.
             active: rows that matter; the others keep their logits.
 
@@ -51,10 +59,11 @@ class Scorer:
         device, scores = logits.device, logits.float()
         if self.trivial:
             return scores
-        scores = scores.to(self.ids.device)
+        scores = self._of_all(scores.to(self.ids.device))
         groups: dict[int, list[int]] = {}
-        for row, suffix in enumerate(suffixes):
-            if active is not None and not active[row]:
+        for row, place in sorted(zip(self._rows, range(len(suffixes)))):  # in the call's order
+            suffix = suffixes[place]
+            if active is not None and not active[place]:
                 continue
             start = self.lengths[row]
             if suffix:
@@ -65,9 +74,19 @@ class Scorer:
             # The whole batch, since processors may count on its size and on a row's index in it;
             # what they say about rows of another length is dropped.
             part = self.processors(self.ids[:, :length], scores.clone())
-            everyone = len(rows) == len(suffixes)
+            everyone = len(rows) == len(self.lengths)
             result = part if everyone else result.index_copy(0, _index(rows, part), part[rows])
+        if len(self._rows) < len(self.lengths):
+            result = result[self._rows]
         return result.to(device)
+
+    def _of_all(self, logits: Tensor) -> Tensor:
+        """Logits of all rows of the call, given those of the batch."""
+        if self._shown is None or len(self._rows) == len(self.lengths):
+            self._shown = logits
+        else:
+            self._shown = self._shown.index_copy(0, _index(self._rows, logits), logits)
+        return self._shown
 
 
 def _index(rows: list[int], like: Tensor) -> Tensor:

@@ -189,9 +189,20 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
         same = search is not None and search["environment"].get(
             "prompts_sha256"
         ) == environment.get("prompts_sha256")
+        strategy = rows[0]["strategy"]
+        sizes = [
+            {
+                "size": row["batch_size"],
+                "speedup": f"{row['speedup']:.2f}",
+                "tau": f"{row['tau']:.2f}",
+            }
+            for row in runs
+            if row["strategy"] == strategy and row["task"] == "all"
+        ]
         return {
             "rows": shown,
             "by_task": several,
+            "by_size": sizes if len(sizes) > 1 else [],
             "development": same,
             "setting": _setting(environment, size),
         }

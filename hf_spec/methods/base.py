@@ -142,6 +142,8 @@ class Process(Protocol):
 class DecodingState:
     """What the loop shows a drafter; read it, don't change it.
 
+    Rows are those that the batch still carries: it shrinks as rows finish (:meth:`select`).
+
     Attributes:
         model: the model that is decoded.
         forward: runs the model on nodes of a tree behind the cached tokens.
@@ -159,6 +161,7 @@ class DecodingState:
         hidden: ``(batch, hidden)`` final hidden state of each row's last accepted node, from which
             the model made the root's token; any states in finished rows. Of the prompt's last token
             at first. None unless the drafter wants it, or while it is not known.
+        rows: which row of the call each of these is.
     """
 
     model: Any
@@ -174,9 +177,22 @@ class DecodingState:
     probe_hidden: Tensor | None = None
     probe_counts: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
+    rows: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)
+        self.rows = self.rows or list(range(len(self.tokens)))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``; for the loop."""
+        self.forward.select(rows)
+        for name in ("tokens", "active", "remaining", "probe_counts", "rows"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in rows])
+        for name in ("root", "probe_hidden", "hidden"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[torch.tensor(rows, device=tensor.device)])
 
     @property
     def batch_size(self) -> int:
@@ -221,6 +237,16 @@ class Drafter(CandidateGenerator):
         """Called after each step with the accepted nodes per row, root first; none if finished.
 
         ``draft`` is what was proposed, or the root alone where the loop took a plain step instead.
+        """
+
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        """Called between two steps when rows that are finished have left the batch.
+
+        A drafter that keeps something for each row selects it here; the state is already that of
+        the smaller batch.
+
+        Args:
+            rows: row ``i`` is now the one that was ``rows[i]``; each at most once, in any order.
         """
 
     def details(self) -> dict[str, Any]:

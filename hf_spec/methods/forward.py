@@ -263,6 +263,22 @@ class TreeForward:
             inputs["inputs_embeds"] = torch.cat([embeddings, learned], dim=1)
         return self._run(inputs, tokens, tree, probes, pruning)
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``.
+
+        As everywhere in Transformers, a tensor among the model's inputs has a row per batch row if
+        its first dimension is the batch.
+        """
+        batch = self.last_position.shape[0]
+
+        def own(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
+                return value[torch.tensor(rows, device=value.device)]
+            return value
+
+        self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
+
     def _run(
         self, inputs: dict[str, Any], tokens: Tensor, tree: TreeBatch, probes: ProbeRows | None,
         pruning: Pruning | None,

@@ -63,6 +63,10 @@ class ProbeDrafter(TreeDrafter):
     def probes_per_node(self) -> int:
         return self.distances
 
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        self._steps.clear()
+
     def propose(self, state: DecodingState) -> Draft:
         if self.online is not None:
             self.states = self.online.states(state)

@@ -270,3 +270,7 @@ class WithRetrieval(WrappedDrafter):
             depth, found = self._found[row]
             if path:
                 self.rows[row].observe(sum(node in found for node in path), depth)
+
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        self.rows = [self.rows[row] for row in rows]

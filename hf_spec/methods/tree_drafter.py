@@ -56,6 +56,10 @@ class TreeDrafter(Drafter):
         if self.online is not None:
             self.online.start(state)
 
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        if self.tuned is not None:  # another batch size may have other trees
+            self.start(state)
+
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         if self.online is not None:
             self.online.observe(state, draft.num_rows, nodes)

@@ -33,6 +33,9 @@ class WrappedDrafter(Drafter):
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         self.inner.observe(state, draft, nodes)
 
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        self.inner.select(state, rows)
+
     def details(self) -> dict[str, Any]:
         return self.inner.details()
 

@@ -684,3 +684,72 @@ def test_front_of_another_model_is_refused() -> None:
         cache.set_front(learned_front([(2, 4, 4)] * 2, 3))
     with pytest.raises(ValueError, match="layer 0.*2 heads of dimension 4"):
         cache.set_front(learned_front([(2, 8, 8)], 3))
+
+
+# -- parked rows -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("lengths", [[5, 5, 5, 5], [2, 7, 1, 3, 6, 4]], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_parked_rows_come_back_as_they_were(specs: str, lengths: list[int], seed: int) -> None:
+    """Rows leave in several goes, the others take steps and outgrow the buffers meanwhile."""
+    pair = Pair(SPECS[specs], lengths, ALIGNMENT, seed)
+    cache, rng = pair.cache, random.Random(seed)
+    rows, away = list(range(len(lengths))), {}
+    pair.step()
+    while cache.batch_size > 1:
+        gone = rng.sample(range(cache.batch_size), rng.randint(1, cache.batch_size - 1))
+        for place in gone:
+            away[rows[place]] = [layer[place] for layer in pair.naive.states]
+        order = cache.park(gone)
+        assert sorted(order) == sorted(set(range(len(rows))) - set(gone))
+        rows = [rows[place] for place in order]
+        pair.naive.map_rows(lambda layer, order=order: [layer[place] for place in order])
+        assert all(layer.keys.shape[0] == len(rows) for layer in cache.layers)
+        for _ in range(3):
+            pair.step()
+    states = {**away, **{row: [x[i] for x in pair.naive.states] for i, row in enumerate(rows)}}
+    pair.naive.states = [
+        [states[row][layer] for row in range(len(lengths))] for layer in range(len(SPECS[specs]))
+    ]
+    cache.unpark()
+    pair.check()
+    pair.step()
+    cache.unpark()  # nothing left to do
+    pair.check()
+
+
+def test_parking_moves_only_what_stands_in_the_way() -> None:
+    """And allocates nothing: the buffers stay where they are."""
+    pair = uniform(batch=4)
+    before = buffers(pair.cache)
+    assert pair.cache.park([2, 3]) == [0, 1]
+    assert buffers(pair.cache) == before
+    pair.cache.unpark()
+    assert pair.cache.park([0]) == [3, 1, 2]
+    pair.cache.unpark()
+    assert buffers(pair.cache) == before
+    pair.check()
+
+
+def test_parked_rows_are_dropped_where_rows_are_chosen() -> None:
+    pair = uniform(batch=3)
+    pair.cache.park([1])
+    pair.cache.batch_select_indices(torch.tensor([1, 0]))
+    pair.naive.map_rows(lambda layer: [layer[2], layer[0]])
+    pair.cache.unpark()
+    pair.check()
+
+
+def test_front_slots_stay_where_rows_are_parked() -> None:
+    pair = uniform(batch=3)
+    states = learned_front(pair.specs, 5)
+    pair.cache.set_front(states)
+    pair.cache.park([0])
+    pair.cache.unpark()
+    pair.check()
+    for layer, (keys, values) in zip(pair.cache.layers, states):
+        for name, state in (("keys", keys), ("values", values)):
+            front = layer.with_front[name][:, :, pair.cache.front - 5 : pair.cache.front]
+            assert all(torch.equal(row, state) for row in front)

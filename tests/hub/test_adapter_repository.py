@@ -206,6 +206,16 @@ def test_card_by_task(adapter: Path) -> None:
         assert f"| {task} | 4 | 50.0 | 61.7 |" in card
 
 
+def test_card_with_several_batch_sizes(adapter: Path) -> None:
+    data = results(tasks=("qa", "math"))
+    larger = [{**row, "batch_size": 8, "speedup": 0.9} for row in data["runs"]]
+    (adapter / "results.json").write_text(json.dumps({**data, "runs": data["runs"] + larger}))
+    card = render_card(adapter)
+    for line in ("| batch | 1 | 8 |", "| --- | --- | --- |", "| speedup | 1.23x | 0.90x |"):
+        assert f"\n{line}\n" in card
+    assert "\n\nBy batch size:\n\n" in card and "\n\n\n" not in card
+
+
 def test_card_on_development_prompts(adapter: Path) -> None:
     search = {
         "environment": {"prompts_sha256": "ab12"}, "identity": {"prompts": 4},

@@ -34,6 +34,7 @@ class LayerSkipDrafter(Drafter):
     def start(self, state: DecodingState) -> None:
         rows = state.batch_size
         self.exits = [DraftExit(self.options) for _ in range(rows)]
+        self.all_exits = self.exits  # of the whole call; those of finished rows leave the others
         mode = self.options.draft_tokens
         self.samples = state.do_sample and mode in ("auto", "sampled")
         if self.options.acceptance == "match":
@@ -78,8 +79,11 @@ class LayerSkipDrafter(Drafter):
             if path and drafted:
                 one.update((len(path) - 1) / drafted)
 
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        self.exits = [self.exits[row] for row in rows]
+
     def details(self) -> dict[str, Any]:
-        exits = getattr(self, "exits", [])
+        exits = getattr(self, "all_exits", [])
         return {"threshold": [round(one.gamma, 4) for one in exits]}
 
     def get_candidates(

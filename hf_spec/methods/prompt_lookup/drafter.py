@@ -43,6 +43,9 @@ class PromptLookupDrafter(Drafter):
             if path:
                 one.observe(len(path) - 1, depth)
 
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:

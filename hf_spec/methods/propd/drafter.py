@@ -59,6 +59,13 @@ class ProPDDrafter(WrappedDrafter):
 
     def start(self, state: DecodingState) -> None:
         super().start(state)
+        self._choose_switch(state)
+
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        self._choose_switch(state)
+
+    def _choose_switch(self, state: DecodingState) -> None:
         if self.options.prune == "auto":
             longest = max(state.cache.host_lengths).bit_length()
             setting = (self._adapter, repr(self.options), state.batch_size, longest)

@@ -1,0 +1,72 @@
+"""The batch shrinks as its rows finish, so that forwards do not pay for finished rows.
+
+Rows advance at different rates, and most of a batch is often done long before its last row. Knows
+who must hear of it; knows nothing of what a step does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.decoding.scoring import Scorer
+from hf_spec.methods.base import DecodingState, Drafter
+
+#: Share of the carried rows that must have finished. In the way of the others stands at most one
+#: row per finished one, and swapping two rows takes about as long as one row's share of a step
+#: does (docs/loop.md), so that it pays within a step or two. Not less, since step times are learned
+#: anew for every size of the batch.
+SHARE = 1 / 8
+
+
+class Shrinking:
+    """Drops finished rows from one call's batch.
+
+    Args:
+        state: of the call; its rows become fewer.
+        drafter, scorer: are told.
+    """
+
+    def __init__(self, state: DecodingState, drafter: Drafter, scorer: Scorer):
+        self.state = state
+        self.drafter = drafter
+        self.scorer = scorer
+        self._allowed: bool | None = None
+
+    def step(self) -> bool:
+        """Between two steps: drop the finished rows if that pays; whether any were dropped."""
+        state = self.state
+        finished = [row for row, active in enumerate(state.active) if not active]
+        enough = len(finished) >= max(SHARE * state.batch_size, 1)
+        if not enough or len(finished) == state.batch_size or not self.allowed:
+            return False
+        rows = state.cache.park(finished)
+        state.select(rows)
+        self.scorer.select(rows)
+        self.drafter.select(state, rows)
+        return True
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the model may be called with fewer rows; looked into once."""
+        if self._allowed is None:
+            inputs = self.state.forward.model_kwargs.values()
+            self._allowed = not (
+                any(isinstance(value, (list, tuple, dict)) and value for value in inputs)
+                or _hooks_know_rows(self.state.model, self.state.batch_size)
+            )
+        return self._allowed
+
+
+def _hooks_know_rows(model: Any, batch_size: int) -> bool:
+    """Whether a hook gives modules a value per batch row, as PEFT's for ``adapter_names`` do."""
+    return any(
+        (isinstance(value, (list, tuple)) and len(value) == batch_size)
+        or (isinstance(value, Tensor) and value.shape[:1] == (batch_size,))
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, functools.partial)
+        for value in hook.keywords.values()
+    )

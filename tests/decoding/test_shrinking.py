@@ -1,0 +1,556 @@
+"""A batch shrinks as its rows finish, and nobody can tell from what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, PAD, VOCAB, prompt, ragged
+from peft import LoraConfig, get_peft_model
+from test_method_contract import CASES, FIRST, IDS, adapted, check_cache, strategy
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hf_spec
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeStates
+from hf_spec.decoding import batch, loop
+from hf_spec.methods.base import DecodingState, Drafter, methods
+
+Tiny = Callable[..., PreTrainedModel]
+
+LENGTHS = (12, 5, 9, 11, 3, 7, 12, 8, 4, 10, 6, 12, 5, 9, 11, 2)
+NEW = 24
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+LOOKUP = {"assistant_strategy": "prompt_lookup"}
+
+every_case = pytest.mark.parametrize(("name", "variant"), CASES, ids=IDS)
+every_strategy = pytest.mark.parametrize(("name", "variant"), FIRST, ids=[n for n, _ in FIRST])
+
+
+class StopRowAt(StoppingCriteria):
+    """Stops a row at a length that its prompt decides; knows EOS, so that finished rows are padded.
+
+    Criteria are called with one row at a time here and with all of them in plain generation.
+    """
+
+    eos_token_id = torch.tensor([-1])
+
+    def __init__(self, width: int, lengths: dict[tuple[int, ...], int]):
+        self.width, self.lengths = width, lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        ends = [self.lengths[tuple(row[: self.width].tolist())] for row in input_ids]
+        return torch.tensor(ends) <= input_ids.shape[1] - self.width
+
+
+def staggered(rows: int, longest: int = NEW) -> dict[str, Any]:
+    """A ragged batch whose row i stops after its own number of tokens, the last one in the middle
+    of the batch."""
+    given = ragged(LENGTHS[:rows])
+    ends = [1 + (7 * row + 1) % (longest - 4) for row in range(rows)]
+    ends[rows // 2] = longest
+    keys = [tuple(row) for row in given["input_ids"].tolist()]
+    criterion = StopRowAt(given["input_ids"].shape[1], dict(zip(keys, ends)))
+    return {**given, "stopping_criteria": StoppingCriteriaList([criterion])}
+
+
+@contextmanager
+def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Batch size of each of the model's forwards."""
+    sizes: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        inputs = kwargs.get("input_ids")
+        sizes.append(len(kwargs["inputs_embeds"] if inputs is None else inputs))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield sizes
+    finally:
+        handle.remove()
+
+
+def check_same(model: PreTrainedModel, spec: dict[str, Any], **kwargs: Any) -> list[int]:
+    """Batch sizes of our forwards, after comparing with plain generation."""
+    plain = model.generate(**GREEDY, **kwargs)
+    with forwards(model) as sizes:
+        ours = model.generate(**GREEDY, **kwargs, **spec)
+    assert ours.tolist() == plain.tolist()
+    return sizes
+
+
+def retrieving(name: str, variant: str) -> dict[str, Any]:
+    """The strategy with look-ups beside its own drafts, which are all that prompt_lookup has."""
+    spec = strategy(name, variant)
+    if name == "prompt_lookup":
+        return spec
+    return {**spec, "assistant_kwargs": {**spec["assistant_kwargs"], "retrieval": True}}
+
+
+# -- outputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16])
+@every_case
+def test_greedy_equals_plain(tiny: Tiny, name: str, variant: str, rows: int) -> None:
+    model = tiny("llama_tied")
+    with adapted(model, methods()[name]):
+        sizes = check_same(model, strategy(name, variant), **staggered(rows))
+    assert sizes[0] == rows and sizes[-1] < rows
+    assert sizes == sorted(sizes, reverse=True)
+    if rows == 16:
+        assert len(set(sizes)) > 4
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt_neo", "falcon_alibi", "opt", "bloom"])
+@every_strategy
+def test_other_architectures(tiny: Tiny, name: str, variant: str, architecture: str) -> None:
+    """Masks with windows, learned positions, positions inside the attention."""
+    assert architecture in ARCHITECTURES
+    model = tiny(architecture)
+    with adapted(model, methods()[name]):
+        sizes = check_same(model, strategy(name, variant), **staggered(5))
+    assert sizes[-1] < 5
+
+
+@pytest.mark.parametrize("rows", [5, 16])
+@every_strategy
+def test_eos_with_retrieval(tiny: Tiny, name: str, variant: str, rows: int) -> None:
+    """Rows stop at tokens that some of them emit early."""
+    model = tiny("llama_tied")
+    given = ragged(LENGTHS[:rows])
+    free = model.generate(**given, **GREEDY)[:, given["input_ids"].shape[1] :]
+    eos = sorted({int(free[row, 2 + 3 * row % NEW // 2]) for row in range(0, rows, 2)})
+    with adapted(model, methods()[name]):
+        sizes = check_same(model, retrieving(name, variant), **given, eos_token_id=eos)
+    assert sizes[-1] < rows
+
+
+@every_strategy
+def test_processors(tiny: Tiny, name: str, variant: str) -> None:
+    model = tiny("llama_tied")
+    for settings in (
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2, "logits_processor": LogitsProcessorList([ByRow(5)])},
+    ):
+        with adapted(model, methods()[name]):
+            sizes = check_same(model, strategy(name, variant), **staggered(5), **settings)
+        assert sizes[-1] < 5
+
+
+class ByRow(LogitsProcessor):
+    """Forbids other tokens in each row; sees the whole batch, whichever rows are finished."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert len(input_ids) == len(scores) == self.rows
+        for row in range(self.rows):
+            scores[row, row :: self.rows + 1] = -float("inf")
+        return scores
+
+
+class Shown(LogitsProcessor):
+    """Records the ids that it is shown."""
+
+    def __init__(self) -> None:
+        self.ids: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.ids.append(input_ids.tolist())
+        return scores
+
+
+@every_strategy
+def test_processors_see_what_they_saw_in_a_batch_that_stays(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+) -> None:
+    model, seen = tiny("llama_tied"), []
+    for share in (batch.SHARE, 2.0):
+        monkeypatch.setattr(batch, "SHARE", share)
+        seen.append(Shown())
+        with adapted(model, methods()[name]), forwards(model) as sizes:
+            model.generate(
+                **staggered(5), **strategy(name, variant), **GREEDY,
+                logits_processor=LogitsProcessorList([seen[-1]]),
+            )  # fmt: skip
+        assert (sizes[-1] == 5) == (share == 2.0)
+    assert seen[0].ids == seen[1].ids
+
+
+def test_scores_and_logits(tiny: Tiny) -> None:
+    model = tiny("llama_tied")
+    settings = {
+        **GREEDY, **staggered(5), "repetition_penalty": 1.2, "return_dict_in_generate": True,
+        "output_scores": True, "output_logits": True,
+    }  # fmt: skip
+    plain = model.generate(**settings)
+    with forwards(model) as sizes:
+        ours = model.generate(**settings, **LOOKUP)
+    assert sizes[-1] == 1
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    width = settings["input_ids"].shape[1]
+    for mine, theirs in ((ours.scores, plain.scores), (ours.logits, plain.logits)):
+        assert len(mine) == len(theirs)
+        for column, (one, other) in enumerate(zip(mine, theirs)):
+            alive = ours.sequences[:, width + column] != PAD
+            assert not one[~alive].any()
+            # fp32 with other reduction orders, as in test_generate.py.
+            torch.testing.assert_close(one[alive], other[alive], rtol=1e-4, atol=1e-4)
+
+
+def test_num_return_sequences(tiny: Tiny) -> None:
+    """Six copies of a row, sampled: all finish in their own time, the same in every run."""
+    model = tiny()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with forwards(model) as sizes:
+            found.append(
+                model.generate(
+                    prompt(),
+                    **LOOKUP,
+                    do_sample=True,
+                    temperature=2.0,
+                    num_return_sequences=6,
+                    max_new_tokens=NEW,
+                    eos_token_id=list(range(3, 13)),
+                )  # fmt: skip
+            )
+        assert sizes[-1] < 6
+    assert torch.equal(*found)
+    assert len({tuple(row) for row in found[0].tolist()}) == 6
+
+
+#: Chance that a right program fails the next test; the seed is fixed.
+FALSE_ALARM = 1e-6
+#: Calls with and without rows that leave, and rows in each that are looked at.
+CALLS, LOOKED_AT = 120, 12
+
+
+def test_sampling_keeps_the_distribution(tiny: Tiny) -> None:
+    """Chi-square of three sampled tokens, 64 cells: half the batch leaves after the first, or none.
+
+    Rows draw their random numbers together, so that a smaller batch gives each other ones.
+    """
+    from scipy.stats import chi2_contingency
+
+    model, allowed = tiny("llama_tied"), [5, 17, 23, 42]
+    looked_at = [allowed + allowed[::2] + allowed[::-1]] * LOOKED_AT
+    leaving = [allowed[::-1] + allowed[::2] + allowed] * LOOKED_AT
+    ids = torch.tensor([row for pair in zip(leaving, looked_at) for row in pair])
+    settings = {
+        "do_sample": True, "temperature": 1.7, "top_k": 0, "max_new_tokens": 3,
+        "suppress_tokens": [token for token in range(VOCAB) if token not in allowed],
+    }  # fmt: skip
+    counts = torch.zeros(2, 64)
+    torch.manual_seed(0)
+    for leave in (0, 1):
+        ends = {tuple(looked_at[0]): 3, tuple(leaving[0]): 1 if leave else 3}
+        criteria = StoppingCriteriaList([StopRowAt(ids.shape[1], ends)])
+        for _ in range(CALLS):
+            with forwards(model) as sizes:
+                out = model.generate(ids, **settings, **LOOKUP, stopping_criteria=criteria)
+            assert (sizes[1] == LOOKED_AT) == bool(leave)
+            for row in out[1::2, ids.shape[1] :].tolist():
+                first, second, third = map(allowed.index, row)
+                counts[leave, 16 * first + 4 * second + third] += 1
+    counts = counts[:, counts.sum(0) > 0]
+    assert chi2_contingency(counts.numpy()).pvalue > FALSE_ALARM
+
+
+# -- the caller's cache ----------------------------------------------------------------------
+
+
+@every_strategy
+def test_the_returned_cache_holds_every_row(tiny: Tiny, name: str, variant: str) -> None:
+    model = tiny("llama")
+    with adapted(model, methods()[name]):
+        given = staggered(5)
+        with forwards(model) as sizes:
+            out = model.generate(
+                **given, **strategy(name, variant), **GREEDY, return_dict_in_generate=True
+            )
+    assert sizes[-1] == 1
+    real = out.sequences[:, given["input_ids"].shape[1] :] != PAD
+    assert out.past_key_values.host_lengths == [
+        length + int(row.sum()) - 1 for length, row in zip(LENGTHS, real)
+    ]
+    for row in range(5):  # check_cache wants rows without padding behind them
+        end = given["input_ids"].shape[1] + int(real[row].sum())
+        out_row = type(out)(sequences=out.sequences[row : row + 1, :end])
+        out_row.past_key_values = _row_of(out.past_key_values, row)
+        check_cache(
+            model, out_row, {k: given[k][row : row + 1] for k in ("input_ids", "attention_mask")}
+        )
+
+
+def _row_of(cache: Any, row: int) -> Any:
+    import copy
+
+    one = copy.deepcopy(cache)
+    one.batch_select_indices(torch.tensor([row]))
+    return one
+
+
+def test_a_chat_goes_on_in_a_cache_that_has_shrunk(tiny: Tiny) -> None:
+    """The second call continues the first one's rows, of different lengths."""
+    model, given = tiny("llama_tied"), staggered(5)
+    width = given["input_ids"].shape[1]
+    first = model.generate(**given, **LOOKUP, **GREEDY, return_dict_in_generate=True)
+    rows = [
+        [t for t, keep in zip(row[:width], mask) if keep] + [t for t in row[width:] if t != PAD]
+        for row, mask in zip(first.sequences.tolist(), given["attention_mask"].tolist())
+    ]
+    rows = [row + [7, 9 + i] for i, row in enumerate(rows)]
+    longest = max(map(len, rows))
+    second = {
+        "input_ids": torch.tensor([[PAD] * (longest - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor(
+            [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+        ),
+    }
+    plain = model.generate(**second, **GREEDY)
+    ours = model.generate(**second, **GREEDY, **LOOKUP, past_key_values=first.past_key_values)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_a_dynamic_cache_is_filled_with_every_row(tiny: Tiny) -> None:
+    model, caches = tiny("llama_tied"), []
+    for spec in ({}, LOOKUP):
+        caches.append(DynamicCache(config=model.config))
+        with forwards(model) as sizes:
+            out = model.generate(**staggered(5), **GREEDY, **spec, past_key_values=caches[-1])
+    assert sizes[-1] == 1
+    plain, ours = caches
+    given = staggered(5)
+    width = given["input_ids"].shape[1]
+    for row in range(5):
+        end = width + int((out[row, width:] != PAD).sum()) - 1
+        start = width - LENGTHS[row]
+        for mine, theirs in zip(ours.layers, plain.layers):
+            for name in ("keys", "values"):
+                # fp32 with other reduction orders: a few ulps of values up to about 10.
+                torch.testing.assert_close(
+                    getattr(mine, name)[row, :, start:end],
+                    getattr(theirs, name)[row, :, start:end],
+                    rtol=1e-4, atol=2e-4,
+                )  # fmt: skip
+
+
+def test_a_callers_cache_is_whole_after_an_error(tiny: Tiny) -> None:
+    model = tiny("llama_tied")
+    first = model.generate(
+        **ragged((9, 9, 9)), **LOOKUP, max_new_tokens=1, return_dict_in_generate=True
+    )
+    cache, given = first.past_key_values, first.sequences
+    seen: list[int] = []
+
+    class Fails(StoppingCriteria):
+        eos_token_id = torch.tensor([-1])
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append(cache.batch_size)
+            if cache.batch_size < 3:
+                raise RuntimeError("stop here")
+            return (input_ids[:, 2] == given[0, 2]).reshape(-1)
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        model.generate(
+            given, **LOOKUP, **GREEDY, past_key_values=cache,
+            stopping_criteria=StoppingCriteriaList([Fails()]),
+        )  # fmt: skip
+    assert min(seen) < 3 and cache.batch_size == 3
+    assert [layer.keys.shape[0] for layer in cache.layers] == [3] * 3
+
+
+# -- who counts on the batch's size --------------------------------------------------------------
+
+
+def test_inputs_of_the_model_follow_their_rows(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor per row, as a model's own inputs may be, and something that is shared."""
+    model, seen = fresh("llama_tied"), []
+
+    def take(module: Any, args: Any, kwargs: Any) -> Any:
+        tags, flag = kwargs.pop("tags"), kwargs.pop("flag")
+        assert flag and len(tags) == len(kwargs["input_ids"])
+        seen.append(tags.tolist())
+        return args, kwargs
+
+    given = staggered(5)
+    plain = model.generate(**given, **GREEDY)
+    monkeypatch.setattr(model, "_validate_model_kwargs", lambda kwargs: None)
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    out = model.generate(**given, **GREEDY, **LOOKUP, tags=torch.arange(5) * 10, flag=True)
+    assert out.tolist() == plain.tolist()
+    assert seen[0] == [0, 10, 20, 30, 40] and seen[-1] == [20]  # row 2 is the last
+    # What is of another kind may know the rows, too.
+    with forwards(model) as sizes:
+        out = model.generate(
+            **given, **GREEDY, **LOOKUP, tags=torch.arange(5) * 10, flag=["a", "b", "c", "d", "e"]
+        )
+    assert out.tolist() == plain.tolist() and set(sizes) == {5}
+
+
+def test_adapters_per_row_keep_the_batch_whole(fresh: Tiny) -> None:
+    """PEFT's ``adapter_names`` are hooks that know the batch; they would meet another one."""
+    base = fresh("llama_tied")
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]), "one")
+    model.add_adapter("two", LoraConfig(r=2, target_modules=["q_proj"]))
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    model.eval()
+    names = ["one", "two", "__base__", "one", "two"]
+    given = staggered(5)
+    plain = model.generate(**given, **GREEDY, adapter_names=names)
+    with forwards(base) as sizes:
+        ours = model.generate(**given, **GREEDY, **LOOKUP, adapter_names=names)
+    assert ours.tolist() == plain.tolist()
+    assert set(sizes) == {5}
+    assert check_same(base, LOOKUP, **given)[-1] == 1  # without them it shrinks
+
+
+def test_rows_that_run_on_stay(tiny: Tiny) -> None:
+    """Without EOS plain generation lets stopped rows run on until the last one stops."""
+    given = staggered(5, longest=NEW - 4)
+    padded = check_same(tiny("llama_tied"), LOOKUP, **given)
+    for criterion in given["stopping_criteria"]:
+        criterion.__class__ = type("NoEos", (StoppingCriteria,), {"__call__": StopRowAt.__call__})
+    running = check_same(tiny("llama_tied"), LOOKUP, **given)
+    assert running.count(5) > padded.count(5)
+
+
+def test_a_single_row_never_asks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_hooks_know_rows", lambda *_: pytest.fail("asked"))
+    assert set(check_same(tiny(), LOOKUP, inputs=prompt())) == {1}
+
+
+# -- drafters, statistics, the controller ------------------------------------------------------
+
+
+@every_strategy
+def test_statistics_and_drafts_are_those_of_a_batch_that_stays(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+) -> None:
+    """Same steps, same candidates: what drafters keep per row has followed its row."""
+    model, found = tiny("llama_tied"), []
+    for spec in (strategy(name, variant), retrieving(name, variant)):
+        for share in (1 / 8, 2.0):
+            monkeypatch.setattr(batch, "SHARE", share)
+            with adapted(model, methods()[name]):
+                out = model.generate(**staggered(16), **spec, **GREEDY)
+            found.append(hf_spec.last_stats(model).to_dict())
+            new = int((out[:, max(LENGTHS) :] != PAD).sum())
+            assert found[-1]["num_generated_tokens"] == new
+        ours, theirs = (
+            {key: value for key, value in one.items() if not key.endswith("seconds")}
+            for one in found[-2:]
+        )
+        assert ours == theirs
+        assert ours["num_row_steps"] < 16 * ours["num_steps"]
+
+
+def test_a_drafter_is_told(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row that is left is named once, and the state is already that of the smaller batch."""
+    told: list[list[int]] = []
+
+    def select(self: Drafter, state: DecodingState, rows: list[int]) -> None:
+        before = told[-1] if told else list(range(16))
+        told.append([before[row] for row in rows])
+        assert state.rows == told[-1]
+        assert all(state.active)
+        assert len(state.tokens) == len(state.root) == state.cache.batch_size == len(rows)
+        assert [len(tokens) - 1 for tokens in state.tokens] == state.cache.host_lengths
+        assert [tokens[-1] for tokens in state.tokens] == state.root.tolist()
+
+    method = methods()["prompt_lookup"]
+    monkeypatch.setattr(
+        method.drafter, "propose",
+        lambda self, state: loop.Draft(loop._root_only(state), state.root[:, None]),
+    )  # fmt: skip
+    monkeypatch.setattr(method.drafter, "observe", Drafter.observe)
+    monkeypatch.setattr(method.drafter, "select", select)
+    check_same(tiny("llama_tied"), LOOKUP, **staggered(16))
+    assert told[-1] == [8] and len(told) > 4
+    sizes = [16, *map(len, told)]
+    assert all(8 * (more - fewer) >= more for more, fewer in zip(sizes, sizes[1:]))
+
+
+def test_tuned_trees_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of another shape take over where the batch shrinks."""
+    method, asked = methods()["bita"], []
+    init = method.drafter.__init__
+
+    class Tuned:
+        def __init__(self, states: TreeStates):
+            self.states = states
+
+        def select(self, device: Any, batch_size: int, context: int) -> TreeStates:
+            asked.append(batch_size)
+            most = self.states.max_probes
+            return TreeStates.uniform(TokenTree.chain(1 + batch_size % 2), most)
+
+    def made(self: Any, model: Any, options: Any) -> None:
+        init(self, model, options)
+        self.tuned = Tuned(self.states)
+
+    monkeypatch.setattr(method.drafter, "__init__", made)
+    model = tiny("llama_tied")
+    with adapted(model, method):
+        sizes = check_same(model, {"assistant_strategy": "bita"}, **staggered(5))
+    assert asked == list(dict.fromkeys(sizes)) and len(asked) > 2
+
+
+def test_costs_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller moves to the costs of the smaller batch, and finds them in the next call."""
+    from hf_spec.decoding import controller
+
+    settings: list[Any] = []
+    move = controller.Controller.move
+
+    def spy(self: Any, setting: Any) -> None:
+        settings.append(setting[0])
+        old = self.costs
+        move(self, setting)
+        assert self.costs is not old and self.costs is self.known[setting]
+
+    monkeypatch.setattr(controller.Controller, "move", spy)
+    model = tiny("llama_tied")
+    spec = {**LOOKUP, "assistant_kwargs": {"fallback": True}}
+    with forwards(model) as sizes:
+        model.generate(**staggered(5), **spec, **GREEDY)
+    assert settings == list(dict.fromkeys(sizes))[1:]
+
+
+def test_lent_costs_are_replaced_by_own() -> None:
+    from hf_spec.decoding.controller import KEPT, TRUSTED, Costs
+
+    costs = Costs()
+    for _ in range(KEPT):
+        costs.time_plain(1.0)
+        costs.add((4, 0), 2.0)
+    costs.age = 7
+    own = costs.lent()
+    assert (own.age, own.plain, own.of((4, 0))) == (0, 1.0, 2.0)
+    for _ in range(TRUSTED):
+        own.time_plain(0.5)
+        own.add((4, 0), 1.5)
+    assert own.plain == 0.5 and costs.plain == 1.0
+    for _ in range(KEPT):
+        own.add((4, 0), 1.5)
+    assert (own.of((4, 0)), costs.of((4, 0))) == (1.5, 2.0)
