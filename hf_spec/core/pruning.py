@@ -70,7 +70,8 @@ def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> 
         chosen = _first(under, most)
         rows = torch.cat([nodes, tree.num_nodes + chosen], dim=1)
         # Probes keep their order, so those that go before a group's first one move it forward.
-        before = torch.nn.functional.pad(under.long().cumsum(-1), (1, 0))
+        counted = under.long().cumsum(-1)
+        before = torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
         first = before.gather(1, probes.first.gather(1, nodes))
         sizes = tuple(tuple(row[n] for n in at) for row, at in zip(probes.sizes, host))
         rest = dataclasses.replace(

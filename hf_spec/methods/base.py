@@ -68,6 +68,13 @@ class StrategyOptions:
         for name in ("typical_epsilon", "typical_delta"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
 
+    def untimed(self) -> dict[str, Any]:
+        """Options to change so that what is drafted does not depend on what steps take here.
+
+        For figures that are compared with each other, such as those of a training's checkpoints.
+        """
+        return {"fallback": False}
+
     @property
     def other_adapters(self) -> tuple[str, ...]:
         """Strategies whose adapters must be active, too, besides the strategy's own."""

@@ -28,6 +28,9 @@ class OnlineOptions(StrategyOptions):
     tree: Any = ""
     max_rows: int | None = None
 
+    #: Names of static trees that the method has, the usual one first.
+    trees: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_rows is None:
@@ -37,6 +40,10 @@ class OnlineOptions(StrategyOptions):
             raise ValueError(
                 f"max_rows={self.max_rows} is of tree='online'; leave it out with another one."
             )
+
+    def untimed(self) -> dict[str, Any]:
+        static = {"tree": self.trees[0], "max_rows": None} if self.tree == ONLINE else {}
+        return {**super().untimed(), **static}
 
     def online_trees(
         self, model: Any, adapter: ActiveAdapter, depth: int, probes: int = 0
@@ -73,8 +80,6 @@ class TreeOptions(OnlineOptions):
     tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ""
     max_depth: int | None = None
 
-    #: Names of static trees that the method has.
-    trees: ClassVar[tuple[str, ...]] = ()
     #: Whether predictions take probes under the nodes; else every step knows all of them.
     hangs_probes: ClassVar[bool] = True
     #: Options that decide the trees' shape; dynamic trees take their place.

@@ -10,6 +10,7 @@ import torch
 
 import hf_spec
 from hf_spec.core.stats import SpecStats
+from hf_spec.methods.base import get_method
 from hf_spec.methods.probing import IGNORED
 
 
@@ -39,6 +40,8 @@ class Served:
             share: the part of the prompts to decode (of one process among several).
         """
         total = SpecStats()
+        # How far drafts reach is measured, not whether they pay here.
+        untimed = get_method(self.strategy).parse_options(self.options).untimed()
         prompts = sorted(list(self.prompts)[share], key=len)
         training = model.training
         model.eval()
@@ -53,8 +56,7 @@ class Served:
             model.generate(
                 input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1,
                 max_new_tokens=self.max_new_tokens, assistant_strategy=self.strategy,
-                # How far drafts reach is measured, not whether they pay here.
-                assistant_kwargs={**self.options, "fallback": False},
+                assistant_kwargs={**self.options, **untimed},
             )  # fmt: skip
             stats = hf_spec.last_stats(model)
             assert stats is not None

@@ -75,6 +75,10 @@ class ProPDOptions(HeadOptions):
                 "options are propd's own (tree, max_depth)."
             )
 
+    def untimed(self) -> dict[str, Any]:
+        always = {"prune": True} if self.prune == "auto" else {}
+        return {**super().untimed(), **always}
+
     @property
     def other_adapters(self) -> tuple[str, ...]:
         drafts = self.drafter != HEADS and self.drafting_method().needs_adapter

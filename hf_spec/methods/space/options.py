@@ -26,11 +26,12 @@ class SpaceOptions(OnlineOptions):
     num_candidates: int | None = None
 
     samples_drafts: ClassVar[bool] = True
+    trees: ClassVar[tuple[str, ...]] = ("chain",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree not in ("chain", ONLINE):
-            raise ValueError(f"tree={self.tree!r}: choose one of chain, {ONLINE}.")
+        if self.tree not in (known := (*self.trees, ONLINE)):
+            raise ValueError(f"tree={self.tree!r}: choose one of {', '.join(known)}.")
         if self.tree == ONLINE and self.acceptance == "rejection":
             raise ValueError(
                 "acceptance='rejection' with tree='online', whose candidates are not sampled. Use "
