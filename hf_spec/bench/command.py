@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,8 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --do-sample --temperature 0.7 --seed 1
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
+      hf-spec bench --model LARGE --prompts P.jsonl \\
+          --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
     """
     import torch
 
@@ -197,9 +200,22 @@ def _is_path(name: str) -> bool:
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keywords for ``generate`` that make ``path`` transformers' assistant model."""
-    dtype = str(model.dtype).removeprefix("torch.")
+    """Keywords for ``generate`` that make ``path`` transformers' assistant model.
+
+    The folder of an adapter stands for its base model, which drafts with the adapter's strategy.
+    """
+    from hf_spec.bench.contenders import load_adapters, read_adapters
+
+    dtype, folder = str(model.dtype).removeprefix("torch."), Path(path)
+    adapters = read_adapters([path]) if (folder / "adapter_config.json").is_file() else []
+    if adapters:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        path = config.get("base_model_name_or_path") or path
     assistant, assistant_tokenizer = load_model(path, dtype, str(model.device))
+    load_adapters(assistant, adapters)
+    for adapter in adapters:
+        assistant.generation_config.assistant_strategy = adapter.strategy
+        assistant.generation_config.assistant_kwargs = adapter.options
     if assistant_tokenizer.get_vocab() == tokenizer.get_vocab():
         return {"assistant_model": assistant}
     return {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 
 import pytest
 import torch
-from tiny_checkpoint import CONTEXT, make_model, make_tokenizer
+from peft import get_peft_model
+from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_spec
+from hf_spec import cli
 from hf_spec.bench import runner
 from hf_spec.bench.contenders import Contender, contenders, parse_kwargs, parse_names
 from hf_spec.bench.prompts import Prompt, encode
@@ -359,3 +364,42 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
         f"{name} ran with its update beside the weights: the weights are quantised"
         for name in ("plain@tuned", "space")
     ]
+
+
+def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
+    """Its base drafts with the adapter's strategy; stock assisted decoding verifies."""
+    save_checkpoint(tmp_path / "m")
+    small = make_model()
+    torch.manual_seed(0)
+    small.save_pretrained(tmp_path / "small")
+    shutil.copy(tmp_path / "m" / "tokenizer.json", tmp_path / "small")
+    for extra in ("tokenizer_config.json", "chat_template.jinja"):
+        if (tmp_path / "m" / extra).is_file():
+            shutil.copy(tmp_path / "m" / extra, tmp_path / "small")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    get_peft_model(base, hf_spec.PPDConfig()).save_pretrained(tmp_path / "ppd")
+    write_prompts(tmp_path / "p.jsonl", [{"prompt": "abab" * 4}, {"prompt": "one one"}])
+    alone, with_ppd = (f"transformers:assisted={tmp_path / name}" for name in ("small", "ppd"))
+    calls, generate = [], LlamaForCausalLM.generate
+
+    def watched(self, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if assistant is not None:
+            calls.append(assistant.generation_config.assistant_strategy)
+        return generate(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "generate", watched)
+        status = cli.main(
+            [
+                "bench", "--model", str(tmp_path / "m"), "--prompts", str(tmp_path / "p.jsonl"),
+                "--strategies", f"{alone},{with_ppd}", "--max-new-tokens", "8", "--dtype",
+                "float32", "--device", "cpu", "--output", str(tmp_path / "out"),
+            ]
+        )  # fmt: skip
+    assert status == 0, capsys.readouterr().err
+    assert set(calls) == {None, "ppd"}
+    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    rows = {run["strategy"]: run for run in runs if run["task"] == "all"}
+    assert rows[alone]["identical"] == rows[with_ppd]["identical"] == 2
+    assert rows[alone]["tau"] == rows[with_ppd]["tau"], "the drafts are the same"
