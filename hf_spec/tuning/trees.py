@@ -125,7 +125,8 @@ class TreeTuner:
         self.model, self.tokenizer, self.method = model, tokenizer, method
         self.settings = settings
         self.options = without_shape(method, options)
-        own = method.parse_options(self.options)
+        static = method.parse_options(self.options).untimed()
+        own = method.parse_options({**self.options, **static})
         drafter = method.drafter(model, own)
         while isinstance(drafter, WrappedDrafter):  # what it adds does not draft
             drafter = drafter.inner

@@ -102,8 +102,8 @@ def retrieving(name: str, variant: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rows", [2, 5, 16])
 @every_case
-def test_greedy_equals_plain(tiny: Tiny, name: str, variant: str, rows: int) -> None:
-    model = tiny("llama_tied")
+def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) -> None:
+    model = fresh("llama_tied")
     with adapted(model, methods()[name]):
         sizes = check_same(model, strategy(name, variant), **staggered(rows))
     assert sizes[0] == rows and sizes[-1] < rows
@@ -114,10 +114,10 @@ def test_greedy_equals_plain(tiny: Tiny, name: str, variant: str, rows: int) -> 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt_neo", "falcon_alibi", "opt", "bloom"])
 @every_strategy
-def test_other_architectures(tiny: Tiny, name: str, variant: str, architecture: str) -> None:
+def test_other_architectures(fresh: Tiny, name: str, variant: str, architecture: str) -> None:
     """Masks with windows, learned positions, positions inside the attention."""
     assert architecture in ARCHITECTURES
-    model = tiny(architecture)
+    model = fresh(architecture)
     with adapted(model, methods()[name]):
         sizes = check_same(model, strategy(name, variant), **staggered(5))
     assert sizes[-1] < 5
@@ -125,9 +125,9 @@ def test_other_architectures(tiny: Tiny, name: str, variant: str, architecture: 
 
 @pytest.mark.parametrize("rows", [5, 16])
 @every_strategy
-def test_eos_with_retrieval(tiny: Tiny, name: str, variant: str, rows: int) -> None:
+def test_eos_with_retrieval(fresh: Tiny, name: str, variant: str, rows: int) -> None:
     """Rows stop at tokens that some of them emit early."""
-    model = tiny("llama_tied")
+    model = fresh("llama_tied")
     given = ragged(LENGTHS[:rows])
     free = model.generate(**given, **GREEDY)[:, given["input_ids"].shape[1] :]
     eos = sorted({int(free[row, 2 + 3 * row % NEW // 2]) for row in range(0, rows, 2)})
@@ -137,8 +137,8 @@ def test_eos_with_retrieval(tiny: Tiny, name: str, variant: str, rows: int) -> N
 
 
 @every_strategy
-def test_processors(tiny: Tiny, name: str, variant: str) -> None:
-    model = tiny("llama_tied")
+def test_processors(fresh: Tiny, name: str, variant: str) -> None:
+    model = fresh("llama_tied")
     for settings in (
         {"repetition_penalty": 1.3},
         {"no_repeat_ngram_size": 2, "logits_processor": LogitsProcessorList([ByRow(5)])},
@@ -174,9 +174,9 @@ class Shown(LogitsProcessor):
 
 @every_strategy
 def test_processors_see_what_they_saw_in_a_batch_that_stays(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
-    model, seen = tiny("llama_tied"), []
+    model, seen = fresh("llama_tied"), []
     for share in (batch.SHARE, 2.0):
         monkeypatch.setattr(batch, "SHARE", share)
         seen.append(Shown())
@@ -189,8 +189,8 @@ def test_processors_see_what_they_saw_in_a_batch_that_stays(
     assert seen[0].ids == seen[1].ids
 
 
-def test_scores_and_logits(tiny: Tiny) -> None:
-    model = tiny("llama_tied")
+def test_scores_and_logits(fresh: Tiny) -> None:
+    model = fresh("llama_tied")
     settings = {
         **GREEDY, **staggered(5), "repetition_penalty": 1.2, "return_dict_in_generate": True,
         "output_scores": True, "output_logits": True,
@@ -210,9 +210,9 @@ def test_scores_and_logits(tiny: Tiny) -> None:
             torch.testing.assert_close(one[alive], other[alive], rtol=1e-4, atol=1e-4)
 
 
-def test_num_return_sequences(tiny: Tiny) -> None:
+def test_num_return_sequences(fresh: Tiny) -> None:
     """Six copies of a row, sampled: all finish in their own time, the same in every run."""
-    model = tiny()
+    model = fresh()
     found = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -239,14 +239,14 @@ FALSE_ALARM = 1e-6
 CALLS, LOOKED_AT = 120, 12
 
 
-def test_sampling_keeps_the_distribution(tiny: Tiny) -> None:
+def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
     """Chi-square of three sampled tokens, 64 cells: half the batch leaves after the first, or none.
 
     Rows draw their random numbers together, so that a smaller batch gives each other ones.
     """
     from scipy.stats import chi2_contingency
 
-    model, allowed = tiny("llama_tied"), [5, 17, 23, 42]
+    model, allowed = fresh("llama_tied"), [5, 17, 23, 42]
     looked_at = [allowed + allowed[::2] + allowed[::-1]] * LOOKED_AT
     leaving = [allowed[::-1] + allowed[::2] + allowed] * LOOKED_AT
     ids = torch.tensor([row for pair in zip(leaving, looked_at) for row in pair])
@@ -274,8 +274,8 @@ def test_sampling_keeps_the_distribution(tiny: Tiny) -> None:
 
 
 @every_strategy
-def test_the_returned_cache_holds_every_row(tiny: Tiny, name: str, variant: str) -> None:
-    model = tiny("llama")
+def test_the_returned_cache_holds_every_row(fresh: Tiny, name: str, variant: str) -> None:
+    model = fresh("llama")
     with adapted(model, methods()[name]):
         given = staggered(5)
         with forwards(model) as sizes:
@@ -304,9 +304,9 @@ def _row_of(cache: Any, row: int) -> Any:
     return one
 
 
-def test_a_chat_goes_on_in_a_cache_that_has_shrunk(tiny: Tiny) -> None:
+def test_a_chat_goes_on_in_a_cache_that_has_shrunk(fresh: Tiny) -> None:
     """The second call continues the first one's rows, of different lengths."""
-    model, given = tiny("llama_tied"), staggered(5)
+    model, given = fresh("llama_tied"), staggered(5)
     width = given["input_ids"].shape[1]
     first = model.generate(**given, **LOOKUP, **GREEDY, return_dict_in_generate=True)
     rows = [
@@ -326,8 +326,8 @@ def test_a_chat_goes_on_in_a_cache_that_has_shrunk(tiny: Tiny) -> None:
     assert ours.tolist() == plain.tolist()
 
 
-def test_a_dynamic_cache_is_filled_with_every_row(tiny: Tiny) -> None:
-    model, caches = tiny("llama_tied"), []
+def test_a_dynamic_cache_is_filled_with_every_row(fresh: Tiny) -> None:
+    model, caches = fresh("llama_tied"), []
     for spec in ({}, LOOKUP):
         caches.append(DynamicCache(config=model.config))
         with forwards(model) as sizes:
@@ -349,8 +349,8 @@ def test_a_dynamic_cache_is_filled_with_every_row(tiny: Tiny) -> None:
                 )  # fmt: skip
 
 
-def test_a_callers_cache_is_whole_after_an_error(tiny: Tiny) -> None:
-    model = tiny("llama_tied")
+def test_a_callers_cache_is_whole_after_an_error(fresh: Tiny) -> None:
+    model = fresh("llama_tied")
     first = model.generate(
         **ragged((9, 9, 9)), **LOOKUP, max_new_tokens=1, return_dict_in_generate=True
     )
@@ -425,19 +425,19 @@ def test_adapters_per_row_keep_the_batch_whole(fresh: Tiny) -> None:
     assert check_same(base, LOOKUP, **given)[-1] == 1  # without them it shrinks
 
 
-def test_rows_that_run_on_stay(tiny: Tiny) -> None:
+def test_rows_that_run_on_stay(fresh: Tiny) -> None:
     """Without EOS plain generation lets stopped rows run on until the last one stops."""
     given = staggered(5, longest=NEW - 4)
-    padded = check_same(tiny("llama_tied"), LOOKUP, **given)
+    padded = check_same(fresh("llama_tied"), LOOKUP, **given)
     for criterion in given["stopping_criteria"]:
         criterion.__class__ = type("NoEos", (StoppingCriteria,), {"__call__": StopRowAt.__call__})
-    running = check_same(tiny("llama_tied"), LOOKUP, **given)
+    running = check_same(fresh("llama_tied"), LOOKUP, **given)
     assert running.count(5) > padded.count(5)
 
 
-def test_a_single_row_never_asks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_row_never_asks(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_hooks_know_rows", lambda *_: pytest.fail("asked"))
-    assert set(check_same(tiny(), LOOKUP, inputs=prompt())) == {1}
+    assert set(check_same(fresh(), LOOKUP, inputs=prompt())) == {1}
 
 
 # -- drafters, statistics, the controller ------------------------------------------------------
@@ -445,10 +445,10 @@ def test_a_single_row_never_asks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) ->
 
 @every_strategy
 def test_statistics_and_drafts_are_those_of_a_batch_that_stays(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
     """Same steps, same candidates: what drafters keep per row has followed its row."""
-    model, found = tiny("llama_tied"), []
+    model, found = fresh("llama_tied"), []
     for spec in (strategy(name, variant), retrieving(name, variant)):
         for share in (1 / 8, 2.0):
             monkeypatch.setattr(batch, "SHARE", share)
@@ -465,7 +465,7 @@ def test_statistics_and_drafts_are_those_of_a_batch_that_stays(
         assert ours["num_row_steps"] < 16 * ours["num_steps"]
 
 
-def test_a_drafter_is_told(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_is_told(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row that is left is named once, and the state is already that of the smaller batch."""
     told: list[list[int]] = []
 
@@ -485,13 +485,13 @@ def test_a_drafter_is_told(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setattr(method.drafter, "observe", Drafter.observe)
     monkeypatch.setattr(method.drafter, "select", select)
-    check_same(tiny("llama_tied"), LOOKUP, **staggered(16))
+    check_same(fresh("llama_tied"), LOOKUP, **staggered(16))
     assert told[-1] == [8] and len(told) > 4
     sizes = [16, *map(len, told)]
     assert all(8 * (more - fewer) >= more for more, fewer in zip(sizes, sizes[1:]))
 
 
-def test_tuned_trees_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of another shape take over where the batch shrinks."""
     method, asked = methods()["bita"], []
     init = method.drafter.__init__
@@ -510,13 +510,13 @@ def test_tuned_trees_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.Monk
         self.tuned = Tuned(self.states)
 
     monkeypatch.setattr(method.drafter, "__init__", made)
-    model = tiny("llama_tied")
+    model = fresh("llama_tied")
     with adapted(model, method):
         sizes = check_same(model, {"assistant_strategy": "bita"}, **staggered(5))
     assert asked == list(dict.fromkeys(sizes)) and len(asked) > 2
 
 
-def test_costs_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller moves to the costs of the smaller batch, and finds them in the next call."""
     from hf_spec.decoding import controller
 
@@ -530,7 +530,7 @@ def test_costs_are_those_of_the_batch(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
         assert self.costs is not old and self.costs is self.known[setting]
 
     monkeypatch.setattr(controller.Controller, "move", spy)
-    model = tiny("llama_tied")
+    model = fresh("llama_tied")
     spec = {**LOOKUP, "assistant_kwargs": {"fallback": True}}
     with forwards(model) as sizes:
         model.generate(**staggered(5), **spec, **GREEDY)

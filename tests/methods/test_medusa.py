@@ -293,7 +293,7 @@ def test_models_that_run_no_hooks(
     expected = run(model)
     trained_like(model)
     for module in (forward, prefill):
-        monkeypatch.setattr(module, "final_hidden", lambda model: nullcontext([]))
+        monkeypatch.setattr(module, "final_hidden", lambda *args: nullcontext([]))
     rows: list[int] = []
     handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
     assert run(model, assistant_strategy="medusa") == expected

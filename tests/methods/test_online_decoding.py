@@ -187,15 +187,16 @@ def test_hits_are_those_of_the_output(
     monkeypatch.setattr(HitRates, "observe", observed)
     out = generate(model, name, ragged((12, 5)))
     found = np.concatenate(ranks)
-    assert len(found) == 2 * len(seen) > 10
+    assert len(found) == sum(len(one.rows) for one in seen) > 20
     real = [r[m.bool()].tolist() for r, m in zip(*(ragged((12, 5))[k] for k in _INPUTS))]
-    for n, one in enumerate(seen):
-        for row in range(2):
-            whole = real[row] + out.sequences[row, 12:].tolist()
-            assert one.rows[row] is None or one.rows[row] == whole
-            for i, rank in enumerate(found[2 * n + row]):
-                if rank not in (UNKNOWN, RANKS):
-                    assert one.best[row, i, rank] == whole[one.starts[row] + i]
+    wholes = [row + emitted for row, emitted in zip(real, out.sequences[:, 12:].tolist())]
+    predictions = [(one, row) for one in seen for row in range(len(one.rows))]
+    for (one, row), ranks_found in zip(predictions, found):
+        whole = one.rows[row]  # the batch may have shrunk
+        assert whole is None or whole in wholes
+        for i, rank in enumerate(ranks_found):
+            if rank not in (UNKNOWN, RANKS):
+                assert one.best[row, i, rank] == whole[one.starts[row] + i]
     assert (found != UNKNOWN).any() and (found == 0).any()
 
 
@@ -231,7 +232,7 @@ def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
     assert (memory.hits.counts > counts).all()
     assert {key[:2] for key in memory.plans} == {(1, 4), (1, 5), (1, 6)}  # 12 to 52 tokens
     generate(model, "medusa", ragged())
-    assert {key[0] for key in memory.plans} == {1, 3}
+    assert {1, 3} <= {key[0] for key in memory.plans} <= {1, 2, 3}  # the batch shrinks
     assert len({id(plan.hits) for plan in memory.plans.values()}) == 1
     model.add_adapter(hf_spec.MedusaConfig(), "other")
     model.set_adapter("other")
@@ -241,6 +242,7 @@ def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
 
 def test_memory_goes_with_the_model(fresh: Callable[..., PreTrainedModel]) -> None:
     model = adapted(fresh(), "medusa")
+    gc.collect()  # other tests' models
     before = len(online_policy._memories)
     generate(model, "medusa", {"input_ids": prompt()})
     assert len(online_policy._memories) == before + 1

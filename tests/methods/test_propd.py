@@ -387,6 +387,10 @@ def test_checkpoints_are_compared_without_a_clock() -> None:
         "tree": "sparse", "max_rows": None, "prune": True, "fallback": False,
     }  # fmt: skip
     assert ProPDOptions(tree="chain", prune=False).untimed() == {"fallback": False}
+    around = ProPDOptions(drafter="bita", drafter_kwargs={"tree": "online", "max_rows": 16})
+    assert around.untimed() == {
+        "prune": True, "fallback": False, "drafter_kwargs": {"tree": "efficient", "max_rows": None},
+    }  # fmt: skip
     for name, method in methods().items():
         options = {"skip_mlp": [1]} if name == "layer_skip" else {}
         parsed = method.parse_options(options)

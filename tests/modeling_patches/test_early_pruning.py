@@ -194,8 +194,8 @@ def test_a_model_whose_hooks_do_not_run(tiny: Callable[..., PreTrainedModel]) ->
 
 
 @torch.no_grad()
-def test_layer_input(tiny: Callable[..., PreTrainedModel]) -> None:
-    model = tiny("llama")
+def test_layer_input(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh("llama")  # transformers leaves its hooks for hidden states behind
     ids = torch.tensor([[5, 6, 7]])
     with layer_input(model, 2) as seen:
         hidden = model(ids, output_hidden_states=True).hidden_states

@@ -105,6 +105,29 @@ def test_tuned_trees_leave_the_output_as_it_is(made: Path, batch: int) -> None:
     assert out.spec_stats.num_drafted_tokens > 0 and out.spec_stats.mean_accepted_tokens > 1
 
 
+def test_heads_of_a_strategy_that_prunes(made: Path, tmp_path: Path, capsys: Any) -> None:
+    """What wraps the heads does not draft; another strategy's adapter has trees of its own."""
+    shutil.copytree(made / "m", tmp_path / "m")
+    shutil.copy(made / "p.jsonl", tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(made / "m", dtype=torch.float32)
+    config = hf_spec.ProPDConfig(num_heads=HEADS)
+    get_peft_model(base, config).save_pretrained(tmp_path / "prunes")
+    assert tune(tmp_path, "--context", "8", adapter="prunes") == 0
+    assert content(tmp_path, "prunes")["devices"][0]["strategy"] == "propd"
+    ids = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
+    plain = load(made, None).generate(ids, **NEW)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path / "prunes")
+    assert config.assistant_kwargs == {"tree": "tuned"}
+    assert torch.equal(
+        load(tmp_path, "prunes").generate(ids, generation_config=config, **NEW), plain
+    )
+    path = tmp_path / "prunes" / "generation_config.json"
+    options = {"drafter": "prompt_lookup"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "assistant_kwargs": options}))
+    assert tune(tmp_path, "--context", "8", adapter="prunes") != 0
+    assert "propd drafts with another strategy here" in capsys.readouterr().err
+
+
 def test_batch_size_and_context_choose_the_tree(made: Path, tmp_path: Path) -> None:
     for name in ("m", "heads"):
         shutil.copytree(made / name, tmp_path / name)

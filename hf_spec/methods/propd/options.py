@@ -76,8 +76,16 @@ class ProPDOptions(HeadOptions):
             )
 
     def untimed(self) -> dict[str, Any]:
-        always = {"prune": True} if self.prune == "auto" else {}
-        return {**super().untimed(), **always}
+        found = super().untimed()
+        if self.prune == "auto":
+            found["prune"] = True
+        if self.drafter != HEADS:
+            inner = self.drafting_method().parse_options(self.drafter_kwargs).untimed()
+            own = {name: value for name, value in inner.items() if name not in SHARED}
+            found["drafter_kwargs"] = {**self.drafter_kwargs, **own}
+            for name in ("tree", "max_rows"):  # of the heads, which do not draft
+                found.pop(name, None)
+        return found
 
     @property
     def other_adapters(self) -> tuple[str, ...]:
