@@ -7,4 +7,10 @@ from hf_spec.methods.head_options import HeadOptions
 
 @dataclass(frozen=True)
 class MedusaOptions(HeadOptions):
-    """Options of ``medusa``: those of all strategies with heads."""
+    """Options of ``medusa`` (Medusa, sections 2.1.2 and 2.3.3), those of all strategies with heads.
+
+    Attributes:
+        tree: ``sparse``, ``chain``, ``tuned``, ``online``, rank paths or states.
+        max_depth: heads used; None takes all that the adapter has.
+        max_rows: most rows of a step of an online tree; None: 64.
+    """
