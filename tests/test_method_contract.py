@@ -469,10 +469,11 @@ def test_adapter_in_a_fresh_process(
     torch.manual_seed(3)
     model.add_adapter(config)
     model.save_pretrained(tmp_path / "adapter")
-    # Which steps draft must not depend on step times.
-    config = hf_spec.SpecConfig(name, {"fallback": False}, max_new_tokens=NEW, do_sample=False)
+    # What is drafted must not depend on step times.
+    untimed = methods()[name].parse_options({}).untimed()
+    config = hf_spec.SpecConfig(name, untimed, max_new_tokens=NEW, do_sample=False)
     config.save_pretrained(tmp_path / "adapter")
-    here = model.generate(prompt(), assistant_strategy=name, max_new_tokens=NEW, do_sample=False)
+    here = model.generate(prompt(), generation_config=config)
     drafted = hf_spec.last_stats(model).num_drafted_tokens
     program = f"""
         import torch, hf_spec
