@@ -40,6 +40,7 @@ class ProPDDrafter(WrappedDrafter):
         self._adapter = adapter.name
         self._early: EarlyPruning | None = None
         self._switch: Switch | None = None
+        self._latest: Switch | None = None
         if options.prune:
             self._check_exits(config.prune_layer)
             self._early = EarlyPruning(
@@ -57,31 +58,26 @@ class ProPDDrafter(WrappedDrafter):
                 "head for fewer layers."
             )
 
-    def start(self, state: DecodingState) -> None:
-        super().start(state)
-        self._choose_switch(state)
-
-    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
-        self._choose_switch(state)
-
-    def _choose_switch(self, state: DecodingState) -> None:
-        if self.options.prune == "auto":
-            longest = max(state.cache.host_lengths).bit_length()
-            setting = (self._adapter, repr(self.options), state.batch_size, longest)
-            self._switch = switch_for(self.model, setting)
-
     def propose(self, state: DecodingState) -> Draft:
         draft = self.inner.propose(state)
         self._before = state.stats.step_seconds
         self.pruning = self._early
-        if self._switch is not None and draft.tree.num_nodes > 1 and not self._switch.prunes():
-            self.pruning = None
+        self._switch = None
+        if self.options.prune == "auto" and draft.tree.num_nodes > 1:
+            longest = max(state.cache.host_lengths)
+            setting = (
+                self._adapter, repr(self.options), state.batch_size, longest.bit_length(),
+                draft.num_rows.bit_length(),
+            )  # fmt: skip
+            self._switch = switch_for(self.model, setting)
+            if not self._switch.prunes():
+                self.pruning = None
         # Which candidates are left depends on their tokens, and whether any go on the time.
         return draft if self._early is None else dataclasses.replace(draft, distributions=None)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         if self._switch is not None and draft.tree.num_nodes > 1:
+            self._latest = self._switch
             live = [len(path) for path in nodes if path]
             seconds = state.stats.step_seconds - self._before
             tokens = sum(live) / max(len(live), 1)
@@ -90,6 +86,6 @@ class ProPDDrafter(WrappedDrafter):
 
     def details(self) -> dict[str, Any]:
         found = self.inner.details()
-        if self._switch is not None:
-            found = {**found, "pruning_pays": self._switch.pays}
+        if self._latest is not None:
+            found = {**found, "pruning_pays": self._latest.pays}
         return found

@@ -14,7 +14,10 @@ from collections.abc import Hashable
 from typing import Any
 
 #: Steps of one kind in a row while both are tried, and how many of each at first.
-TURN, TRIED = 4, 12
+TURN, TRIED = 4, 8
+#: Steps of each kind after which what they emitted counts half. Pruning costs few tokens, if any,
+#: and single steps differ by more.
+DOUBT = 64
 #: Steps between two looks at the worse kind, doubling from the first to the last.
 LOOKS = (64, 512)
 #: Steps of a kind whose times are kept. Others delay single ones, hence the median of them.
@@ -37,9 +40,9 @@ class _Kind:
         self.tokens += (tokens - self.tokens) * max(1 / self.steps, WEIGHT)
 
     @property
-    def speed(self) -> float:
-        """Tokens per row and second."""
-        return self.tokens / max(statistics.median(self.seconds), 1e-9)
+    def median(self) -> float:
+        """Seconds of a step."""
+        return max(statistics.median(self.seconds), 1e-9)
 
 
 class Switch:
@@ -72,9 +75,13 @@ class Switch:
     @property
     def pays(self) -> bool | None:
         """Whether pruned steps emit more per second; None before both have been tried."""
-        if min(kind.steps for kind in self.kinds.values()) < TRIED:
+        pruned, whole = self.kinds[True], self.kinds[False]
+        steps = min(pruned.steps, whole.steps)
+        if steps < TRIED:
             return None
-        return self.kinds[True].speed > self.kinds[False].speed
+        lost = max(1 - pruned.tokens / whole.tokens, 0.0)  # pruning adds none
+        kept = 1 - lost * steps / (steps + DOUBT)
+        return kept / pruned.median > 1 / whole.median
 
     def observe(self, pruned: bool, seconds: float, tokens: float) -> None:
         """A step took so long, and emitted so many tokens per unfinished row."""
@@ -89,6 +96,6 @@ def switch_for(model: Any, setting: Hashable) -> Switch:
 
     Args:
         model: what is remembered is forgotten with it.
-        setting: what it depends on: adapter, options, batch size, context length.
+        setting: what it depends on: adapter, options, batch size, context length, rows.
     """
     return _switches.setdefault(model, {}).setdefault(setting, Switch())
