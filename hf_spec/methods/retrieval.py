@@ -247,10 +247,12 @@ class WithRetrieval(WrappedDrafter):
                 certain[row, : count + 1] = distributions[row, : count + 1]
             distributions = certain
         stacked, probes = TreeBatch.stack(trees, device), None
-        if draft.probes is not None:  # every node that was found gets all probes
+        if draft.probes is not None:
+            # None under what was found: look-ups hit in runs, so that behind one the next mostly
+            # follows, and probes under all of them would be most of the step.
             group = draft.probes.group
             sizes = [
-                [*held[: count + 1], *[len(group)] * (len(tree) - count - 1)]
+                [*held[: count + 1], *[0] * (len(tree) - count - 1)]
                 for held, count, tree in zip(draft.probes.sizes, draft.tree.row_candidates, trees)
             ]
             probes = hang(group, stacked, sizes)
