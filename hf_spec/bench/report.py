@@ -209,7 +209,7 @@ def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> 
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
-        "argv": sys.argv,
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "git_revision": _git_revision(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "model": model_name,

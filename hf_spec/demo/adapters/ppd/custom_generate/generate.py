@@ -12,7 +12,7 @@ from typing import Any
 
 # As in generation_config.json and adapter_config.json; filled in when a repository is written.
 STRATEGY: str | None = 'ppd'
-OPTIONS: dict[str, Any] = {'tree': [[0], [1], [2]], 'max_depth': 1}
+OPTIONS: dict[str, Any] = {'tree': 'tuned'}
 PEFT_TYPE: str | None = 'PPD'
 # Filled in by `hf-spec push`: where the adapter is found.
 REPOSITORY: str | None = None
