@@ -220,18 +220,23 @@ class Drafter(CandidateGenerator):
             the model, too.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
         wants_hidden: whether it reads ``DecodingState.hidden``.
-        pruning: leaves out nodes of its drafts on their way through the model. Which ones depends
-            on their tokens, so that its drafts must carry no distributions.
     """
 
     single_forward: ClassVar[bool] = True
     probe_inputs: ProbeInputs | None = None
     wants_hidden: bool = False
-    pruning: Pruning | None = None
 
     def __init__(self, model: Any, options: Any):
         self.model = model
         self.options = options
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """Leaves out nodes of the draft just proposed on their way through the model.
+
+        Which ones depends on their tokens, so that such a draft must carry no distributions.
+        """
+        return None
 
     def start(self, state: DecodingState) -> None:
         """Called once, after the prefill."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.methods.forward import Pruning
 
 
 class WrappedDrafter(Drafter):
@@ -22,7 +23,10 @@ class WrappedDrafter(Drafter):
         self.inner = inner
         self.probe_inputs = inner.probe_inputs
         self.wants_hidden = inner.wants_hidden
-        self.pruning = inner.pruning
+
+    @property
+    def pruning(self) -> Pruning | None:
+        return self.inner.pruning  # it may change from step to step
 
     def start(self, state: DecodingState) -> None:
         self.inner.start(state)

@@ -263,7 +263,11 @@ def test_every_tree_drafter(
     options = {"drafter": drafter, "prune_criterion": criterion, **more}
     assert run(model, **propd(**options)) == plain
     assert hf_spec.last_stats(model).num_pruned_tokens > 0
+    without = hf_spec.last_stats(model).num_drafted_tokens
     assert run(model, **propd(**options, retrieval=True)) == plain
+    stats = hf_spec.last_stats(model)
+    assert stats.num_pruned_tokens > 0, "looked-up candidates are pruned, too"
+    assert drafter == "prompt_lookup" or stats.num_drafted_tokens > without
     assert run(model, **propd(drafter=drafter, prune=False)) == plain
     assert hf_spec.last_stats(model).num_pruned_tokens == 0
 

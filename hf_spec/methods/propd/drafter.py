@@ -39,6 +39,7 @@ class ProPDDrafter(WrappedDrafter):
         self.options = options
         self._adapter = adapter.name
         self._early: EarlyPruning | None = None
+        self._prunes = False
         self._switch: Switch | None = None
         self._latest: Switch | None = None
         if options.prune:
@@ -58,10 +59,14 @@ class ProPDDrafter(WrappedDrafter):
                 "head for fewer layers."
             )
 
+    @property
+    def pruning(self) -> EarlyPruning | None:
+        return self._early if self._prunes else None
+
     def propose(self, state: DecodingState) -> Draft:
         draft = self.inner.propose(state)
         self._before = state.stats.step_seconds
-        self.pruning = self._early
+        self._prunes = self._early is not None
         self._switch = None
         if self.options.prune == "auto" and draft.tree.num_nodes > 1:
             longest = max(state.cache.host_lengths)
@@ -70,8 +75,7 @@ class ProPDDrafter(WrappedDrafter):
                 draft.num_rows.bit_length(),
             )  # fmt: skip
             self._switch = switch_for(self.model, setting)
-            if not self._switch.prunes():
-                self.pruning = None
+            self._prunes = self._switch.prunes()
         # Which candidates are left depends on their tokens, and whether any go on the time.
         return draft if self._early is None else dataclasses.replace(draft, distributions=None)
 
@@ -81,7 +85,7 @@ class ProPDDrafter(WrappedDrafter):
             live = [len(path) for path in nodes if path]
             seconds = state.stats.step_seconds - self._before
             tokens = sum(live) / max(len(live), 1)
-            self._switch.observe(self.pruning is not None, seconds, tokens)
+            self._switch.observe(self._prunes, seconds, tokens)
         super().observe(state, draft, nodes)
 
     def details(self) -> dict[str, Any]:
