@@ -57,16 +57,23 @@ def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> 
     Returns:
         None if that leaves all rows as they are.
     """
-    counts = alive.sum(-1).tolist()
+    flags = alive.tolist()  # the step's one wait for the device
+    counts = [sum(row) for row in flags]
     kept = max(counts)
     if kept == tree.num_nodes:
         return None
     nodes = _first(alive, kept)
-    host = nodes.tolist()
+    host = [
+        [n for n, on in enumerate(row) if on] + [n for n, on in enumerate(row) if not on]
+        for row in flags
+    ]
+    host = [row[:kept] for row in host]
     rows, rest = nodes, None
     if probes is not None:
         under = alive.gather(1, probes.anchors)
-        most = int(under.sum(-1).max()) if probes.num_probes else 0
+        most = max(
+            sum(size for size, on in zip(row, held) if on) for row, held in zip(probes.sizes, flags)
+        )
         chosen = _first(under, most)
         rows = torch.cat([nodes, tree.num_nodes + chosen], dim=1)
         # Probes keep their order, so those that go before a group's first one move it forward.

@@ -21,7 +21,7 @@ from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.methods.base import DecodingState, Draft, Method, get_method
-from hf_spec.methods.forward import TreeOutput
+from hf_spec.methods.forward import TreeOutput, states_at
 from hf_spec.methods.peft_bridge import find_active
 from hf_spec.methods.retrieval import WithRetrieval
 
@@ -228,15 +228,9 @@ def _note_hidden(
     last = [nodes[count - 1] if count else 0 for nodes, count in zip(choice.nodes, counts)]
     at = torch.tensor(last, device=draft.tokens.device)
     if output.node_hidden is not None:
-        state.hidden = _rows_at(output.node_hidden, at[:, None])[:, 0]
+        state.hidden = states_at(output.node_hidden, at[:, None])[:, 0]
     probes = draft.probes
     if probes is not None and probes.num_probes and output.probe_hidden is not None:
         sizes = probes.sizes
         state.probe_counts = [row[n] if on else 0 for row, n, on in zip(sizes, last, counts)]
-        state.probe_hidden = _rows_at(output.probe_hidden, probes.under(at))
-
-
-def _rows_at(hidden: Tensor, rows: Tensor) -> Tensor:
-    """``hidden`` (batch, rows, hidden) at some rows of each batch row, ``rows`` (batch, n)."""
-    index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])
-    return hidden.gather(1, index)
+        state.probe_hidden = states_at(output.probe_hidden, probes.under(at))

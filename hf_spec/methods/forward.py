@@ -100,6 +100,12 @@ def output_logits(model: Any, hidden: Tensor) -> Tensor:
     return flat.unflatten(0, hidden.shape[:-1])
 
 
+def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
+    """``hidden`` (batch, rows, hidden) at some rows of each batch row, ``rows`` (batch, n)."""
+    index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])
+    return hidden.gather(1, index)
+
+
 class _DecoderOutput(BaseModelOutput):
     """Final hidden states; whatever else a model looks for (caches, router logits) is None."""
 

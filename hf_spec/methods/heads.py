@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.methods.base import check_count, check_range
-from hf_spec.methods.forward import model_logits, output_logits
+from hf_spec.methods.forward import model_logits, output_logits, states_at
 from hf_spec.methods.peft_bridge import ActiveAdapter, SpecAdapterLayer, SpecPeftConfig
 from hf_spec.methods.probing import IGNORED, future_labels, token_hidden
 from modeling_patches.low_rank import features
@@ -203,31 +203,40 @@ def loss_of_states(
         logits = _projected(model, weights[PROJECTION], states)
     else:
         logits = _model_logits(model, states.to(hidden))
-    flat = logits.flatten(0, 2)
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    if config.loss == "hard":
-        losses = functional.cross_entropy(
-            flat, wanted.flatten(), reduction="none", ignore_index=IGNORED
-        )
-    else:
+    own = None
+    if config.loss == "distillation":
         with torch.no_grad():
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
             own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
-            target = own.flatten(0, 2).to(flat.dtype).log_softmax(-1)
-        divergence = functional.kl_div(
-            flat.log_softmax(-1), target, reduction="none", log_target=True
-        ).sum(-1)
-        losses = divergence.masked_fill(wanted.flatten() == IGNORED, 0.0)
+    losses = prediction_losses(logits, wanted, own)
     counts = (wanted != IGNORED).sum(1).clamp(min=1)  # (batch, heads)
-    per_head = losses.view(wanted.shape).sum(1) / counts
+    per_head = losses.sum(1) / counts
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
 
 
-def states_at(hidden: Tensor, columns: Tensor) -> Tensor:
-    """``hidden`` (batch, seq, hidden) at ``columns`` (batch, n): (batch, n, hidden)."""
-    return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[-1]))
+def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None) -> Tensor:
+    """The loss of each prediction, in float32 at least; 0 where nothing is wanted.
+
+    Args:
+        logits: ``(..., vocab)`` predictions.
+        wanted: ``(...)`` tokens that stand there, `IGNORED` where none does.
+        own: ``(..., vocab)`` the model's own logits there: the loss is the KL divergence from them.
+            None: cross-entropy.
+    """
+    flat = logits.flatten(0, -2)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    tokens = wanted.flatten()
+    if own is None:
+        losses = functional.cross_entropy(flat, tokens, reduction="none", ignore_index=IGNORED)
+    else:
+        target = own.flatten(0, -2).to(flat.dtype).log_softmax(-1)
+        divergence = functional.kl_div(
+            flat.log_softmax(-1), target, reduction="none", log_target=True
+        ).sum(-1)
+        losses = divergence.masked_fill(tokens == IGNORED, 0.0)
+    return losses.view(wanted.shape)
 
 
 def _model_logits(model: Any, states: Tensor) -> Tensor:

@@ -130,10 +130,7 @@ class TunedTrees:
             _warn_of_other_device(str(device), str(found))
         return min(
             settings,
-            key=lambda one: (
-                abs(math.log(batch_size / one.batch_size)),
-                abs(math.log((context + 1) / (one.context + 1))),
-            ),
+            key=lambda one: _apart(one.batch_size, one.context, batch_size, context),
         ).states
 
 
@@ -250,15 +247,20 @@ def measurements(
     accuracies = tuple(tuple(map(float, row)) for row in entry["accuracies"])
     seconds = {}
     if not any(unlike(entry)):
-        one = min(entry["settings"], key=lambda one: _apart(one, batch_size, context))
+        one = min(
+            entry["settings"],
+            key=lambda one: _apart(one["batch_size"], one["context"], batch_size, context),
+        )
         if one["batch_size"] == batch_size:
             seconds = {int(rows): float(spent) for rows, spent in one.get("seconds", {}).items()}
     return Measurements(accuracies, seconds)
 
 
-def _apart(setting: dict[str, Any], batch_size: int, context: int) -> tuple[float, float]:
-    """How unlike a setting of the file is: the batch size matters most."""
+def _apart(
+    tuned_size: int, tuned_context: int, batch_size: int, context: int
+) -> tuple[float, float]:
+    """How unlike a setting is to one that was tuned: the batch size matters most."""
     return (
-        abs(math.log(batch_size / setting["batch_size"])),
-        abs(math.log((context + 1) / (setting["context"] + 1))),
+        abs(math.log(batch_size / tuned_size)),
+        abs(math.log((context + 1) / (tuned_context + 1))),
     )

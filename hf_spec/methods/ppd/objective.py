@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.methods.forward import model_logits
+from hf_spec.methods.forward import model_logits, states_at
 from hf_spec.methods.peft_bridge import ActiveAdapter
 from hf_spec.methods.ppd.probes import PromptTokens
 from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
@@ -56,8 +56,7 @@ def loss(
     if config.loss == "distillation":
         at = (anchors[:, :, None] + offsets).clamp(max=labels.shape[1] - 1)
         with torch.no_grad():
-            index = at.flatten(1)[:, :, None].expand(-1, -1, states.token_hidden.shape[-1])
-            own = model_logits(model, states.token_hidden.gather(1, index))
+            own = model_logits(model, states_at(states.token_hidden, at.flatten(1)))
             log_q = own.to(precision).log_softmax(-1).view_as(log_p)
         losses = (log_q.exp() * (log_q - log_p)).sum(-1)
     else:

@@ -19,8 +19,7 @@ from torch.nn import functional
 
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import TreeBatch
-from hf_spec.methods.forward import output_logits
-from hf_spec.methods.heads import states_at
+from hf_spec.methods.forward import output_logits, states_at
 from hf_spec.methods.propd.options import ProPDOptions
 
 #: Names of the head's parameters: A (hidden, hidden), b (hidden,) and gain (hidden,).

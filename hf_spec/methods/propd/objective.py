@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from hf_spec.methods.forward import model_logits
-from hf_spec.methods.heads import loss_of_states, states_at
+from hf_spec.methods.forward import model_logits, states_at
+from hf_spec.methods.heads import loss_of_states, prediction_losses
 from hf_spec.methods.peft_bridge import ActiveAdapter
 from hf_spec.methods.probing import IGNORED, token_hidden
 from hf_spec.methods.propd.early_head import early_states
@@ -45,23 +44,15 @@ def loss(
     found = loss_of_states(model, adapter, hidden, labels, anchors)
     anchors, labels = anchors.to(hidden.device), labels.to(hidden.device)
     states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))
-    logits = model_logits(model, states.to(hidden)).flatten(0, 1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = model_logits(model, states.to(hidden))
     inside = anchors + 1 < labels.shape[1]
     wanted = labels.gather(1, (anchors + 1).clamp(max=labels.shape[1] - 1))
     wanted = torch.where(inside, wanted, IGNORED)
-    if config.loss == "hard":
-        losses = functional.cross_entropy(
-            logits, wanted.flatten(), reduction="none", ignore_index=IGNORED
-        )
-    else:
+    own = None
+    if config.loss == "distillation":
         with torch.no_grad():
-            own = model_logits(model, states_at(hidden, anchors)).flatten(0, 1)
-            target = own.to(logits.dtype).log_softmax(-1)
-        divergence = functional.kl_div(
-            logits.log_softmax(-1), target, reduction="none", log_target=True
-        ).sum(-1)
-        losses = divergence.masked_fill(wanted.flatten() == IGNORED, 0.0)
+            own = model_logits(model, states_at(hidden, anchors))
+    losses = prediction_losses(logits, wanted, own)
     counts = (wanted != IGNORED).sum(-1).clamp(min=1)
-    early = (losses.view(wanted.shape).sum(-1) / counts).mean()
+    early = (losses.sum(-1) / counts).mean()
     return {**found, "loss": found["loss"] + early}
