@@ -28,13 +28,17 @@ START = 1.5
 FULL = 4.0
 #: Most that it can be in debt: what takes longer is something being compiled rather than a step.
 DEBT = 8.0
+#: Halvings that a strategy with a full account has in hand: it pays in general, and comes back from
+#: a bad stretch after about 5, 10 and 20 steps. Text on which it suddenly fails costs more for it.
+PATIENCE = 2
 #: What the account must hold for another try after a setback, ...
 RETRY = 1.0
 #: ... and for one at the start of a new call, whose text may be of another kind.
 FRESH = 0.25
 #: What a plain step of a pause puts into the account, halved at every setback but the first, down
-#: to a limit: pauses of about 20, 40, 80 and then 160 steps. Losses can thus come to 1 / 128 of
-#: plain time in the long run, and a strategy that starts to pay is found within 160 tokens.
+#: to a limit: pauses of about 20, 40, 80 and then 160 steps where nothing has paid yet. Losses can
+#: thus come to 1 / 128 of plain time in the long run, and a strategy that starts to pay is found
+#: within 160 tokens.
 ALLOWANCE, HALVINGS = 1 / 16, 3
 #: Steps of a kind whose costs are kept. The median is taken of them, since a busy machine delays
 #: single steps; it is trusted from the second on, since a first step warms something up.
@@ -120,7 +124,7 @@ class Account:
 
     Attributes:
         balance: plain steps that it may lose before the next pause.
-        setbacks: pauses since it last paid.
+        setbacks: pauses since it last paid; below 0 while it has patience to spare.
         paused: whether plain steps are taken until the balance is large enough.
         tokens: emitted tokens per row of its steps, averaged; None before the first.
         cost: plain steps that one of its steps takes, averaged; None while unknown.
@@ -141,8 +145,10 @@ class Account:
         """A speculative step: its tokens per row, and its cost in plain steps."""
         self.cost = _average(self.cost, cost)
         self.balance = max(min(self.balance + tokens - cost, FULL), -DEBT)
-        if self.balance >= START:
-            self.setbacks = 0
+        if self.balance >= FULL:
+            self.setbacks = -PATIENCE
+        elif self.balance >= START:
+            self.setbacks = min(self.setbacks, 0)
         elif self.balance < 0:
             self.setbacks += 1
             self.paused = True

@@ -25,14 +25,17 @@ MAX_ROWS = 64
 
 # -- times: 4.2.1
 #: alpha of a size's mean step time, and lambda per step of its age.
-TIME_ALPHA, DECAY = 0.1, 0.02
+TIME_ALPHA, DECAY = 0.1, 0.01
+#: Weight of the newest step in the machine's pace. Other work slows down all sizes alike, for some
+#: ten steps and more: by far the most of what step times differ by.
+PACE_ALPHA = 0.3
 #: Ages from here on count alike, so that weights stay numbers.
-OLDEST = 500
+OLDEST = 1000
 #: The first step of a size warms something up and is left out; of so many after it the median is
 #: taken, then they are averaged.
 FIRST = 5
 #: Steps after which a size that was not taken begins anew: the machine may be another by then.
-STALE = 48
+STALE = 200
 #: A step counts as at most so many mean ones: a stall is no news of the size's cost.
 CLIP = 2.0
 #: Sizes whose times are kept, and predictions whose errors are.
@@ -54,9 +57,11 @@ EVERY = (8, 32)
 #: The same while no tree pays.
 WAIT = 512
 #: The tree is changed for a speed so much larger. Trees repeat, and so do their tensors.
-GAIN = 0.02
+GAIN = 0.005
 #: Steps of each of two sizes at the start, and of another size before the tree is thought over.
 WARM_UP, BOUT = 3, 3
+#: Plain steps before the first choice, if there were none: the first is left out.
+PLAIN = 2
 #: Sizes beyond the largest known are tried step by step: up to so many times as large.
 GROWTH = 2
 #: Weight of the newest step in the mean speed of a tree.
@@ -74,43 +79,56 @@ class SizeTime:
 
     Attributes:
         mean: T_perf, their mean seconds; None before it is known.
-        last: number of the latest step.
+        last: number of the latest step, as ages are counted.
         first: seconds of the first that counted; None before the very first step.
+        measured: whether the mean is that of steps; else it is from elsewhere.
+        count: steps that the mean stands for; they count less as they age.
     """
 
     mean: float | None = None
     last: int = 0
     first: list[float] | None = None
+    measured: bool = False
+    count: float = 0.0
 
     def add(self, seconds: float, step: int = 0) -> None:
-        """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is the step's number."""
-        cold = self.first is None
-        if self.first is None or step - self.last > STALE:
+        """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is its number, as ages are counted."""
+        cold, gap = self.first is None, step - self.last
+        if self.first is None or gap > STALE:
             self.first = []
         self.last = step
         if cold:
             return
+        self.measured = True
         if len(self.first) < FIRST:
             self.first.append(seconds)
-            self.mean = statistics.median_low(self.first)
+            self.mean, self.count = statistics.median_low(self.first), len(self.first)
         elif self.mean is not None:
-            self.mean += TIME_ALPHA * (min(seconds, CLIP * self.mean) - self.mean)
+            self.count = self.count * math.exp(-DECAY * gap) + 1
+            alpha = max(TIME_ALPHA, 1 / self.count)
+            self.mean += alpha * (min(seconds, CLIP * self.mean) - self.mean)
 
 
 @dataclass
 class StepCost:
     """T(i) = b0 + b1 i, seconds of a step of i rows (section 4.2.1).
 
-    Drafting is averaged apart: it hardly depends on the size, and plain steps go without.
+    Drafting is averaged apart: it hardly depends on the size, and plain steps go without. All times
+    are kept at the same pace, so that sizes can be compared that were seen at different moments.
 
     Attributes:
         steps: how many were observed.
+        wide: those of them with more than one row. Ages are counted in them: long pauses of plain
+            steps make nothing older.
+        pace: of the machine by now: seconds that pass where 1 is kept.
         sizes: what is known, by rows per batch row.
         drafting: seconds before the forward of a step that drafts.
         errors: of the latest predictions, relative to the measured time.
     """
 
     steps: int = 0
+    wide: int = 0
+    pace: float = 1.0
     sizes: dict[int, SizeTime] = field(default_factory=dict)
     drafting: SizeTime = field(default_factory=SizeTime)
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
@@ -124,23 +142,30 @@ class StepCost:
             drafting: seconds before it; None if it did not draft, or not as it mostly does.
         """
         self.steps += 1
+        self.wide += rows > 1
         if drafting is not None:
             self._note_error(rows, seconds + drafting)
-            self.drafting.add(drafting)
+            self.drafting.add(drafting / self.pace)
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
-        self.sizes.setdefault(rows, SizeTime()).add(seconds, self.steps)
+        size = self.sizes.setdefault(rows, SizeTime())
+        expected = size.mean if size.measured else None
+        size.add(seconds / self.pace, self.wide)
+        if expected and seconds > 0:
+            change = seconds / (self.pace * expected)
+            self.pace *= min(max(change, 1 / CLIP), CLIP) ** PACE_ALPHA
 
     def _note_error(self, rows: int, seconds: float) -> None:
-        known = rows in self.sizes and self.sizes[rows].first is not None
+        known = rows in self.sizes and self.sizes[rows].measured
         expected = self.seconds(rows) if known and self.drafting.mean is not None else None
         if expected is not None and seconds > 0:
             self.errors.append(abs(expected - seconds) / seconds)
 
     @property
     def means(self) -> dict[int, float]:
-        """T_perf by rows, of the sizes whose time is known."""
-        return {i: one.mean for i, one in sorted(self.sizes.items()) if one.mean is not None}
+        """T_perf by rows at the pace by now, of the sizes whose time is known."""
+        sizes = sorted(self.sizes.items())
+        return {i: self.pace * one.mean for i, one in sizes if one.mean is not None}
 
     @property
     def line(self) -> tuple[float, float] | None:
@@ -154,7 +179,7 @@ class StepCost:
             return None
         if len(means) > 2:
             means.pop(1, None)
-        ages = [min(self.steps - self.sizes[i].last, OLDEST) for i in means]
+        ages = [min(self.wide - self.sizes[i].last, OLDEST) for i in means]
         weights = np.exp(-DECAY * (np.array(ages) - min(ages)))
         return fit_line(np.array(list(means), float), np.array(list(means.values())), weights)
 
@@ -163,7 +188,12 @@ class StepCost:
         line = self.line
         if line is None:
             return None
-        return line[0] + line[1] * rows + (self.drafting.mean or 0.0)
+        return line[0] + line[1] * rows + (self.drafting_seconds or 0.0)
+
+    @property
+    def drafting_seconds(self) -> float | None:
+        """What drafting takes; None while unknown."""
+        return None if self.drafting.mean is None else self.pace * self.drafting.mean
 
     def plain_seconds(self) -> float | None:
         """What a plain step takes; measured rather than estimated where some were."""
@@ -183,7 +213,7 @@ class StepCost:
         most = max(self.means)
         guess = {rows: line[0] + line[1] * scale * rows for rows in (1, most)}
         cost = StepCost.guessed(guess)
-        return replace(cost, drafting=SizeTime(self.drafting.mean), errors=self.errors)
+        return replace(cost, drafting=SizeTime(self.drafting_seconds), errors=self.errors)
 
     @classmethod
     def guessed(cls, seconds: dict[int, float]) -> StepCost:
@@ -362,10 +392,12 @@ class TreePlan:
         if not self._queue and self.cost.steps >= self._due:
             if self.cost.line is None:
                 self._queue.extend(self._first)
-            elif self._tried:
-                self._choose()
-            else:
+            elif not self._tried:
                 self._explore()
+            elif 1 not in self.cost.means:  # nobody took plain steps
+                self._queue.extend([1] * PLAIN)
+            else:
+                self._choose()
         if self._queue:
             return self._sized(self._queue.popleft())
         return self.tree
@@ -458,7 +490,7 @@ class TreePlan:
             "depth": self.tree.max_depth,
             "b0": None if line is None else line[0],
             "b1": None if line is None else line[1],
-            "drafting": self.cost.drafting.mean,
+            "drafting": self.cost.drafting_seconds,
             "seconds": {str(rows): spent for rows, spent in self.cost.means.items()},
             "median_error": self.cost.median_error,
             "hits": [[round(p, 3) for p in row] for row in self.hits.cumulative.tolist()],

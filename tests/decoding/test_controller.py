@@ -35,6 +35,7 @@ from hf_spec.decoding.controller import (
     LOOKS,
     NOTHING,
     PAIRED,
+    PATIENCE,
     RETRY,
     START,
     Account,
@@ -222,7 +223,7 @@ def test_acceptance_that_begins_late_is_found(clock: FakeClock) -> None:
 def test_acceptance_that_ends_early_is_noticed(clock: FakeClock) -> None:
     early = speedups(clock, lambda at: Strategy(1.2, 0.7 if at < 256 else 0.0, 15), 4, 512)
     ideal = 512 / (256 + 256 * 1.2 / Strategy(1.2, 0.7, 15).tau)
-    assert mean(early) > 0.95 * ideal
+    assert mean(early) > 0.92 * ideal  # the account, and the tries that patience adds
 
 
 def test_prompts_of_another_kind_are_tried_at_once(clock: FakeClock) -> None:
@@ -374,6 +375,25 @@ def test_gains_end_the_setbacks(clock: FakeClock) -> None:
         if steps.costs.age >= steps.costs.look:
             steps.plain()
     assert steps.account.balance == FULL
+
+
+def test_what_has_paid_comes_back_soon(clock: FakeClock) -> None:
+    """The first pauses of a strategy with a full account last a quarter and half as long."""
+    account = Account(balance=FULL - 0.5, setbacks=4)
+    steps = Steps(clock, known(), account)
+    steps.draft(1.5, emitted=2)
+    steps.draft(1.5, emitted=2)
+    assert account.balance == FULL and account.setbacks == -PATIENCE
+    pauses = []
+    for _ in range(5):
+        while not account.paused:
+            if steps.costs.age >= steps.costs.look:
+                steps.plain()
+            steps.draft(1.5)
+        assert account.balance == pytest.approx(-0.5)
+        pauses.append(steps.pause())
+    owed = (RETRY + 0.5) / ALLOWANCE
+    assert pauses == [owed / 4, owed / 2, owed, 2 * owed, 4 * owed]
 
 
 def test_times_far_apart_are_not_compared(clock: FakeClock) -> None:

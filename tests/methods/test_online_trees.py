@@ -23,8 +23,10 @@ from hf_spec.methods.online_trees import (
     FIRST,
     GUESSED,
     HIT_ALPHA,
+    PACE_ALPHA,
     RANKS,
     SIZES,
+    STALE,
     TIME_ALPHA,
     UNKNOWN,
     HitRates,
@@ -73,10 +75,48 @@ def test_times_by_hand() -> None:
         means.append(size.mean)
     assert means == [30.0, 2.0, 3.0, 2.0, 3.0] and len(size.first) == FIRST
     size.add(4.0)
-    assert size.mean == pytest.approx((1 - TIME_ALPHA) * 3.0 + TIME_ALPHA * 4.0)
+    alpha = 1 / (FIRST + 1)  # a plain mean while that weighs more
+    assert alpha > TIME_ALPHA and size.mean == pytest.approx((1 - alpha) * 3.0 + alpha * 4.0)
     before = size.mean
     size.add(1000.0)
-    assert size.mean == pytest.approx(before * (1 + TIME_ALPHA * (CLIP - 1)))
+    assert size.mean == pytest.approx(before * (1 + (CLIP - 1) / (FIRST + 2)))
+
+
+def test_old_steps_of_a_size_count_less() -> None:
+    """A size that is tried every 50 steps forgets as fast as one that is always taken."""
+    size = SizeTime()
+    for step in range(FIRST + 1):
+        size.add(1.0, step)
+    assert size.count == FIRST
+    size.add(1.5, FIRST + 50)
+    count = FIRST * math.exp(-50 * DECAY) + 1
+    assert size.mean == pytest.approx(1.0 + 0.5 / count) and count < 1 / TIME_ALPHA
+    size.add(9.0, FIRST + 51 + STALE)  # begins anew
+    assert size.mean == 9.0
+
+
+def test_the_pace_by_hand() -> None:
+    """Half as fast for a while: sizes keep what is known, and predictions follow."""
+    cost = StepCost()
+    for rows, seconds in ((4, 1.0), (8, 2.0)):
+        for _ in range(3):
+            cost.observe(rows, seconds, 0.1)
+    assert cost.pace == 1.0
+    cost.observe(8, 4.0, 0.1)
+    assert cost.pace == pytest.approx(2**PACE_ALPHA)
+    cost.observe(8, 100.0, 0.1)  # a stall counts as twice the mean
+    assert cost.pace == pytest.approx(2 ** (2 * PACE_ALPHA))
+    cost = StepCost()
+    for rows, seconds in ((4, 1.0), (8, 2.0)):
+        for _ in range(3):
+            cost.observe(rows, seconds, 0.1)
+    for _ in range(40):
+        cost.observe(8, 4.0, 0.2)
+    assert cost.means[8] == pytest.approx(4.0, rel=1e-3)
+    assert cost.seconds(4) == pytest.approx(2.2, rel=0.2)  # though it was not seen since
+    assert cost.drafting_seconds == pytest.approx(0.2, rel=0.1)
+    cost.observe(64, 32.0, 0.2)  # unknown sizes say nothing of the pace
+    assert cost.means[8] == pytest.approx(4.0, rel=1e-3)
 
 
 def test_old_sizes_count_less() -> None:
@@ -299,17 +339,42 @@ def test_sizes_differ_from_machine_to_machine() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 4 * sizes[-1], sizes
 
 
-def test_a_machine_that_changes_is_followed() -> None:
-    plan = TreePlan(HitRates(4))
-    simulate(plan, line(0.003), 400)
-    wide = len(plan.tree)
-    simulate(plan, line(0.1), 200, seed=1)
-    true = speeds(line(0.1))
-    assert len(plan.tree) < wide / 2
-    assert true[len(plan.tree)] > 0.93 * max(true.values())
-    simulate(plan, line(0.003), 400, seed=2)
-    true = speeds(line(0.003))
-    assert true[len(plan.tree)] > 0.93 * max(true.values())
+@pytest.mark.parametrize(("slope", "later", "share"), [
+    (0.01, 0.04, 0.95), (0.04, 0.01, 0.95),
+    # Rows that become 33 times dearer are no longer the same machine; it takes longer.
+    (0.003, 0.1, 0.9), (0.1, 0.003, 0.9),
+])  # fmt: skip
+def test_a_machine_that_changes_is_followed(slope: float, later: float, share: float) -> None:
+    true, reached = speeds(line(later)), []
+    for seed in range(6):
+        plan = TreePlan(HitRates(4))
+        simulate(plan, line(slope), 400, seed=seed)
+        simulate(plan, line(later), 400, seed=seed + 100)
+        reached.append(true[len(plan.tree)] / max(true.values()))
+    assert np.mean(reached) > share, reached
+
+
+class Wavering:
+    """A machine with other work: half as fast and worse for some twenty steps at a time."""
+
+    def __init__(self, slope: float, seed: int):
+        self.of, self.rng, self.pace = line(slope), random.Random(seed), 0.0
+
+    def __call__(self, rows: int) -> float:
+        self.pace = 0.95 * self.pace + self.rng.gauss(0.0, 0.1)
+        return self.of(rows) * math.exp(self.pace)
+
+
+def test_other_work_on_the_machine_slows_all_sizes_alike() -> None:
+    true, shares, errors = speeds(line(0.02)), [], []
+    for seed in range(6):
+        plan = TreePlan(HitRates(4))
+        simulate(plan, Wavering(0.02, seed), 600, seed=seed)
+        shares.append(true[len(plan.tree)] / max(true.values()))
+        errors.append(plan.cost.median_error)
+    assert np.mean(shares) > 0.97 and min(shares) > 0.92, shares
+    # Nobody foresees the 10 % of noise, nor the next change of pace.
+    assert np.median(errors) < 0.13, errors
 
 
 def test_the_root_alone_where_no_tree_pays() -> None:
@@ -329,7 +394,7 @@ def test_trees_repeat() -> None:
     for _ in range(20):
         simulate(plan, line(0.02), 20, seed=_)
         trees.add(plan.tree)
-    assert len(trees) <= 3
+    assert len(trees) <= 5
 
 
 def test_most_rows() -> None:
