@@ -12,8 +12,8 @@ from hf_spec.decoding.config import SpecConfig
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
+from hf_spec.methods.active_adapter import merge_adapter, unmerge_adapter
 from hf_spec.methods.base import methods as _methods
-from hf_spec.methods.peft_bridge import merge_adapter, unmerge_adapter
 from modeling_patches import generation_mode as _generation_mode
 
 __version__ = "0.1.0"

@@ -20,9 +20,9 @@ from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
+from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import DecodingState, Draft, Method, get_method
 from hf_spec.methods.forward import TreeOutput, states_at
-from hf_spec.methods.peft_bridge import find_active
 from hf_spec.methods.retrieval import WithRetrieval
 
 

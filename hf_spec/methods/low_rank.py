@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.methods.base import check_count, check_range
-from hf_spec.methods.peft_bridge import SpecAdapterLayer
+from hf_spec.methods.spec_adapter import SpecAdapterLayer
 from modeling_patches.low_rank import Factors, LowRank, features
 
 DOWN, UP = "down__", "up__"

@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
+from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.base import DecodingState
 from hf_spec.methods.candidates import tokens_at
 from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, StepCost, TreePlan, most_nodes
-from hf_spec.methods.peft_bridge import ActiveAdapter
 from hf_spec.methods.tuned_trees import Device, Measurements, measurements
 
 #: Every so many steps all distances are predicted, those below the tree, too.

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hf_spec.core.tree_states import TreeStates
+from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.devices import device_name
-from hf_spec.methods.peft_bridge import ActiveAdapter
 
 logger = logging.getLogger(__name__)
 

@@ -73,7 +73,7 @@ def trainable_method(name: str) -> Method:
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
-    from hf_spec.methods.peft_bridge import SpecPeftConfig
+    from hf_spec.methods.spec_adapter import SpecPeftConfig
 
     inherited = {item.name for item in dataclasses.fields(SpecPeftConfig)}
     assert method.adapter_config is not None

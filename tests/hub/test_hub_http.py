@@ -42,7 +42,8 @@ REQUIRED = {
 
 def toy() -> Any:
     """An adapter type with weights, registered with PEFT."""
-    from hf_spec.methods.peft_bridge import SpecAdapterLayer, SpecPeftConfig, register
+    from hf_spec.methods.peft_bridge import register
+    from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 
     @dataclass
     class ToyConfig(SpecPeftConfig):
@@ -118,7 +119,7 @@ def read(first: str) -> dict[str, Any]:
 
     import hf_spec
     from hf_spec.decoding import loop
-    from hf_spec.methods.peft_bridge import find_active
+    from hf_spec.methods.active_adapter import find_active
 
     # As conftest.py does: times on models of this size are noise, and steps are looked at here.
     loop.switched_on = lambda *_: False

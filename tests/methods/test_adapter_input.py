@@ -28,16 +28,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import hf_spec
+from hf_spec.methods.active_adapter import find_active, require_active
 from hf_spec.methods.base import methods
 from hf_spec.methods.base_facts import FACTS, facts_of
 from hf_spec.methods.fingerprint import fingerprint
-from hf_spec.methods.peft_bridge import (
-    SpecAdapterLayer,
-    SpecPeftConfig,
-    find_active,
-    register,
-    require_active,
-)
+from hf_spec.methods.peft_bridge import register
+from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 from hf_spec.methods.stored_weights import complaints, tensor_facts
 
 TOKENS = torch.arange(3, 12)[None]

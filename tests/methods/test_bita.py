@@ -14,9 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.core.tree import TokenTree
+from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.bita.options import BitaOptions
 from hf_spec.methods.candidates import ranked_tokens
-from hf_spec.methods.peft_bridge import find_active
 
 NEW = 16
 

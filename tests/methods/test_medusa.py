@@ -17,10 +17,10 @@ import hf_spec
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding import prefill
 from hf_spec.methods import forward
+from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import DecodingState, methods
 from hf_spec.methods.heads import draft_logits
 from hf_spec.methods.medusa.options import MedusaOptions
-from hf_spec.methods.peft_bridge import find_active
 from hf_spec.methods.probing import token_hidden
 
 NEW = 16

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.tree import TokenTree
 from hf_spec.methods import online_policy, tuned_trees
+from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import methods
 from hf_spec.methods.online_policy import Predicted, ranks_of
 from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, StepCost
-from hf_spec.methods.peft_bridge import require_active
 from hf_spec.methods.tuned_trees import VERSION, Device
 
 NAMES = ("bita", "medusa", "ppd", "space")

@@ -24,14 +24,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import hf_spec.methods.layer_skip.adapter  # noqa: F401  registers LAYER_SKIP
 from hf_spec.methods import peft_bridge
+from hf_spec.methods.active_adapter import active_adapter_config, find_active
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
-from hf_spec.methods.peft_bridge import (
-    SpecAdapterLayer,
-    SpecPeftConfig,
-    active_adapter_config,
-    find_active,
-    register,
-)
+from hf_spec.methods.peft_bridge import register
+from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 
 TOKENS = torch.arange(3, 12)[None]
 
@@ -372,7 +368,7 @@ def test_fresh_process(base_path, tmp_path):
 import hf_spec.methods.layer_skip.adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from hf_spec.methods.peft_bridge import active_adapter_config
+from hf_spec.methods.active_adapter import active_adapter_config
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_path!r}), {folder!r})
 base = AutoModelForCausalLM.from_pretrained({base_path!r})
 base.load_adapter({folder!r})

@@ -12,7 +12,7 @@ from tiny_checkpoint import make_model
 import hf_spec
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import import_adapter
-from hf_spec.methods.peft_bridge import find_active
+from hf_spec.methods.active_adapter import find_active
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])

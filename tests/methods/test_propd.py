@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
+from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import methods
 from hf_spec.methods.heads import heads_loss
-from hf_spec.methods.peft_bridge import find_active
 from hf_spec.methods.propd import switch
 from hf_spec.methods.propd.early_head import EarlyPruning, early_states
 from hf_spec.methods.propd.options import ProPDOptions

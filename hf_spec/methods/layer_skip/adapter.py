@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
 from hf_spec.methods.layer_skip.objective import loss
 from hf_spec.methods.low_rank import adapter_low_rank, fresh_factors
-from hf_spec.methods.peft_bridge import SpecAdapterLayer, SpecPeftConfig, register
+from hf_spec.methods.peft_bridge import register
+from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 from modeling_patches.low_rank import LowRank
 
 

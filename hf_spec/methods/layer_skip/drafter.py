@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.methods.active_adapter import ActiveAdapter, find_active
 from hf_spec.methods.base import DecodingState, Draft, Drafter
 from hf_spec.methods.layer_skip.drafting import DraftingModel
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
-from hf_spec.methods.peft_bridge import ActiveAdapter, find_active
 
 
 class LayerSkipDrafter(Drafter):

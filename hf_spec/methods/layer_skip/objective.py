@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.forward import ProbeInputs, model_logits
 from hf_spec.methods.layer_skip.drafting import DraftingModel
-from hf_spec.methods.peft_bridge import ActiveAdapter
 from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
 
 #: Tokens of a piece: about as many as are drafted in a step.

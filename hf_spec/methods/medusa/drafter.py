@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.head_drafter import HeadDrafter
 from hf_spec.methods.heads import WEIGHTS
 from hf_spec.methods.medusa.options import MedusaOptions
-from hf_spec.methods.peft_bridge import require_active
 
 
 class MedusaDrafter(HeadDrafter):

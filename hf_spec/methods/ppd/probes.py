@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup
+from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.forward import ProbeInputs, model_logits, output_logits
-from hf_spec.methods.peft_bridge import ActiveAdapter
 
 
 @lru_cache(maxsize=64)

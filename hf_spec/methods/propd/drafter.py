@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import DecodingState, Draft, Drafter
 from hf_spec.methods.head_drafter import HeadDrafter
 from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
-from hf_spec.methods.peft_bridge import require_active
 from hf_spec.methods.propd.early_head import EarlyPruning
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
 from hf_spec.methods.propd.switch import Switch, switch_for

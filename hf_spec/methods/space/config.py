@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_spec.methods.base import check_count, check_range
 from hf_spec.methods.low_rank import check_settings
-from hf_spec.methods.peft_bridge import SpecPeftConfig
+from hf_spec.methods.spec_adapter import SpecPeftConfig
 from modeling_patches.low_rank import linear_modules
 from modeling_patches.support import check_unquantised
 
