@@ -23,7 +23,15 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.base import DecodingState
 from hf_spec.methods.candidates import tokens_at
-from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, StepCost, TreePlan, most_nodes
+from hf_spec.methods.online_trees import (
+    RANKS,
+    UNKNOWN,
+    HitRates,
+    Shape,
+    StepCost,
+    TreePlan,
+    check_rows,
+)
 from hf_spec.methods.tuned_trees import Device, Measurements, measurements
 
 #: Every so many steps all distances are predicted, those below the tree, too.
@@ -96,7 +104,7 @@ class OnlineTrees:
         model: what is remembered is forgotten with it.
         adapter: the adapter that drafts; ``tree.json`` beside it tells what to start from.
         depth: distances that it predicts.
-        probes: rows under each node, if the predictions come from probes.
+        probes: rows under a node that predict all of them, if predictions come from probes.
         max_rows: most rows of a step.
 
     Raises:
@@ -108,9 +116,9 @@ class OnlineTrees:
         self, model: Any, adapter: ActiveAdapter, depth: int, probes: int, max_rows: int,
     ):  # fmt: skip
         self.model, self.adapter = model, adapter
-        self.depth, self.probes, self.max_rows = depth, probes, max_rows
+        self.depth, self.per_distance, self.max_rows = depth, probes // max(depth, 1), max_rows
         self.ranks = min(RANKS, model.get_input_embeddings().weight.shape[0])
-        most_nodes(max_rows, probes)  # raises
+        check_rows(max_rows, self.per_distance)
         self._memory: Memory | None = None
         self._plan: TreePlan | None = None
         self._pending: list[Predicted] = []
@@ -126,17 +134,20 @@ class OnlineTrees:
 
     def tree(self, state: DecodingState) -> TokenTree:
         """The tree of the step that begins now."""
+        return self._shape(state).tree
+
+    def states(self, state: DecodingState) -> TreeStates:
+        """The same for a drafter with probes: none under any node if no tree pays."""
+        tree, ahead = self._shape(state)
+        return TreeStates.uniform(tree, ahead if len(tree) > 1 else 0)
+
+    def _shape(self, state: DecodingState) -> Shape:
         self._plan = plan = self._plan_for(state)
         if plan.is_due or len(self._pending) >= PENDING:
             self._compare(self._pending[: -self.depth])
             self._pending = self._pending[-self.depth :]
         self._proposals += 1
         return plan.next()
-
-    def states(self, state: DecodingState) -> TreeStates:
-        """The same for a drafter with probes: all of them under each node, none if no tree pays."""
-        tree = self.tree(state)
-        return TreeStates.uniform(tree, self.depth if len(tree) > 1 else 0)
 
     def look(self, depth: int) -> int:
         """Distances to predict where the tree is so deep: now and then all, to know them all."""
@@ -211,7 +222,7 @@ class OnlineTrees:
     def _recall(self, batch_size: int, length: int) -> Memory:
         """What earlier calls of the model have learned, or what was measured for the adapter."""
         key = (
-            str(self.adapter.config.peft_type), self.adapter.name, self.depth, self.probes,
+            str(self.adapter.config.peft_type), self.adapter.name, self.depth, self.per_distance,
             self.max_rows,
         )  # fmt: skip
         known = _memories.setdefault(self.model, {})
@@ -232,7 +243,7 @@ class OnlineTrees:
             return memory.plans[best].like_this(batch_size / best[0])
         found = self._measured(batch_size, length)
         cost = StepCost() if found is None else StepCost.guessed(found.seconds)
-        return TreePlan(memory.hits, cost, self.probes, self.max_rows)
+        return TreePlan(memory.hits, cost, self.per_distance, self.max_rows)
 
     def _measured(self, batch_size: int, length: int) -> Measurements | None:
         """What ``hf-spec tune`` has measured; a Hub that cannot be reached is none."""

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,7 +45,7 @@ SIZES, ERRORS = 64, 256
 #: alpha of the hits. The first hits weigh more, as in a plain mean.
 HIT_ALPHA = 1 / 128
 #: Hits that the guess before the first one, and that accuracies measured before, stand for.
-GUESSED, MEASURED = 4, 64
+GUESSED, MEASURED = 16, 64
 #: K, ranks that are told apart.
 RANKS = 16
 #: Rank of a token that is not known. Ranks from K on are misses.
@@ -58,6 +58,8 @@ EVERY = (8, 32)
 WAIT = 512
 #: The tree is changed for a speed so much larger. Trees repeat, and so do their tensors.
 GAIN = 0.005
+#: From plain steps to a tree it takes so much more: what a line says of small trees is rough.
+LEAVE = 0.05
 #: Steps of each of two sizes at the start, and of another size before the tree is thought over.
 WARM_UP, BOUT = 3, 3
 #: Plain steps before the first choice, if there were none: the first is left out.
@@ -258,8 +260,11 @@ class HitRates:
     """
 
     def __init__(self, depth: int, ranks: int = RANKS):
-        # A guess, so that first trees are small and have some of everything.
-        guess = 0.5 * 0.75 ** np.arange(depth)[:, None] * 0.5 ** np.arange(ranks)
+        # A guess after trained heads and probes: the first rank falls off with the distance, the
+        # others hardly (docs/medusa.md).
+        first = np.broadcast_to(0.55 * 0.85 ** np.arange(depth)[:, None], (depth, 1))
+        others = np.broadcast_to(0.1 / np.arange(1, ranks), (depth, ranks - 1))
+        guess = np.concatenate([first, others], axis=1)
         self.cumulative: Array = guess.cumsum(1)
         self.counts: Array = np.full(depth, GUESSED)
 
@@ -327,19 +332,31 @@ class Speed:
         return self.tokens / self.seconds if self.seconds else None
 
 
-def most_nodes(max_rows: int, probes: int) -> int:
-    """Nodes of the largest tree of so many rows.
+class Shape(NamedTuple):
+    """What a row forwards.
 
-    Raises:
-        ValueError: not even one candidate fits.
+    Attributes:
+        tree: its nodes.
+        ahead: distances that probes predict under each node; 0 if predictions take no rows. No tree
+            is deeper than what the step before it has predicted.
     """
-    most = max_rows // (1 + probes)
-    if most < 2:
+
+    tree: TokenTree
+    ahead: int
+
+
+def check_rows(max_rows: int, per_distance: int) -> None:
+    """Raise ValueError if not even one candidate fits.
+
+    Args:
+        max_rows: most rows of a step.
+        per_distance: probes under each node for each distance; 0 if predictions take no rows.
+    """
+    if max_rows < 2 * (1 + per_distance):
         raise ValueError(
-            f"max_rows={max_rows}: a step with one candidate has {2 * (1 + probes)} rows with this "
-            "adapter; raise it."
+            f"max_rows={max_rows}: a step with one candidate has {2 * (1 + per_distance)} rows "
+            "with this adapter; raise it."
         )
-    return most
 
 
 class TreePlan:
@@ -348,46 +365,61 @@ class TreePlan:
     Args:
         hits: how often predictions are right; shared with other conditions.
         cost: what is known of step times.
-        probes: rows that hang under each node.
+        per_distance: probes under each node for each distance that is to be predicted; 0 if
+            predictions take no rows.
         max_rows: most rows of a step, nodes and probes.
 
     Attributes:
-        tree: the tree chosen; the root alone while no tree pays.
+        shape: the tree chosen; the root alone while no tree pays.
 
     Raises:
         ValueError: not even one candidate fits into ``max_rows``.
     """
 
     def __init__(
-        self, hits: HitRates, cost: StepCost | None = None, probes: int = 0,
+        self, hits: HitRates, cost: StepCost | None = None, per_distance: int = 0,
         max_rows: int = MAX_ROWS,
     ):  # fmt: skip
-        self.hits, self.cost, self.probes = hits, cost or StepCost(), probes
-        self.most = most_nodes(max_rows, probes)
-        small, large = max(self.most // 16, 2), max(self.most // 4, 2)
-        self._first = (small, large) if small < large else (1, large)
-        self._paths = self._likeliest()[0]
-        self.tree = TokenTree.in_order(self._paths[: large - 1])
-        #: Sizes in nodes of the next steps.
-        self._queue: deque[int] = deque()
+        check_rows(max_rows, per_distance)
+        self.hits, self.cost = hits, cost or StepCost()
+        self.per_distance, self.max_rows = per_distance, max_rows
+        ahead = range(1, len(hits.cumulative) + 1) if per_distance else [0]
+        #: By distances predicted, nodes of the largest tree.
+        self._most = {n: max_rows // (1 + n * per_distance) for n in ahead}
+        self._most = {n: most for n, most in self._most.items() if most >= 2}
+        furthest = max(self._most)
+        small, large = (max(self._most[furthest] // part, 2) for part in (16, 4))
+        first = (small, large) if small < large else (1, large)
+        self._first = [(nodes, furthest) for nodes in first]
+        #: By distances predicted, the likeliest paths when the tree was chosen, so that trees
+        #: repeat.
+        self._paths = {n: self._likeliest(n)[0] for n in self._most}
+        self.shape = self._sized(large, furthest)
+        #: Sizes of the next steps: nodes, and distances predicted.
+        self._queue: deque[tuple[int, int]] = deque()
         self._every, self._due = EVERY[0], 0
-        self._larger = False
+        self._turn = -1
         self._speed = Speed()
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._tried = self.cost.line is None
         if self._tried:
             self._queue.extend(self._first * WARM_UP)
 
-    def rows(self, nodes: int) -> int:
+    def rows(self, nodes: int, ahead: int) -> int:
         """Rows of a tree of so many nodes, the root included; alone it goes without probes."""
-        return 1 if nodes == 1 else nodes * (1 + self.probes)
+        return 1 if nodes == 1 else nodes * (1 + ahead * self.per_distance)
+
+    @property
+    def chosen_rows(self) -> int:
+        """Rows of the chosen tree."""
+        return self.rows(len(self.shape.tree), self.shape.ahead)
 
     @property
     def is_due(self) -> bool:
         """Whether the next tree depends on what is known of hits."""
         return not self._queue and self._tried and self.cost.steps >= self._due
 
-    def next(self) -> TokenTree:
+    def next(self) -> Shape:
         """The tree of the next step."""
         if not self._queue and self.cost.steps >= self._due:
             if self.cost.line is None:
@@ -395,69 +427,97 @@ class TreePlan:
             elif not self._tried:
                 self._explore()
             elif 1 not in self.cost.means:  # nobody took plain steps
-                self._queue.extend([1] * PLAIN)
+                self._queue.extend([(1, 0)] * PLAIN)
             else:
                 self._choose()
         if self._queue:
-            return self._sized(self._queue.popleft())
-        return self.tree
+            return self._sized(*self._queue.popleft())
+        return self.shape
 
     def observe(self, rows: int, seconds: float, drafting: float | None, tokens: float) -> None:
         """A step is over, drafted or plain: as :meth:`StepCost.observe`, and its tokens per row."""
         self.cost.observe(rows, seconds, drafting)
-        if rows == self.rows(len(self.tree)):
+        if rows == self.chosen_rows:
             self._speed.add(tokens, seconds + (drafting or 0.0))
 
-    def _likeliest(self) -> tuple[tuple[RankPath, ...], Array]:
-        return likeliest_paths(self.hits.chances, self.most - 1)
+    def _likeliest(self, ahead: int) -> tuple[tuple[RankPath, ...], Array]:
+        """Paths and their chances where so many distances are predicted."""
+        return likeliest_paths(self.hits.chances[: ahead or None], self._most[ahead] - 1)
 
-    def _sized(self, nodes: int) -> TokenTree:
-        """A tree of the paths known when the tree was chosen, so that it repeats."""
-        return TokenTree.in_order(self._paths[: nodes - 1])
+    def _sized(self, nodes: int, ahead: int) -> Shape:
+        paths = self._paths[ahead][: nodes - 1] if nodes > 1 else ()
+        return Shape(TokenTree.in_order(paths), ahead)
 
     def _explore(self) -> None:
-        """Steps of another size: a line needs two, and where none pays that may have changed."""
+        """Steps of another size: a line needs two, and where none pays that may have changed.
+
+        In turns about twice the nodes, half of them and, where probes could predict further than
+        they do, as many with one distance more, whose hits are otherwise not seen.
+        """
         self._tried = True
-        if len(self.tree) == 1:
-            self._paths, chances = self._likeliest()
-            if len(chances):
-                best = int(self._speeds(chances)[1:].argmax())
-                self._queue.extend([2 + best] * BOUT)
+        tree, ahead = self.shape
+        if len(tree) == 1:
+            found = self._paths_and_speeds()
+            self._paths = {n: paths for n, (paths, _) in found.items()}
+            best = max(
+                (speed, nodes, ahead)
+                for ahead, (_, speeds) in found.items()
+                for nodes, speed in enumerate([*speeds[1:], 0.0], 2)
+            )
+            self._queue.extend([best[1:]] * BOUT)
             return
-        self._larger = not self._larger
-        power = math.log2(len(self.tree))
-        nodes = 2 ** (math.floor(power) + 1 if self._larger else math.ceil(power) - 1)
-        if nodes <= self.most:
-            self._queue.extend([max(nodes, 2)] * BOUT)
+        power, self._turn = math.log2(len(tree)), self._turn + 1
+        wider = 2 ** (math.floor(power) + 1), ahead
+        turns = [wider, (2 ** (math.ceil(power) - 1), ahead)]
+        if ahead + 1 in self._most:
+            turns.append((len(tree), ahead + 1))
+        nodes, ahead = turns[self._turn % len(turns)]
+        if nodes <= self._most[ahead]:
+            self._queue.extend([(nodes, ahead)] * BOUT)
 
-    def _speeds(self, chances: Array) -> Array:
-        """``(nodes,)`` v = l(i) / T(i) of the trees of 1, 2, ... nodes, as far as is known."""
-        lengths = np.concatenate([[1.0], 1.0 + np.cumsum(chances)])
+    def _paths_and_speeds(self) -> dict[int, tuple[tuple[RankPath, ...], Array]]:
+        """By distances predicted, the likeliest paths and v = l(i) / T(i) of the trees of 1, 2, ...
+        nodes, as far as is known."""
         limit = GROWTH * max(self.cost.means)
-        sizes = [n for n in range(1, len(lengths) + 1) if n <= 2 or self.rows(n) <= limit]
-        return np.array([length / self._seconds(n) for n, length in zip(sizes, lengths)])
+        found = {}
+        for ahead in self._most:
+            paths, chances = self._likeliest(ahead)
+            lengths = np.concatenate([[1.0], 1.0 + np.cumsum(chances)])
+            sizes = [n for n in range(1, len(lengths) + 1)
+                     if n <= 2 or self.rows(n, ahead) <= limit]  # fmt: skip
+            speeds = [length / self._seconds(n, ahead) for n, length in zip(sizes, lengths)]
+            found[ahead] = paths, np.array(speeds)
+        return found
 
-    def _seconds(self, nodes: int) -> float:
-        spent = self.cost.plain_seconds() if nodes == 1 else self.cost.seconds(self.rows(nodes))
+    def _seconds(self, nodes: int, ahead: int) -> float:
+        if nodes == 1:
+            spent = self.cost.plain_seconds()
+        else:
+            spent = self.cost.seconds(self.rows(nodes, ahead))
         assert spent is not None
         return max(spent, 1e-12)
 
     def _choose(self) -> None:
         """The size of the largest expected speed, if that is clearly larger than this tree's."""
-        paths, chances = self._likeliest()
-        speeds = self._speeds(chances)
+        found = self._paths_and_speeds()
+        ahead = max(found, key=lambda n: float(found[n][1].max()))
+        speeds = found[ahead][1]
         best = int(speeds.argmax())
         self._note()
-        expected = expected_length(self.tree, self.hits.chances) / self._seconds(len(self.tree))
-        if speeds[best] > (1 + GAIN) * expected:
-            self._paths, self.tree = paths, TokenTree.in_order(paths[:best])
+        tree, of = self.shape
+        expected = expected_length(tree, self.hits.chances) / self._seconds(len(tree), of)
+        gain = GAIN if len(tree) > 1 else LEAVE
+        if speeds[best] > (1 + gain) * expected:
+            self._paths = {n: paths for n, (paths, _) in found.items()}
+            self.shape = self._sized(1 + best, ahead)
             self._speed, expected = Speed(), float(speeds[best])
             self._every = EVERY[0] if best else EVERY[1]
+        alone = len(self.shape.tree) == 1
         self.history.append({"step": self.cost.steps, "predicted": expected, "measured": None,
-                             "rows": self.rows(len(self.tree))})  # fmt: skip
+                             "rows": self.chosen_rows})  # fmt: skip
         self._tried = False
         self._due = self.cost.steps + self._every
-        self._every = min(2 * self._every, WAIT if len(self.tree) == 1 else EVERY[1])
+        self._every = min(2 * self._every, WAIT if alone else EVERY[1])
 
     def _note(self) -> None:
         """Beside what was expected of the tree, what it has given."""
@@ -470,24 +530,24 @@ class TreePlan:
         Args:
             scale: batch size there over that here, by which rows cost more.
         """
-        plan = TreePlan(
-            self.hits, self.cost.seeded(scale), self.probes, self.most * (1 + self.probes)
-        )
+        cost = self.cost.seeded(scale)
+        plan = TreePlan(self.hits, cost, self.per_distance, self.max_rows)
         if self.history:
-            plan.tree, plan._paths = self.tree, self._paths
+            plan.shape, plan._paths = self.shape, self._paths
         return plan
 
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``: JSON types, a few kilobytes at most."""
         self._note()
         line, seconds = self.cost.line, None
-        length = expected_length(self.tree, self.hits.chances)
+        tree, ahead = self.shape
+        length = expected_length(tree, self.hits.chances)
         if line is not None:
-            seconds = self._seconds(len(self.tree))
+            seconds = self._seconds(len(tree), ahead)
         return {
-            "rows": self.rows(len(self.tree)),
-            "candidates": self.tree.num_candidates,
-            "depth": self.tree.max_depth,
+            "rows": self.chosen_rows,
+            "candidates": tree.num_candidates,
+            "depth": tree.max_depth,
             "b0": None if line is None else line[0],
             "b1": None if line is None else line[1],
             "drafting": self.cost.drafting_seconds,

@@ -100,7 +100,7 @@ class ProbeDrafter(TreeDrafter):
 
     def _step(self, known: tuple[int, ...], depth: int, device: str) -> StepRows:
         """Trees of rows in these states, and the probes under them."""
-        key = known, depth, self.states.states[-1].tree  # online trees change
+        key = known, depth, self.states.states[-1]  # online trees change
         if key not in self._steps:
             if len(self._steps) == KEPT_STEPS:
                 self._steps.pop(next(iter(self._steps)))

@@ -15,12 +15,11 @@ from conftest import prompt, ragged
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.core.tree import TokenTree
 from hf_spec.methods import online_policy, tuned_trees
 from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import methods
 from hf_spec.methods.online_policy import Predicted, ranks_of
-from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, StepCost
+from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape, StepCost
 from hf_spec.methods.tuned_trees import VERSION, Device
 
 NAMES = ("bita", "medusa", "ppd", "space")
@@ -124,8 +123,16 @@ def test_wrong_options(name: str, kwargs: dict, message: str) -> None:
 
 def test_too_few_rows_for_the_adapter(fresh: Callable[..., PreTrainedModel]) -> None:
     model = adapted(fresh(), "bita")
-    with pytest.raises(ValueError, match="max_rows=7: a step with one candidate has 8 rows"):
-        generate(model, "bita", {"input_ids": prompt()}, max_rows=7)
+    with pytest.raises(ValueError, match="max_rows=3: a step with one candidate has 4 rows"):
+        generate(model, "bita", {"input_ids": prompt()}, max_rows=3)
+
+
+def test_few_rows_leave_out_far_distances(fresh: Callable[..., PreTrainedModel]) -> None:
+    """Seven rows are too few for a candidate with three probes under it, but not for fewer."""
+    model = adapted(fresh(), "bita")
+    out = generate(model, "bita", {"input_ids": prompt()}, max_rows=7)
+    assert 0 < max(out.spec_stats.offered) <= 2
+    assert torch.equal(out.sequences, model.generate(prompt(), max_new_tokens=NEW, do_sample=False))
 
 
 @every_name
@@ -317,13 +324,13 @@ def test_the_first_trees_come_from_measurements(
     table = ((0.9, 0.05), (0.8, 0.1), (0.7, 0.1), (0.6, 0.1))
     found = tuned_trees.Measurements(table, {1: 1.0, 64: 64.0})
     monkeypatch.setattr(online_policy, "measurements", lambda *args: found)
-    trees: list[TokenTree] = []
+    trees: list[Shape] = []
     plan = online_policy.TreePlan.next
 
-    def noted(self: Any) -> TokenTree:
+    def noted(self: Any) -> Shape:
         trees.append(plan(self))
         return trees[-1]
 
     monkeypatch.setattr(online_policy.TreePlan, "next", noted)
     generate(model, "medusa", {"input_ids": prompt()})
-    assert trees[0].paths[:3] == ((0,), (0, 0), (0, 0, 0))
+    assert trees[0].tree.paths[:3] == ((0,), (0, 0), (0, 0, 0))

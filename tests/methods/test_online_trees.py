@@ -187,7 +187,7 @@ def test_what_is_expected_of_larger_batches() -> None:
 def test_hits_by_hand() -> None:
     rates = HitRates(2, 3)
     table, counts = rates.cumulative.copy(), [GUESSED] * 2
-    assert table[:, -1] == pytest.approx([0.875, 0.75 * 0.875])
+    assert table[:, -1] == pytest.approx([0.55 + 0.15, 0.55 * 0.85 + 0.15])
     ranks = np.array([[0, 2], [3, UNKNOWN], [1, 1], [0, 3]])
     for row in ranks:
         for i, rank in enumerate(row):
@@ -276,19 +276,22 @@ def simulate(
     cumulative = chances.cumsum(1)
     pending: list[list[int]] = []
     sizes = []
+    known = len(chances)
     for _ in range(steps):
         if plan.is_due and pending:
             plan.hits.observe(np.array(pending))
             pending = []
-        tree = plan.next()
+        tree, ahead = plan.next()
+        if plan.per_distance:
+            tree, known = tree.truncate(known), ahead if len(tree) > 1 else 0
         ranks = [int((rng.random() >= row).sum()) for row in cumulative]
         depth = node = 0
         child = {(tree.parents[n], tree.ranks[n]): n for n in range(1, len(tree))}
         while depth < len(ranks) and (node := child.get((node, ranks[depth]), 0)):
             depth += 1
-        rows = plan.rows(len(tree))
+        rows = len(tree) * (1 + known * plan.per_distance)
         if rows > 1:
-            pending.append(ranks)
+            pending.append(ranks[:known] + [UNKNOWN] * (len(ranks) - known))
         stall = 10.0 if rng.random() < 0.01 else 1.0
         spent = seconds(rows) * rng.lognormvariate(0.0, noise) * stall
         plan.observe(rows, spent, 0.02 if rows > 1 else None, depth + 1.0)
@@ -297,35 +300,43 @@ def simulate(
 
 
 def speeds(
-    seconds: Callable[[int], float], probes: int = 0, chances: np.ndarray = CHANCES
-) -> dict[int, float]:
-    """The true speed by rows."""
-    products = likeliest_paths(chances, 63)[1]
-    found = {1: 1.0 / seconds(1)}
-    for nodes in range(2, 64 // (1 + probes) + 1):
-        rows = nodes * (1 + probes)
-        found[rows] = (1 + products[: nodes - 1].sum()) / (seconds(rows) + 0.02)
+    seconds: Callable[[int], float], per_distance: int = 0, chances: np.ndarray = CHANCES
+) -> dict[tuple[int, int], float]:
+    """The true speed by nodes and distances predicted."""
+    found = {}
+    for ahead in range(1, len(chances) + 1) if per_distance else [0]:
+        products = likeliest_paths(chances[: ahead or None], 63)[1]
+        found[1, ahead] = 1.0 / seconds(1)
+        for nodes in range(2, min(64 // (1 + ahead * per_distance), len(products) + 1) + 1):
+            rows = nodes * (1 + ahead * per_distance)
+            found[nodes, ahead] = (1 + products[: nodes - 1].sum()) / (seconds(rows) + 0.02)
     return found
+
+
+def reached(plan: TreePlan, true: dict[tuple[int, int], float]) -> float:
+    """Speed of the chosen tree's size."""
+    return true[len(plan.shape.tree), plan.shape.ahead]
 
 
 def line(slope: float) -> Callable[[int], float]:
     return lambda rows: 1.0 - slope + slope * rows
 
 
-@pytest.mark.parametrize("probes", [0, 3])
+@pytest.mark.parametrize("probes", [0, 1, 2])
 @pytest.mark.parametrize("slope", [0.001, 0.01, 0.03, 0.1])
 def test_the_size_of_the_largest_speed_is_found(slope: float, probes: int) -> None:
     true = speeds(line(slope), probes)
     shares, errors = [], []
-    for seed in range(4):
-        plan = TreePlan(HitRates(4), probes=probes)
+    for seed in range(6):
+        plan = TreePlan(HitRates(4), per_distance=probes)
         simulate(plan, line(slope), 500, seed=seed)
-        reached = true[plan.rows(len(plan.tree))]
-        shares.append(reached / max(true.values()))
+        speed = reached(plan, true)
+        shares.append(speed / max(true.values()))
         errors.append(plan.cost.median_error)
-        assert plan.details()["predicted_speed"] == pytest.approx(reached, rel=0.25)
-    # What is missing: the hysteresis, and that averages over some hundred steps are not exact.
-    assert np.mean(shares) > 0.97 and min(shares) > 0.92
+        assert plan.details()["predicted_speed"] == pytest.approx(speed, rel=0.25)
+    # What is missing: hysteresis, and that averages over some hundred steps are not exact, least
+    # those of distances that are looked at now and then only.
+    assert np.mean(shares) > (0.95 if probes else 0.97) and min(shares) > 0.92, shares
     # Noise of 10 % has a median of 6.7 %.
     assert np.median(errors) < 0.1
 
@@ -335,7 +346,7 @@ def test_sizes_differ_from_machine_to_machine() -> None:
     for slope in (0.001, 0.01, 0.03, 0.1):
         plan = TreePlan(HitRates(4))
         simulate(plan, line(slope), 500)
-        sizes.append(len(plan.tree))
+        sizes.append(len(plan.shape.tree))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 4 * sizes[-1], sizes
 
 
@@ -345,13 +356,13 @@ def test_sizes_differ_from_machine_to_machine() -> None:
     (0.003, 0.1, 0.9), (0.1, 0.003, 0.9),
 ])  # fmt: skip
 def test_a_machine_that_changes_is_followed(slope: float, later: float, share: float) -> None:
-    true, reached = speeds(line(later)), []
+    true, shares = speeds(line(later)), []
     for seed in range(6):
         plan = TreePlan(HitRates(4))
         simulate(plan, line(slope), 400, seed=seed)
         simulate(plan, line(later), 400, seed=seed + 100)
-        reached.append(true[len(plan.tree)] / max(true.values()))
-    assert np.mean(reached) > share, reached
+        shares.append(reached(plan, true) / max(true.values()))
+    assert np.mean(shares) > share, shares
 
 
 class Wavering:
@@ -370,7 +381,7 @@ def test_other_work_on_the_machine_slows_all_sizes_alike() -> None:
     for seed in range(6):
         plan = TreePlan(HitRates(4))
         simulate(plan, Wavering(0.02, seed), 600, seed=seed)
-        shares.append(true[len(plan.tree)] / max(true.values()))
+        shares.append(reached(plan, true) / max(true.values()))
         errors.append(plan.cost.median_error)
     assert np.mean(shares) > 0.97 and min(shares) > 0.92, shares
     # Nobody foresees the 10 % of noise, nor the next change of pace.
@@ -378,13 +389,19 @@ def test_other_work_on_the_machine_slows_all_sizes_alike() -> None:
 
 
 def test_the_root_alone_where_no_tree_pays() -> None:
+    """Small trees are tried again now and then; what steps really cost is the controller's."""
+    shares = []
+    for seed in range(6):
+        plan = TreePlan(HitRates(4))
+        sizes = simulate(plan, line(0.2), 1000, POOR, seed=seed)
+        shares.append(sizes[200:].count(1) / 800)
+    assert np.mean(shares) > 0.8 and min(shares) > 0.7, shares
     plan = TreePlan(HitRates(4))
-    sizes = simulate(plan, line(0.2), 600, POOR)
-    assert plan.tree == TokenTree.chain(0) and plan.details()["candidates"] == 0
-    assert sizes[200:].count(1) > 0.9 * 400  # it is tried again, less and less often
+    simulate(plan, line(1.0), 300, POOR)
+    assert plan.shape.tree == TokenTree.chain(0) and plan.details()["candidates"] == 0
     # And when predictions get better, that is found out.
     simulate(plan, line(0.02), 1500, CHANCES, seed=1)
-    assert len(plan.tree) >= 4
+    assert len(plan.shape.tree) >= 4
 
 
 def test_trees_repeat() -> None:
@@ -393,16 +410,33 @@ def test_trees_repeat() -> None:
     trees = set()
     for _ in range(20):
         simulate(plan, line(0.02), 20, seed=_)
-        trees.add(plan.tree)
+        trees.add(plan.shape.tree)
     assert len(trees) <= 5
 
 
 def test_most_rows() -> None:
-    for probes, most in ((0, 20), (3, 20), (3, 8)):
-        plan = TreePlan(HitRates(4), probes=probes, max_rows=most)
-        assert max(simulate(plan, line(0.0001), 200)) == most // (1 + probes) * (1 + probes)
+    """Where rows cost nothing, trees fill what they are allowed."""
+    for per_distance, most in ((0, 20), (1, 20), (2, 20), (3, 8)):
+        plan = TreePlan(HitRates(4), per_distance=per_distance, max_rows=most)
+        sizes = simulate(plan, line(0.0001), 300)
+        assert 0.7 * most < max(sizes) <= most
     with pytest.raises(ValueError, match="max_rows=7: a step with one candidate has 8 rows"):
-        TreePlan(HitRates(4), probes=3, max_rows=7)
+        TreePlan(HitRates(4), per_distance=3, max_rows=7)
+
+
+def test_probes_predict_as_far_as_it_pays() -> None:
+    """Rows that are dear leave room for a candidate or two, and nothing for far distances."""
+    aheads = []
+    for slope in (0.001, 0.05):
+        plan = TreePlan(HitRates(4), per_distance=1)
+        simulate(plan, line(slope), 600)
+        aheads.append(plan.shape.ahead)
+        true = speeds(line(slope), 1)
+        assert reached(plan, true) > 0.93 * max(true.values())
+    assert aheads[0] > aheads[1] >= 1
+    # Distances that were not predicted for long are looked at again and found worth it.
+    simulate(plan, line(0.001), 1000, seed=1)
+    assert plan.shape.ahead > aheads[1]
 
 
 def test_sizes_grow_step_by_step() -> None:
@@ -415,19 +449,19 @@ def test_sizes_grow_step_by_step() -> None:
     sizes = simulate(plan, cliff, 600)
     first = [size for n, size in enumerate(sizes) if size > max(sizes[:n], default=0)]
     assert all(b <= 2 * a for a, b in zip(first[2:], first[3:]))
-    assert len(plan.tree) <= 40
+    assert len(plan.shape.tree) <= 40
 
 
 def test_a_new_setting_starts_from_a_like_one() -> None:
     plan = TreePlan(HitRates(4))
     simulate(plan, line(0.01), 300)
     other = plan.like_this(1.0)
-    assert other.tree == plan.tree
+    assert other.shape.tree == plan.shape.tree
     sizes = simulate(other, line(0.01), 40, seed=3)
     assert min(sizes) > 4  # nothing is tried that is known to be slow
     larger = plan.like_this(8.0)
     simulate(larger, line(0.08), 40, seed=3)
-    assert len(larger.tree) < len(plan.tree)
+    assert len(larger.shape.tree) < len(plan.shape.tree)
 
 
 def test_details_are_small() -> None:
