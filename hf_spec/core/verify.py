@@ -51,6 +51,8 @@ def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
         targets: ``(batch, nodes)`` the target's token after each node.
     """
     nodes = tree.num_nodes
+    if nodes == 1:  # a plain step
+        return Accepted(torch.zeros_like(tokens), torch.ones_like(tokens[:, 0]), targets)
     parents = tree.parents.clamp(min=0)
     ok = (tokens == targets.gather(1, parents)) & tree.valid
     ok[:, 0] = True
