@@ -8,6 +8,7 @@ call. How trees are chosen stands in :mod:`hf_spec.methods.online_trees`.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -125,6 +126,7 @@ class OnlineTrees:
         self._proposals = 0
         self._predicted = self._looked = False
         self._times = 0.0, 0.0
+        self._taken: Counter[tuple[int, int, str]] = Counter()
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -191,12 +193,16 @@ class OnlineTrees:
         self._plan, self._predicted, self._looked = None, False, False
 
     def details(self) -> dict[str, Any]:
-        """Decisions and what they rest on, as ``SpecStats.details["online"]``."""
-        if self._memory is None or not self._memory.plans:
+        """Decisions and what they rest on, as ``SpecStats.details["online"]``.
+
+        Of the batch size and length that most of the call's steps had.
+        """
+        if self._memory is None or not self._taken:
             return {}
         self._compare(self._pending)
         self._pending = []
-        batch_size, bucket, _ = key = self._latest
+        [(key, _)] = self._taken.most_common(1)
+        batch_size, bucket, _ = key
         plan = self._memory.plans[key]
         return {
             "online": {"batch_size": batch_size, "length": 2**bucket - 1, **plan.details()}
@@ -216,7 +222,7 @@ class OnlineTrees:
         memory = self._memory = self._memory or self._recall(state.batch_size, longest)
         if key not in memory.plans:
             memory.plans[key] = self._fresh(memory, key, longest)
-        self._latest = key
+        self._taken[key] += 1
         return memory.plans[key]
 
     def _recall(self, batch_size: int, length: int) -> Memory:

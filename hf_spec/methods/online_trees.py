@@ -185,8 +185,12 @@ class StepCost:
         weights = np.exp(-DECAY * (np.array(ages) - min(ages)))
         return fit_line(np.array(list(means), float), np.array(list(means.values())), weights)
 
-    def seconds(self, rows: int) -> float | None:
-        """What a step of so many rows takes, drafting included; None while unknown."""
+    def seconds(self, rows: Any) -> Any:
+        """What steps of so many rows take, drafting included; None while unknown.
+
+        Args:
+            rows: a number, or an array of them.
+        """
         line = self.line
         if line is None:
             return None
@@ -485,17 +489,15 @@ class TreePlan:
             lengths = np.concatenate([[1.0], 1.0 + np.cumsum(chances)])
             sizes = [n for n in range(1, len(lengths) + 1)
                      if n <= 2 or self.rows(n, ahead) <= limit]  # fmt: skip
-            speeds = [length / self._seconds(n, ahead) for n, length in zip(sizes, lengths)]
-            found[ahead] = paths, np.array(speeds)
+            found[ahead] = paths, lengths[: len(sizes)] / self._seconds(sizes, ahead)
         return found
 
-    def _seconds(self, nodes: int, ahead: int) -> float:
-        if nodes == 1:
-            spent = self.cost.plain_seconds()
-        else:
-            spent = self.cost.seconds(self.rows(nodes, ahead))
-        assert spent is not None
-        return max(spent, 1e-12)
+    def _seconds(self, sizes: list[int], ahead: int) -> Array:
+        """``(sizes,)`` T of trees of so many nodes."""
+        seconds: Array = self.cost.seconds(np.array([self.rows(n, ahead) for n in sizes], float))
+        alone, plain = [n == 1 for n in sizes], self.cost.plain_seconds()
+        assert plain is not None
+        return np.where(alone, plain, seconds).clip(min=1e-12)
 
     def _choose(self) -> None:
         """The size of the largest expected speed, if that is clearly larger than this tree's."""
@@ -505,7 +507,8 @@ class TreePlan:
         best = int(speeds.argmax())
         self._note()
         tree, of = self.shape
-        expected = expected_length(tree, self.hits.chances) / self._seconds(len(tree), of)
+        length = expected_length(tree, self.hits.chances)
+        expected = length / float(self._seconds([len(tree)], of)[0])
         gain = GAIN if len(tree) > 1 else LEAVE
         if speeds[best] > (1 + gain) * expected:
             self._paths = {n: paths for n, (paths, _) in found.items()}
@@ -543,7 +546,7 @@ class TreePlan:
         tree, ahead = self.shape
         length = expected_length(tree, self.hits.chances)
         if line is not None:
-            seconds = self._seconds(len(tree), ahead)
+            seconds = float(self._seconds([len(tree)], ahead)[0])
         return {
             "rows": self.chosen_rows,
             "candidates": tree.num_candidates,
