@@ -141,10 +141,12 @@ def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
         assert name in script
         script = script.replace(name, real)
     script = script.replace("max_steps=400", "max_steps=4")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = [str(Path(entry).resolve()) for entry in sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
-    )
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert cli.main([
         "train", "bita", "--model", str(base), "--data", str(data), "--dtype", "float32",
