@@ -63,11 +63,7 @@ def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> 
     if kept == tree.num_nodes:
         return None
     nodes = _first(alive, kept)
-    host = [
-        [n for n, on in enumerate(row) if on] + [n for n, on in enumerate(row) if not on]
-        for row in flags
-    ]
-    host = [row[:kept] for row in host]
+    host = [sorted(range(len(row)), key=lambda n: not row[n])[:kept] for row in flags]
     rows, rest = nodes, None
     if probes is not None:
         under = alive.gather(1, probes.anchors)

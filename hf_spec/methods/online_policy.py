@@ -24,15 +24,8 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.base import DecodingState
 from hf_spec.methods.candidates import tokens_at
-from hf_spec.methods.online_trees import (
-    RANKS,
-    UNKNOWN,
-    HitRates,
-    Shape,
-    StepCost,
-    TreePlan,
-    check_rows,
-)
+from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape, TreePlan, check_rows
+from hf_spec.methods.step_cost import StepCost
 from hf_spec.methods.tuned_trees import Device, Measurements, measurements
 
 #: Every so many steps all distances are predicted, those below the tree, too.

@@ -19,7 +19,8 @@ from hf_spec.methods import online_policy, tuned_trees
 from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import methods
 from hf_spec.methods.online_policy import Predicted, ranks_of
-from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape, StepCost
+from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape
+from hf_spec.methods.step_cost import StepCost
 from hf_spec.methods.tuned_trees import VERSION, Device
 
 NAMES = ("bita", "medusa", "ppd", "space")

@@ -18,22 +18,24 @@ import pytest
 from hf_spec.core.tree import TokenTree
 from hf_spec.methods.likely_paths import likeliest_paths
 from hf_spec.methods.online_trees import (
+    GUESSED,
+    HIT_ALPHA,
+    RANKS,
+    UNKNOWN,
+    HitRates,
+    TreePlan,
+    expected_length,
+)
+from hf_spec.methods.step_cost import (
     CLIP,
     DECAY,
     FIRST,
-    GUESSED,
-    HIT_ALPHA,
     PACE_ALPHA,
-    RANKS,
     SIZES,
     STALE,
     TIME_ALPHA,
-    UNKNOWN,
-    HitRates,
     SizeTime,
     StepCost,
-    TreePlan,
-    expected_length,
     fit_line,
 )
 
