@@ -22,8 +22,9 @@ from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import DecodingState, Draft, Method, get_method
-from hf_spec.methods.forward import TreeOutput, states_at
 from hf_spec.methods.retrieval import WithRetrieval
+from hf_spec.model.hidden_states import states_at
+from hf_spec.model.tree_forward import TreeOutput
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.forward import ProbeInputs, TreeForward, final_hidden
+from hf_spec.model.hidden_states import final_hidden
+from hf_spec.model.tree_forward import ProbeInputs, TreeForward
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.support import sliding_windows
 

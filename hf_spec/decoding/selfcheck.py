@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.forward import TreeForward
+from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.support import VERIFIED, sliding_windows
 

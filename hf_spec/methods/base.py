@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.cache import TreeCache
+from hf_spec.core.checks import check_range
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TreeBatch
-from hf_spec.methods.forward import ProbeInputs, Pruning, TreeForward
+from hf_spec.model.tree_forward import ProbeInputs, Pruning, TreeForward
 
 #: Acceptance rules and whether they keep the target distribution.
 ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
@@ -83,24 +84,6 @@ class StrategyOptions:
     @property
     def lossless(self) -> bool:
         return ACCEPTANCE_RULES.get(self.acceptance, True)
-
-
-def check_range(
-    name: str, value: Any, low: float, high: float = float("inf"), open_low: bool = False
-) -> None:
-    """Raise a ValueError unless ``value`` is a number in [low, high] (or (low, high])."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise ValueError(f"{name}={value!r}: must be a number in {bracket}{low}, {high}].")
-
-
-def check_count(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
-    """Raise a ValueError unless ``value`` is an int of at least ``low`` (and at most ``high``)."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
-        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")
 
 
 @dataclass

@@ -12,12 +12,12 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.base import DecodingState, Draft
 from hf_spec.methods.candidates import ranked_tokens
-from hf_spec.methods.forward import output_logits
 from hf_spec.methods.heads import WEIGHTS, draft_logits
 from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.probing import token_hidden
 from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter
 from hf_spec.methods.tuned_trees import TunedTrees
+from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.sequences import token_hidden
 
 
 class HeadDrafter(TreeDrafter):

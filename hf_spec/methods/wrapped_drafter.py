@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_spec.methods.base import DecodingState, Draft, Drafter
-from hf_spec.methods.forward import Pruning
+from hf_spec.model.tree_forward import Pruning
 
 
 class WrappedDrafter(Drafter):

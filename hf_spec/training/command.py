@@ -80,7 +80,7 @@ def distill(
     import torch
 
     from hf_spec.bench import contenders as lineup
-    from hf_spec.methods.base import check_count, check_range
+    from hf_spec.core.checks import check_count, check_range
     from hf_spec.training import distill as work
 
     # Everything that can be checked without a model comes first.

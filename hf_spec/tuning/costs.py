@@ -20,7 +20,7 @@ import torch
 
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.forward import TreeForward, TreeOutput
+from hf_spec.model.tree_forward import TreeForward, TreeOutput
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
 from modeling_patches.support import sliding_windows

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.bench.prompts import Prompt
-from hf_spec.methods.base import check_count
+from hf_spec.core.checks import check_count
 from hf_spec.tuning.costs import Skip, StepCosts, Sublayers
 from hf_spec.tuning.objective import STRATEGY, Evaluation, Exit
 from hf_spec.tuning.study import (

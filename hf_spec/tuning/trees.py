@@ -15,8 +15,9 @@ import torch
 
 from hf_spec.bench.prompts import Prompt, context_limit, encode_within
 from hf_spec.bench.runner import own_generation_config
+from hf_spec.core.checks import check_count
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.base import Method, check_count
+from hf_spec.methods.base import Method
 from hf_spec.methods.tree_drafter import TreeDrafter
 from hf_spec.methods.tree_options import TreeOptions
 from hf_spec.methods.tuned_trees import VERSION, Device

@@ -8,8 +8,8 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.bita.probes import probe_inputs
-from hf_spec.methods.forward import output_logits
-from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
+from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
 
 
 def loss(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hf_spec.core.checks import check_count
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.base import check_count
 from hf_spec.methods.tree_options import TreeOptions
 
 #: Candidates per mask token unless the user says.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from hf_spec.methods.base import check_count
+from hf_spec.core.checks import check_count
 from hf_spec.methods.low_rank import check_settings
 from hf_spec.methods.spec_adapter import SpecPeftConfig
 from modeling_patches.layer_skip import LayerSkipper

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import ProbeInputs, model_logits
 from hf_spec.methods.layer_skip.drafting import DraftingModel
-from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
+from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
+from hf_spec.model.tree_forward import ProbeInputs
 
 #: Tokens of a piece: about as many as are drafted in a step.
 PIECE = 4

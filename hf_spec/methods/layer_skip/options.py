@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.methods.base import StrategyOptions, check_count, check_range
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.methods.base import StrategyOptions
 
 EXITS = ("adaptive", "threshold", "fixed")
 DRAFTS = ("auto", "greedy", "sampled")

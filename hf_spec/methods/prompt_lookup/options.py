@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_spec.methods.base import StrategyOptions, check_count, check_range
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.methods.base import StrategyOptions
 from hf_spec.methods.retrieval import Limits
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_spec.methods.base import check_count
+from hf_spec.core.checks import check_count
 from hf_spec.methods.heads import HeadsConfig
 from modeling_patches.layer_skip import num_layers
 

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import TreeBatch
-from hf_spec.methods.forward import output_logits, states_at
 from hf_spec.methods.propd.options import ProPDOptions
+from hf_spec.model.hidden_states import output_logits, states_at
 
 #: Names of the head's parameters: A (hidden, hidden), b (hidden,) and gain (hidden,).
 MATRIX, BIAS, GAIN = "early_matrix", "early_bias", "early_gain"
@@ -60,7 +60,7 @@ class EarlyPruning:
         self.options = options
 
     def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
-        """See :class:`hf_spec.methods.forward.Pruning`."""
+        """See :class:`hf_spec.model.tree_forward.Pruning`."""
         inner, place = (part.to(hidden.device) for part in tree.inner)
         tokens = tokens.to(hidden.device)
         # Only nodes with children are asked what comes next.

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import model_logits, states_at
 from hf_spec.methods.heads import loss_of_states, prediction_losses
-from hf_spec.methods.probing import IGNORED, token_hidden
 from hf_spec.methods.propd.early_head import early_states
+from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.sequences import IGNORED, token_hidden
 from modeling_patches.early_pruning import layer_input
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_spec.methods.base import Method, check_count, check_range, get_method
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.methods.base import Method, get_method
 from hf_spec.methods.head_options import HeadOptions
 from hf_spec.methods.online_trees import ONLINE
 

@@ -16,10 +16,10 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import DecodingState
-from hf_spec.methods.forward import model_logits
 from hf_spec.methods.probe_drafter import ProbeDrafter
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.methods.space.options import SpaceOptions
+from hf_spec.model.hidden_states import model_logits
 
 
 class SpaceDrafter(ProbeDrafter):

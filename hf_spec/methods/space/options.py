@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.methods.base import check_count
+from hf_spec.core.checks import check_count
 from hf_spec.methods.online_trees import ONLINE
 from hf_spec.methods.tree_options import OnlineOptions
 

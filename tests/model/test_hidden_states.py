@@ -9,7 +9,7 @@ import torch
 from conftest import ARCHITECTURES, prompt
 from transformers import PreTrainedModel
 
-from hf_spec.methods.forward import final_hidden, model_logits, output_logits
+from hf_spec.model.hidden_states import final_hidden, model_logits, output_logits
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

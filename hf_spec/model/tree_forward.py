@@ -6,21 +6,20 @@ knows nothing of drafting, acceptance or generation options.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core import mask as masks
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
+from hf_spec.model.hidden_states import final_hidden, taken
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.early_pruning import early_pruning
 from modeling_patches.exits import averaged_exits
@@ -86,92 +85,6 @@ class TreeOutput(NamedTuple):
     probe_hidden: Tensor | None = None
     node_hidden: Tensor | None = None
     survivors: Survivors | None = None
-
-
-def output_logits(model: Any, hidden: Tensor) -> Tensor:
-    """The model's output embeddings applied to final hidden states.
-
-    A scaling or soft cap that some models apply afterwards is left out: for draft tokens, whose
-    order it does not change.
-    """
-    # Flat: on CPUs a slice of rows, whose strides are another number of rows', takes a path of the
-    # matrix product that is ten times slower.
-    flat = model.get_output_embeddings()(hidden.flatten(0, -2))
-    return flat.unflatten(0, hidden.shape[:-1])
-
-
-def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
-    """``hidden`` (batch, rows, hidden) at some rows of each batch row, ``rows`` (batch, n)."""
-    index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])
-    return hidden.gather(1, index)
-
-
-class _DecoderOutput(BaseModelOutput):
-    """Final hidden states; whatever else a model looks for (caches, router logits) is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-def model_logits(model: Any, hidden: Tensor) -> Tensor:
-    """The model's own logits of final hidden states (batch, rows, hidden).
-
-    With all that it does to them, in contrast to :func:`output_logits`: for losses and for
-    distributions to sample from. The model runs with its decoder's layers left out.
-    """
-    decoder = model.get_decoder()
-    # Slices take a slow path of the matrix product on CPUs; see output_logits.
-    made = _DecoderOutput(last_hidden_state=hidden.contiguous())
-    own = vars(decoder).get("forward")  # a patch or a hook of accelerate's
-    decoder.forward = lambda *args, **kwargs: made
-    try:
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        return model(input_ids=ids, use_cache=False, return_dict=True).logits
-    finally:
-        del decoder.forward
-        if own is not None:
-            decoder.forward = own
-
-
-def taken(model: Any, **inputs: Any) -> dict[str, Any]:
-    """Those of ``inputs`` that the model's forward knows: not all take positions, for example."""
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in known}
-
-
-@contextmanager
-def final_hidden(model: Any, rows: Callable[[], int] | None = None) -> Iterator[list[Tensor]]:
-    """For the block, a list that each forward of ``model`` fills with its final hidden states.
-
-    ``(batch, rows, hidden)``: what the model's output embeddings are applied to. The list stays
-    empty where the model is compiled as a whole and runs no hooks.
-
-    Args:
-        model: a causal language model.
-        rows: how many rows, from the first, logits are made of; asked behind the decoder. None:
-            of all.
-    """
-    seen: list[Tensor] = []
-
-    def note(module: Any, args: Any, output: Any) -> Any:
-        seen[:] = [output[0]]
-        if rows is None or rows() == output[0].shape[1]:
-            return None
-        # Not `contiguous()`, which keeps the stride of a single batch row: see output_logits.
-        fewer = output[0][:, : rows()]
-        fewer = fewer.flatten(0, 1).unflatten(0, fewer.shape[:2])
-        if isinstance(output, tuple):
-            return (fewer, *output[1:])
-        output.last_hidden_state = fewer
-        return output
-
-    handle = model.get_decoder().register_forward_hook(note)
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 class TreeForward:

@@ -18,8 +18,9 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, hang
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.forward import ProbeInputs, TreeForward, output_logits
-from hf_spec.methods.probing import future_labels, probe_sequences
+from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.sequences import future_labels, probe_sequences
+from hf_spec.model.tree_forward import ProbeInputs, TreeForward
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.support import kv_shape, sliding_windows
 

@@ -18,7 +18,8 @@ from transformers import DynamicCache
 
 from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.methods.forward import ProbeInputs, final_hidden, taken
+from hf_spec.model.hidden_states import final_hidden, taken
+from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention, tree_attention
 from modeling_patches.exits import averaged_exits
 from modeling_patches.support import sliding_windows
