@@ -6,13 +6,13 @@ nothing else: a call that names no strategy runs as if hf_spec were not there.
 
 from __future__ import annotations
 
+from hf_spec.adapters.active import merge_adapter, unmerge_adapter
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.config import SpecConfig
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
-from hf_spec.methods.active_adapter import merge_adapter, unmerge_adapter
 from hf_spec.methods.base import methods as _methods
 from modeling_patches import generation_mode as _generation_mode
 

@@ -63,6 +63,7 @@ def quality(
     from hf_spec.bench import quality as work
     from hf_spec.bench import report
     from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.files import write_atomically
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
@@ -86,7 +87,7 @@ def quality(
             loaded, tokenizer, chosen, taking_part, max_new_tokens, batch_size, progress
         )
     data = {"environment": environment, "quality": [one.to_dict() for one in scores]}
-    report.write_atomically(output / "quality.json", json.dumps(data, indent=1))
+    write_atomically(output / "quality.json", json.dumps(data, indent=1))
 
     from rich.console import Console
     from rich.table import Table

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from hf_spec.adapters.active import find_active
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree, TreeBatch
@@ -20,7 +21,6 @@ from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import DecodingState, Draft, Method, get_method
 from hf_spec.methods.retrieval import WithRetrieval
 from hf_spec.model.hidden_states import states_at

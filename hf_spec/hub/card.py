@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.report import write_atomically
+from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
     CARD,
     CONFIG,

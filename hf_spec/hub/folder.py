@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import hf_spec
-from hf_spec.bench.report import write_atomically
+from hf_spec.adapters.checkpoint import WEIGHTS, StoredWeights
+from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
+from hf_spec.files import write_atomically
 from hf_spec.methods.base import Method, get_method
-from hf_spec.methods.companions import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.methods.stored_weights import WEIGHTS, StoredWeights
 from hf_spec.methods.tuned_trees import TREE_FILE, TUNED, read_trees
 
 CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
@@ -123,7 +123,13 @@ def write_shim(folder: Path, repository: str | None = None) -> None:
         repository: where it goes on the Hub; the shim loads the adapter from there.
     """
     method, options = read_spec_config(folder)
-    write_atomically(folder / SHIM, shim_text(method.name, options, repository).rstrip("\n"))
+    write_atomically(
+        folder / SHIM, shim_text(method.name, options, _peft_type(method), repository).rstrip("\n")
+    )
+
+
+def _peft_type(method: Method) -> str | None:
+    return getattr(method.adapter_config, "type_name", None)
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
@@ -180,7 +186,7 @@ def check_complete(folder: Path) -> None:
         )
     method, options = read_spec_config(folder)
     peft_type = read_json(folder / CONFIG).get("peft_type")
-    expected = getattr(method.adapter_config, "type_name", None)
+    expected = _peft_type(method)
     if peft_type != expected:
         raise ValueError(
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
@@ -195,7 +201,7 @@ def check_complete(folder: Path) -> None:
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = (folder / SHIM).read_text(encoding="utf-8")
-    if not says_the_same(shim, method.name, options):
+    if not says_the_same(shim, method.name, options, _peft_type(method)):
         raise ValueError(
             f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"
         )

@@ -349,6 +349,8 @@ def methods() -> dict[str, Method]:
         if info.ispkg:
             method = importlib.import_module(f"{package.__name__}.{info.name}").METHOD
             found[method.name] = method
+            if method.adapter_config is not None:
+                method.adapter_config.strategy = method.name
     return dict(sorted(found.items()))
 
 

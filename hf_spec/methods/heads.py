@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 from hf_spec.model.hidden_states import model_logits, output_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.low_rank import features

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.base import DecodingState
 from hf_spec.methods.candidates import tokens_at
 from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape, TreePlan, check_rows

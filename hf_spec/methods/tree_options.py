@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.checks import check_count
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.base import StrategyOptions
 from hf_spec.methods.online_policy import OnlineTrees
 from hf_spec.methods.online_trees import MAX_ROWS, ONLINE

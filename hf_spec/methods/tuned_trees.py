@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.devices import device_name
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.bench.report import write_atomically
+from hf_spec.files import write_atomically
 from hf_spec.methods.base import Method, get_method, methods
 
 #: Files that training leaves in the adapter folder, beside the adapter.
@@ -73,7 +73,7 @@ def trainable_method(name: str) -> Method:
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
-    from hf_spec.methods.spec_adapter import SpecPeftConfig
+    from hf_spec.adapters.config import SpecPeftConfig
 
     inherited = {item.name for item in dataclasses.fields(SpecPeftConfig)}
     assert method.adapter_config is not None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from hf_spec.files import replacing
 
 SEARCH_FILE = "search.json"
 SEARCH_PLOT, LAYERS_PLOT = "search.png", "layers.png"
@@ -122,15 +122,6 @@ def _layers(plt: Any, data: dict[str, Any]) -> Any:
 
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a PNG in one step."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    os.close(handle)
-    try:
+    with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
     return path

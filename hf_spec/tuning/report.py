@@ -10,6 +10,7 @@ from hf_spec.bench import report as bench_report
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import BenchResult, run
+from hf_spec.files import write_atomically
 from hf_spec.hub.card import RESULTS, write_card
 from hf_spec.hub.folder import save_spec_config, save_weightless
 from hf_spec.methods.base import get_method
@@ -48,7 +49,7 @@ def write_folder(
     save_weightless(model, config_class(**result.best.skip.options()), folder)
     save_spec_config(folder, STRATEGY, result.stop.options())
     data = json.loads(json.dumps({"environment": environment, **result.to_dict()}))
-    bench_report.write_atomically(folder / SEARCH_FILE, json.dumps(data, indent=1))
+    write_atomically(folder / SEARCH_FILE, json.dumps(data, indent=1))
     bench_report.write_results(folder / RESULTS, bench, environment)
     plot_search(data, folder)
     write_card(folder)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.methods.fingerprint import fingerprint
 from hf_spec.tuning.costs import Skip, StepCosts, Sublayers
 from hf_spec.tuning.objective import OBJECTIVES, STRATEGY, Evaluation, Evaluator, Exit
 

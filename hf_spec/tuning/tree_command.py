@@ -62,12 +62,13 @@ def tune(
     """
     import torch
 
+    from hf_spec.adapters.checkpoint import WEIGHTS
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench import report
     from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.files import write_atomically
     from hf_spec.hub.card import renew_card
     from hf_spec.hub.folder import TREE, change_options, read_spec_config
-    from hf_spec.methods.stored_weights import WEIGHTS
     from hf_spec.methods.tuned_trees import TUNED
     from hf_spec.tuning import trees as work
 
@@ -107,7 +108,7 @@ def tune(
     weights = hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest()
     with renew_card(adapter):
         data = work.with_entry(before, entry, weights)
-        report.write_atomically(adapter / TREE, json.dumps(data))
+        write_atomically(adapter / TREE, json.dumps(data))
         change_options(adapter, {**work.without_shape(method, options), "tree": TUNED})
     _print(entry, adapter / TREE)
 

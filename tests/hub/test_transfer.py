@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import import_adapter, read_published
-from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import methods
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260

@@ -13,8 +13,8 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.bita.options import BitaOptions
 from hf_spec.methods.candidates import ranked_tokens
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.methods.active_adapter import find_active
+from hf_spec.adapters.active import find_active
 from hf_spec.methods.base import get_method
 from hf_spec.methods.layer_skip import objective
 from hf_spec.training.anchors import AnswerDataset, collate

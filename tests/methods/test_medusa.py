@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding import prefill
-from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import DecodingState, methods
 from hf_spec.methods.heads import draft_logits
 from hf_spec.methods.medusa.options import MedusaOptions

@@ -15,8 +15,8 @@ from conftest import prompt, ragged
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.active import require_active
 from hf_spec.methods import online_policy, tuned_trees
-from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import methods
 from hf_spec.methods.online_policy import Predicted, ranks_of
 from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape

@@ -20,10 +20,10 @@ from tiny_checkpoint import make_model
 from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.card import write_card
-from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import get_method
 from hf_spec.methods.ppd import published
 from hf_spec.methods.ppd.drafter import PPDDrafter

@@ -15,9 +15,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import methods
 from hf_spec.methods.heads import heads_loss
 from hf_spec.methods.propd import switch

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
-from hf_spec.methods.active_adapter import find_active
+from hf_spec.adapters.active import find_active
 from hf_spec.methods.base import get_method
 from hf_spec.methods.space import objective
 from hf_spec.training.anchors import AnswerDataset, collate

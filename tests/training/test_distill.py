@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench import runner
-from hf_spec.methods.fingerprint import fingerprint
 from hf_spec.training import distill as work
 
 datasets = pytest.importorskip("datasets")

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.tuner import register
 from hf_spec.methods.bita.config import BitaConfig
 from hf_spec.methods.bita.objective import loss
-from hf_spec.methods.peft_bridge import register
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 
 #: Standard deviation of fresh embeddings (section 4.1).
 INIT_STD = 0.02

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.methods.active_adapter import require_active
+from hf_spec.adapters.active import require_active
 from hf_spec.methods.bita.options import BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.methods.probe_drafter import ProbeDrafter

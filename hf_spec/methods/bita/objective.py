@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences

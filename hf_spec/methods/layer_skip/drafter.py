@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.methods.active_adapter import ActiveAdapter, find_active
 from hf_spec.methods.base import DecodingState, Draft, Drafter
 from hf_spec.methods.layer_skip.drafting import DraftingModel
 from hf_spec.methods.layer_skip.options import LayerSkipOptions

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from hf_spec.methods.active_adapter import ActiveAdapter
+from hf_spec.adapters.active import ActiveAdapter
 from modeling_patches.layer_skip import LayerSkipper
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.layer_skip.drafting import DraftingModel
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_spec.methods.active_adapter import require_active
+from hf_spec.adapters.active import require_active
 from hf_spec.methods.head_drafter import HeadDrafter
 from hf_spec.methods.heads import WEIGHTS
 from hf_spec.methods.medusa.options import MedusaOptions

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.methods.active_adapter import ActiveAdapter
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.methods.spec_adapter import SpecPeftConfig
 from modeling_patches.layer_skip import num_layers
 from modeling_patches.support import kv_shape
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.tuner import register
 from hf_spec.methods.heads import WEIGHTS, HeadsAdapter
-from hf_spec.methods.peft_bridge import register
 from hf_spec.methods.propd.config import ProPDConfig
 from hf_spec.methods.propd.early_head import BIAS, GAIN, MATRIX
 from hf_spec.methods.propd.objective import loss
-from hf_spec.methods.spec_adapter import SpecPeftConfig
 
 
 class ProPDAdapter(HeadsAdapter):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from hf_spec.methods.active_adapter import require_active
+from hf_spec.adapters.active import require_active
 from hf_spec.methods.base import DecodingState, Draft, Drafter
 from hf_spec.methods.head_drafter import HeadDrafter
 from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS

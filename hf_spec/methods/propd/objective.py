@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.methods.active_adapter import ActiveAdapter
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.methods.heads import loss_of_states, prediction_losses
 from hf_spec.methods.propd.early_head import early_states
 from hf_spec.model.hidden_states import model_logits, states_at

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_spec.methods.low_rank import adapter_low_rank, fresh_factors
-from hf_spec.methods.peft_bridge import register
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.low_rank import adapter_low_rank, fresh_factors
+from hf_spec.adapters.tuner import register
 from hf_spec.methods.space.config import SpaceConfig
 from hf_spec.methods.space.objective import loss
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 from modeling_patches.low_rank import LowRank
 from modeling_patches.support import check_unquantised
 

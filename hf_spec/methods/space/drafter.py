@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import require_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import DecodingState
 from hf_spec.methods.probe_drafter import ProbeDrafter
 from hf_spec.methods.space.masks import mask_tokens

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_spec.methods.active_adapter import ActiveAdapter
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.model.tree_forward import ProbeInputs
 
 

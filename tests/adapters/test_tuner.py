@@ -23,11 +23,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import hf_spec.methods.layer_skip.adapter  # noqa: F401  registers LAYER_SKIP
-from hf_spec.methods import peft_bridge
-from hf_spec.methods.active_adapter import active_adapter_config, find_active
+from hf_spec.adapters import tuner as peft_bridge
+from hf_spec.adapters.active import active_adapter_config, find_active
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.tuner import register
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
-from hf_spec.methods.peft_bridge import register
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 
 TOKENS = torch.arange(3, 12)[None]
 
@@ -368,7 +369,7 @@ def test_fresh_process(base_path, tmp_path):
 import hf_spec.methods.layer_skip.adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from hf_spec.methods.active_adapter import active_adapter_config
+from hf_spec.adapters.active import active_adapter_config
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_path!r}), {folder!r})
 base = AutoModelForCausalLM.from_pretrained({base_path!r})
 base.load_adapter({folder!r})
@@ -505,7 +506,7 @@ def test_training_and_gradients(base):
     assert model.get_base_model().lm_head.weight.grad is None
 
 
-def test_peft_bridge_is_the_only_user_of_the_mapping():
+def test_the_tuner_is_the_only_user_of_the_mapping():
     package = Path(peft_bridge.__file__).parents[1]
     users = [p.name for p in package.rglob("*.py") if "peft.mapping" in p.read_text()]
-    assert users == ["peft_bridge.py"]
+    assert users == ["tuner.py"]

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
-from hf_spec.methods.fingerprint import ENTRIES, fingerprint
+from hf_spec.adapters.base_model import ENTRIES, fingerprint
 
 LORA: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 2}
 EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -95,7 +95,7 @@ def test_another_process_finds_the_same(model: PreTrainedModel, tmp_path: Path) 
     model.save_pretrained(tmp_path)
     code = (
         "from transformers import AutoModelForCausalLM as M\n"
-        "from hf_spec.methods.fingerprint import fingerprint\n"
+        "from hf_spec.adapters.base_model import fingerprint\n"
         f"print(fingerprint(M.from_pretrained({str(tmp_path)!r})))"
     )
     done = subprocess.run(
@@ -156,7 +156,7 @@ def test_adapters_do_not_count(
 
 def test_adapters_of_ours_with_weights_do_not_count(model: PreTrainedModel) -> None:
     """They hang under the base as ``spec_modules``, beside LoRA or alone."""
-    from test_peft_bridge import ToyConfig
+    from test_tuner import ToyConfig
 
     before = fingerprint(model)
     model.add_adapter(ToyConfig(), adapter_name="ours")

@@ -28,13 +28,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import hf_spec
-from hf_spec.methods.active_adapter import find_active, require_active
+from hf_spec.adapters.active import find_active, require_active
+from hf_spec.adapters.base_model import FACTS, facts_of, fingerprint
+from hf_spec.adapters.checkpoint import complaints, tensor_facts
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.tuner import register
 from hf_spec.methods.base import methods
-from hf_spec.methods.base_facts import FACTS, facts_of
-from hf_spec.methods.fingerprint import fingerprint
-from hf_spec.methods.peft_bridge import register
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
-from hf_spec.methods.stored_weights import complaints, tensor_facts
 
 TOKENS = torch.arange(3, 12)[None]
 SHAPE = {
@@ -423,7 +423,7 @@ def test_training_on_records_them(adapter: Path, base_path: str) -> None:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.WARNING, logger="hf_spec.methods.base_facts"):
+    with caplog.at_level(logging.WARNING, logger="hf_spec.adapters.base_model"):
         yield caplog
 
 

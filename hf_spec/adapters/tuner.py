@@ -33,20 +33,17 @@ from peft.utils.integrations import init_empty_weights
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
-from hf_spec.methods.active_adapter import find_active
-from hf_spec.methods.spec_adapter import (
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights, check_fit, tensor_facts
+from hf_spec.adapters.config import FORMAT_VERSION, SpecPeftConfig, SpecPeftType, check_version
+from hf_spec.adapters.layer import (
     CONTAINER,
-    FORMAT_VERSION,
     SpecAdapterLayer,
-    SpecPeftConfig,
-    SpecPeftType,
     base_of,
-    check_version,
     container_key,
     layer_of,
     placement,
 )
-from hf_spec.methods.stored_weights import GivenWeights, StoredWeights, check_fit, tensor_facts
 
 #: ``objective(base model, adapter, **batch)``: what training minimises, {"loss": scalar, ...}.
 Objective = Callable[..., dict[str, torch.Tensor]]

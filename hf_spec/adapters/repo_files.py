@@ -15,12 +15,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.methods.base import get_method, methods
+from hf_spec.files import write_atomically
 
 GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
 
 
-def shim_text(strategy: str, options: dict[str, Any], repository: str | None = None) -> str:
+def shim_text(
+    strategy: str, options: dict[str, Any], peft_type: str | None, repository: str | None = None
+) -> str:
     """`custom_generate/generate.py` for a strategy with these options.
 
     They are written into it, since Transformers runs a copy of it elsewhere.
@@ -28,13 +30,14 @@ def shim_text(strategy: str, options: dict[str, Any], repository: str | None = N
     Args:
         strategy: name of the strategy.
         options: its options.
+        peft_type: type of the adapter, if there is one.
         repository: where the adapter is found on the Hub, if it is there.
     """
     text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
     constants = {
         "STRATEGY": strategy,
         "OPTIONS": options,
-        "PEFT_TYPE": getattr(get_method(strategy).adapter_config, "type_name", None),
+        "PEFT_TYPE": peft_type,
         "REPOSITORY": repository,
     }
     for name, value in constants.items():
@@ -45,11 +48,11 @@ def shim_text(strategy: str, options: dict[str, Any], repository: str | None = N
     return text
 
 
-def says_the_same(shim: str, strategy: str, options: dict[str, Any]) -> bool:
+def says_the_same(shim: str, strategy: str, options: dict[str, Any], peft_type: str | None) -> bool:
     """Whether a shim's text is what `shim_text` gives, for whatever repository."""
     found = _constant(shim, "REPOSITORY")
     repository = found and re.fullmatch(r"'([\w./-]+)'", found[1])
-    expected = shim_text(strategy, options, repository[1] if repository else None)
+    expected = shim_text(strategy, options, peft_type, repository[1] if repository else None)
     return shim.rstrip() == expected.rstrip()
 
 
@@ -58,7 +61,7 @@ def _constant(text: str, name: str) -> re.Match[str] | None:
     return re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
 
 
-def write_companions(folder: str | os.PathLike[str], config_class: type, shim: bool = True) -> None:
+def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bool = True) -> None:
     """Write the companions of an adapter, with its strategy's default options.
 
     Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that
@@ -66,11 +69,10 @@ def write_companions(folder: str | os.PathLike[str], config_class: type, shim: b
 
     Args:
         folder: holds the adapter.
-        config_class: class of its config; one that no strategy has gets no companions.
+        config_class: class of its config; one that belongs to no strategy gets no companions.
         shim: whether to write `custom_generate/generate.py`, too.
     """
-    strategy = next((m.name for m in methods().values() if m.adapter_config is config_class), None)
-    if strategy is None:
+    if config_class.strategy is None:
         return
     path = Path(folder) / GENERATION
     data = GenerationConfig().to_diff_dict()
@@ -79,17 +81,11 @@ def write_companions(folder: str | os.PathLike[str], config_class: type, shim: b
     if not data.get("assistant_strategy"):
         # With _from_model_config=True, loading would drop the strategy.
         data |= {
-            "_from_model_config": False, "assistant_strategy": strategy, "assistant_kwargs": {},
+            "_from_model_config": False, "assistant_strategy": config_class.strategy,
+            "assistant_kwargs": {},
         }  # fmt: skip
-        _write(path, json.dumps(data, indent=2, sort_keys=True))
+        write_atomically(path, json.dumps(data, indent=2, sort_keys=True))
     if shim and not (Path(folder) / SHIM).is_file():
         options = data.get("assistant_kwargs") or {}
-        _write(Path(folder) / SHIM, shim_text(data["assistant_strategy"], options).rstrip())
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a text file in one step."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+        text = shim_text(data["assistant_strategy"], options, config_class.type_name)
+        write_atomically(Path(folder) / SHIM, text.rstrip())

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.methods.spec_adapter import SpecAdapterLayer
 from modeling_patches.low_rank import Factors, LowRank, features
 
 DOWN, UP = "down__", "up__"

@@ -5,13 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_spec.methods.spec_adapter import (
-    SpecAdapterLayer,
-    SpecPeftConfig,
-    base_of,
-    layer_of,
-    layers_of,
-)
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer, base_of, layer_of, layers_of
 
 
 class ActiveAdapter(NamedTuple):
