@@ -27,7 +27,8 @@ from hf_spec.hub.folder import (
     write_shim,
 )
 from hf_spec.methods.base import Method
-from hf_spec.methods.tuned_trees import TUNED, read_trees
+from hf_spec.methods.tree_options import TUNED
+from hf_spec.methods.tuned_trees import read_trees
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.core.tree_states import TreeState
 from hf_spec.methods.base import DecodingState, Draft
-from hf_spec.methods.candidates import ranked_tokens
 from hf_spec.methods.heads import WEIGHTS, draft_logits
-from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter
-from hf_spec.methods.tuned_trees import TunedTrees
+from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import token_hidden
 
@@ -27,9 +24,8 @@ class HeadDrafter(TreeDrafter):
 
     Args:
         weights: of the heads, as in :mod:`hf_spec.methods.heads`.
-        states: trees without probes, see :meth:`TreeStates.bare`; or those tuned for several
-            devices. Heads past their last state are left out.
-        online: chooses the tree of each step, if it does.
+        source: gives trees without probes, see :meth:`TreeStates.bare`. Heads past its depth are
+            left out.
     """
 
     wants_hidden = True
@@ -39,13 +35,12 @@ class HeadDrafter(TreeDrafter):
         model: Any,
         options: Any,
         weights: Mapping[str, Tensor],
-        states: TreeStates | TunedTrees,
-        online: OnlineTrees | None = None,
+        source: TreeSource,
     ):
-        super().__init__(model, options, states, online)
+        super().__init__(model, options, source)
         dtype = model.get_input_embeddings().weight.dtype  # of hidden states
         self.weights = {
-            name: tensor[: states.max_probes].detach().to(dtype) for name, tensor in weights.items()
+            name: tensor[: source.max_depth].detach().to(dtype) for name, tensor in weights.items()
         }
 
     @property
@@ -57,8 +52,7 @@ class HeadDrafter(TreeDrafter):
         return 0
 
     def propose(self, state: DecodingState) -> Draft:
-        online = self.online
-        tree = self.states.states[-1].tree if online is None else online.tree(state)
+        tree = self.source.states(state).states[-1].tree
         depth = max(min(tree.max_depth, state.max_depth), 0) if state.hidden is not None else 0
         tree = tree.truncate(depth)
         batch = tree.batch(state.batch_size, state.root.device)
@@ -75,10 +69,8 @@ class HeadDrafter(TreeDrafter):
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         assert state.hidden is not None
-        if self.online is not None:
-            logits = self.predictions(state.hidden, self.online.look(depth))
-            return self.online.tokens(trees, state, logits), None
-        return ranked_tokens(trees, state.root, self.predictions(state.hidden, depth)), None
+        logits = self.predictions(state.hidden, self.source.look(depth))
+        return self.source.tokens(trees, state, logits), None
 
     def predictions(self, hidden: Tensor, depth: int) -> Tensor:
         """Logits of the first heads, ``(batch, depth, vocab)``.

@@ -26,6 +26,7 @@ from hf_spec.methods.base import DecodingState
 from hf_spec.methods.candidates import tokens_at
 from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape, TreePlan, check_rows
 from hf_spec.methods.step_cost import StepCost
+from hf_spec.methods.tree_drafter import TreeSource
 from hf_spec.methods.tuned_trees import Device, Measurements, measurements
 
 #: Every so many steps all distances are predicted, those below the tree, too.
@@ -91,14 +92,14 @@ class Memory:
 _memories: weakref.WeakKeyDictionary[Any, dict[Hashable, Memory]] = weakref.WeakKeyDictionary()
 
 
-class OnlineTrees:
+class OnlineTrees(TreeSource):
     """The trees of one call.
 
     Args:
         model: what is remembered is forgotten with it.
         adapter: the adapter that drafts; ``tree.json`` beside it tells what to start from.
         depth: distances that it predicts.
-        probes: rows under a node that predict all of them, if predictions come from probes.
+        probes: under a node for each distance, if predictions come from probes.
         max_rows: most rows of a step.
 
     Raises:
@@ -110,7 +111,7 @@ class OnlineTrees:
         self, model: Any, adapter: ActiveAdapter, depth: int, probes: int, max_rows: int,
     ):  # fmt: skip
         self.model, self.adapter = model, adapter
-        self.depth, self.per_distance, self.max_rows = depth, probes // max(depth, 1), max_rows
+        self.depth, self.per_distance, self.max_rows = depth, probes, max_rows
         self.ranks = min(RANKS, model.get_input_embeddings().weight.shape[0])
         check_rows(max_rows, self.per_distance)
         self._memory: Memory | None = None
@@ -127,13 +128,15 @@ class OnlineTrees:
         """The call's first step is near."""
         self._times = _times(state)
 
-    def tree(self, state: DecodingState) -> TokenTree:
-        """The tree of the step that begins now."""
-        return self._shape(state).tree
+    @property
+    def max_depth(self) -> int:
+        return self.depth
 
     def states(self, state: DecodingState) -> TreeStates:
-        """The same for a drafter with probes: none under any node if no tree pays."""
+        """The trees of the step that begins now; without probes under any node if none pays."""
         tree, ahead = self._shape(state)
+        if not self.per_distance:
+            return TreeStates.bare(tree, self.depth)
         return TreeStates.uniform(tree, ahead if len(tree) > 1 else 0)
 
     def _shape(self, state: DecodingState) -> Shape:
@@ -156,14 +159,7 @@ class OnlineTrees:
         self, trees: Sequence[TokenTree], state: DecodingState, logits: Tensor,
         known: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Tokens on all nodes, as :func:`ranked_tokens`; the predictions are noted.
-
-        Args:
-            trees: of each row.
-            state: the decoding.
-            logits: ``(batch, distances, vocab)`` of all distances of the trees, or of more.
-            known: distances that each row has predictions for; None: all.
-        """
+        """See :meth:`TreeSource.tokens`; the predictions are noted."""
         best = logits.topk(self.ranks, dim=-1).indices  # (batch, distances, K)
         rows = [row if on else None for row, on in zip(state.tokens, state.active)]
         starts = [len(row) for row in state.tokens]

@@ -18,8 +18,6 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.methods.likely_paths import Array, RankPath, likeliest_paths
 from hf_spec.methods.step_cost import StepCost
 
-#: What the option ``tree`` says for such trees.
-ONLINE = "online"
 #: Most rows of a step, unless the user says.
 MAX_ROWS = 64
 

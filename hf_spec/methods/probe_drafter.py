@@ -12,10 +12,7 @@ from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.base import DecodingState, Draft
-from hf_spec.methods.candidates import ranked_tokens
-from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter
-from hf_spec.methods.tuned_trees import TunedTrees
+from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import ProbedSequences, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
@@ -31,11 +28,9 @@ class ProbeDrafter(TreeDrafter):
 
     Args:
         probe_inputs: what has been learned; one embedding per probe of the group.
-        states: the tree of each state, with the probes under its nodes; or those tuned for several
-            devices, of which the call takes the nearest.
+        source: gives the tree of each state, with the probes under its nodes.
         group: the probes for all distances, those of distance 1 first, equally many for each;
             None: one for each distance, each seeing those before it.
-        online: chooses the tree of each step, if it does.
     """
 
     probe_inputs: ProbeInputs
@@ -45,14 +40,13 @@ class ProbeDrafter(TreeDrafter):
         model: Any,
         options: Any,
         probe_inputs: ProbeInputs,
-        states: TreeStates | TunedTrees,
+        source: TreeSource,
         group: ProbeGroup | None = None,
-        online: OnlineTrees | None = None,
     ):
-        super().__init__(model, options, states, online)
+        super().__init__(model, options, source)
         self.probe_inputs = probe_inputs
-        self.group = group or ProbeGroup.causal(states.max_probes)
-        self._per_distance = len(self.group) // max(states.max_probes, 1)
+        self.group = group or ProbeGroup.causal(source.max_depth)
+        self._per_distance = len(self.group) // max(source.max_depth, 1)
         self._steps: dict[Hashable, StepRows] = {}
 
     @property
@@ -69,12 +63,11 @@ class ProbeDrafter(TreeDrafter):
         self._steps.clear()
 
     def propose(self, state: DecodingState) -> Draft:
-        if self.online is not None:
-            self.states = self.online.states(state)
-        most = self.states.max_probes
+        states = self.source.states(state)
+        most = states.max_probes
         known = tuple(min(n // self._per_distance, most) for n in state.probe_counts)
         depth = max(min(max(known), state.max_depth), 0)
-        trees, batch, probes = self._step(known, depth, str(state.root.device))
+        trees, batch, probes = self._step(states, known, depth, str(state.root.device))
         tokens, distributions = state.root[:, None], None
         if batch.num_nodes > 1:
             tokens, distributions = self.candidates(state, trees, batch.max_depth)
@@ -84,12 +77,10 @@ class ProbeDrafter(TreeDrafter):
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         assert state.probe_hidden is not None
-        depth = depth if self.online is None else self.online.look(depth)
+        depth = self.source.look(depth)
         logits = self.predictions(state.probe_hidden[:, : depth * self._per_distance])
-        if self.online is not None:
-            known = [n // self._per_distance for n in state.probe_counts]
-            return self.online.tokens(trees, state, logits, known), None
-        return ranked_tokens(trees, state.root, logits), None
+        known = [n // self._per_distance for n in state.probe_counts]
+        return self.source.tokens(trees, state, logits, known), None
 
     def predictions(self, hidden: Tensor) -> Tensor:
         """Logits, ``(batch, depth, vocab)``, from the probes' final hidden states.
@@ -99,14 +90,16 @@ class ProbeDrafter(TreeDrafter):
         """
         return output_logits(self.model, hidden)
 
-    def _step(self, known: tuple[int, ...], depth: int, device: str) -> StepRows:
-        """Trees of rows in these states, and the probes under them."""
-        key = known, depth, self.states.states[-1]  # online trees change
+    def _step(
+        self, states: TreeStates, known: tuple[int, ...], depth: int, device: str
+    ) -> StepRows:
+        """Trees of rows with so many known tokens, and the probes under them."""
+        key = known, depth, states
         if key not in self._steps:
             if len(self._steps) == KEPT_STEPS:
                 self._steps.pop(next(iter(self._steps)))
-            states = [self.states.states[k].truncate(depth) for k in known]
-            self._steps[key] = self.rows(states, device)
+            chosen = [states.states[k].truncate(depth) for k in known]
+            self._steps[key] = self.rows(chosen, device)
         return self._steps[key]
 
     def rows(self, states: Sequence[TreeState], device: str) -> StepRows:

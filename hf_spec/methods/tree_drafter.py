@@ -16,11 +16,8 @@ from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.base import DecodingState, Draft, Drafter
-from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.tuned_trees import Device, TunedTrees
+from hf_spec.methods.candidates import ranked_tokens
 
-#: What stands for tuned trees until the call's first step.
-ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)
 #: Predictions of finished sequences that are made at once: they are vocabularies long.
 AT_ONCE = 384
 
@@ -28,44 +25,76 @@ AT_ONCE = 384
 StepRows = tuple[list[TokenTree], TreeBatch, ProbeRows | None]
 
 
+class TreeSource:
+    """Where the trees of a call's steps come from: here the same trees throughout.
+
+    Args:
+        states: the tree of each state, the number of tokens that are predicted.
+    """
+
+    def __init__(self, states: TreeStates):
+        self._states = states
+
+    @property
+    def max_depth(self) -> int:
+        """Distances that its trees use at most."""
+        return self._states.max_probes
+
+    def start(self, state: DecodingState) -> None:
+        """The call's first step is near, or the batch has become smaller."""
+
+    def states(self, state: DecodingState) -> TreeStates:
+        """The trees of the step that begins now."""
+        return self._states
+
+    def look(self, depth: int) -> int:
+        """Distances to predict where the tree of the step is so deep."""
+        return depth
+
+    def tokens(
+        self, trees: Sequence[TokenTree], state: DecodingState, logits: Tensor,
+        known: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens on all nodes, as :func:`ranked_tokens`.
+
+        Args:
+            trees: of each row.
+            state: the decoding.
+            logits: ``(batch, distances, vocab)`` of all distances of the trees, or of more.
+            known: distances that each row has predictions for; None: all.
+        """
+        return ranked_tokens(trees, state.root, logits)
+
+    def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
+        """A step of so many rows is over, with these accepted nodes; a plain one, too."""
+
+    def details(self) -> dict[str, Any]:
+        """For ``SpecStats.details``."""
+        return {}
+
+
 class TreeDrafter(Drafter):
     """A drafter with trees.
 
     Args:
-        states: the tree of each state, the number of tokens that are predicted; or those tuned for
-            several devices, of which the call takes the nearest.
-        online: chooses the tree of each step, if it does.
+        source: gives the trees of each step.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        options: Any,
-        states: TreeStates | TunedTrees,
-        online: OnlineTrees | None = None,
-    ):
+    def __init__(self, model: Any, options: Any, source: TreeSource):
         super().__init__(model, options)
-        self.online = online
-        self.tuned = states if isinstance(states, TunedTrees) else None
-        self.states = ROOT_ONLY if isinstance(states, TunedTrees) else states
+        self.source = source
 
     def start(self, state: DecodingState) -> None:
-        if self.tuned is not None:
-            context = max(state.cache.host_lengths)
-            self.states = self.tuned.select(Device.of(self.model), state.batch_size, context)
-        if self.online is not None:
-            self.online.start(state)
+        self.source.start(state)
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
-        if self.tuned is not None:  # another batch size may have other trees
-            self.start(state)
+        self.source.start(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        if self.online is not None:
-            self.online.observe(state, draft.num_rows, nodes)
+        self.source.observe(state, draft.num_rows, nodes)
 
     def details(self) -> dict[str, Any]:
-        return {} if self.online is None else self.online.details()
+        return self.source.details()
 
     @property
     @abstractmethod

@@ -7,14 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.checks import check_count
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.base import StrategyOptions
-from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.online_trees import MAX_ROWS, ONLINE
-from hf_spec.methods.tuned_trees import TUNED, TunedTrees, dynamic_trees, is_dynamic
+
+#: What the option ``tree`` says for trees that are chosen while decoding, and for those that
+#: ``hf-spec tune`` has chosen.
+ONLINE, TUNED = "online", "tuned"
+
+
+def is_dynamic(tree: Any) -> bool:
+    """Whether the option ``tree`` names tuned trees or gives a dynamic one.
+
+    A dynamic tree is a list of states as ``TreeStates.to_json`` gives it.
+
+    Raises:
+        ValueError: it looks like a dynamic tree, and is none.
+    """
+    if tree == TUNED:
+        return True
+    if isinstance(tree, str) or not isinstance(tree, Sequence) or not len(tree):
+        return False
+    if isinstance(tree[0], dict):
+        TreeStates.from_json(tree)
+        return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -45,24 +63,6 @@ class OnlineOptions(StrategyOptions):
     def untimed(self) -> dict[str, Any]:
         static = {"tree": self.trees[0], "max_rows": None} if self.tree == ONLINE else {}
         return {**super().untimed(), **static}
-
-    def online_trees(
-        self, model: Any, adapter: ActiveAdapter, depth: int, probes: int = 0
-    ) -> OnlineTrees | None:
-        """What chooses the trees, if ``tree`` says so.
-
-        Args:
-            model: that decodes.
-            adapter: the adapter that drafts.
-            depth: future tokens that are predicted.
-            probes: rows under each node.
-
-        Raises:
-            ValueError: ``max_rows`` are too few for a candidate.
-        """
-        if self.tree != ONLINE:
-            return None
-        return OnlineTrees(model, adapter, depth, probes, self.max_rows or MAX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -137,21 +137,6 @@ class TreeOptions(OnlineOptions):
                 "give shorter paths."
             )
         return tree
-
-    def make_states(self, adapter: ActiveAdapter, available: int) -> TreeStates | TunedTrees:
-        """The trees, with the probes under their nodes.
-
-        Args:
-            adapter: the adapter that drafts; tuned trees lie beside its weights.
-            available: future tokens that it predicts.
-
-        Raises:
-            ValueError: if they go deeper than the adapter predicts, or none have been tuned.
-        """
-        if is_dynamic(self.tree):
-            return dynamic_trees(self.tree, adapter, available)
-        make = TreeStates.uniform if self.hangs_probes else TreeStates.bare
-        return make(self.make_tree(available), self.max_depth or available)
 
     def _check_probes(self) -> None:
         """Raise a ValueError if a dynamic tree has probes that nothing would be predicted from."""

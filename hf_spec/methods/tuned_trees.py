@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 #: The file, and the newest version that this release reads and the one it writes.
 TREE_FILE, VERSION = "tree.json", 1
-#: What the option ``tree`` says to take the file's.
-TUNED = "tuned"
 
 
 @dataclass(frozen=True)
@@ -159,55 +156,6 @@ def _read(path: Path, changed: int, size: int) -> TunedTrees:
         return TunedTrees.from_json(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:  # of JSON, too
         raise ValueError(f"{str(path)!r} is no file of tuned trees: {error}") from error
-
-
-def is_dynamic(tree: Any) -> bool:
-    """Whether the option ``tree`` names tuned trees or gives a dynamic one.
-
-    A dynamic tree is a list of states as ``TreeStates.to_json`` gives it.
-
-    Raises:
-        ValueError: it looks like a dynamic tree, and is none.
-    """
-    if tree == TUNED:
-        return True
-    if isinstance(tree, str) or not isinstance(tree, Sequence) or not len(tree):
-        return False
-    if isinstance(tree[0], dict):
-        TreeStates.from_json(tree)
-        return True
-    return False
-
-
-def dynamic_trees(tree: Any, adapter: ActiveAdapter, most: int) -> TreeStates | TunedTrees:
-    """The trees of an option ``tree`` for which :func:`is_dynamic` holds.
-
-    Args:
-        tree: the option.
-        adapter: the adapter that drafts; ``tree.json`` lies beside its weights.
-        most: distances that it predicts.
-
-    Raises:
-        ValueError: there is no ``tree.json``, it cannot be read, or the trees take more tokens.
-    """
-    trees: TreeStates | TunedTrees
-    if tree == TUNED:
-        path = adapter.config.file_beside(TREE_FILE)
-        if path is None:
-            raise ValueError(
-                f"tree='tuned': there is no {TREE_FILE} where the adapter {adapter.name!r} was "
-                "loaded from. Run hf-spec tune on its folder and load it again, or name another "
-                "tree."
-            )
-        trees = read_trees(path)
-    else:
-        trees = TreeStates.from_json(tree)
-    if trees.max_probes > most:
-        raise ValueError(
-            f"tree has states up to {trees.max_probes} predicted tokens, the adapter drafts {most} "
-            "tokens: run hf-spec tune again, or give another tree."
-        )
-    return trees
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
     drafter = get_method("bita").drafter(
         load(made), get_method("bita").parse_options({"tree": "tuned"})
     )
-    assert drafter.distances == 2 and len(drafter.tuned.entries) == 1
+    assert drafter.distances == 2 and len(drafter.source.trees.entries) == 1
 
 
 def test_options_of_static_trees_give_way(made: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_options_of_static_trees_give_way(made: Path, tmp_path: Path) -> None:
 def test_without_the_option_trees_stay_static(made: Path) -> None:
     model = load(made)
     options = get_method("bita").parse_options(None)
-    assert get_method("bita").drafter(model, options).tuned is None
+    assert not hasattr(get_method("bita").drafter(model, options).source, "trees")
 
 
 def test_the_same_device_replaces_its_entry_and_others_stay(made: Path, tmp_path: Path) -> None:

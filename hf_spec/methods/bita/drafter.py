@@ -15,6 +15,7 @@ from hf_spec.adapters.active import require_active
 from hf_spec.methods.bita.options import BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.methods.tree_source import tree_source
 
 
 class BitaDrafter(ProbeDrafter):
@@ -25,7 +26,6 @@ class BitaDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: BitaOptions):
         adapter = require_active(model, "BITA", "bita")
         weights: Mapping[str, Tensor] = adapter.weights()
-        trees = options.make_states(adapter, len(weights["masks"]))
-        used = {**weights, "masks": weights["masks"][: trees.max_probes]}
-        online = options.online_trees(model, adapter, trees.max_probes, trees.max_probes)
-        super().__init__(model, options, probe_inputs(model, used), trees, online=online)
+        source = tree_source(options, model, adapter, len(weights["masks"]), probes=1)
+        used = {**weights, "masks": weights["masks"][: source.max_depth]}
+        super().__init__(model, options, probe_inputs(model, used), source)

@@ -13,6 +13,7 @@ from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
 from hf_spec.methods.propd.early_head import EarlyPruning
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
 from hf_spec.methods.propd.switch import Switch, switch_for
+from hf_spec.methods.tree_source import tree_source
 from hf_spec.methods.wrapped_drafter import WrappedDrafter
 
 
@@ -29,9 +30,8 @@ class ProPDDrafter(WrappedDrafter):
         if options.drafter == HEADS:
             names = (WEIGHTS, BIASES, PROJECTION)
             heads = {name: weights[name] for name in names if name in weights}
-            states = options.make_states(adapter, len(heads[WEIGHTS]))
-            online = options.online_trees(model, adapter, states.max_probes)
-            inner = HeadDrafter(model, options, heads, states, online)
+            source = tree_source(options, model, adapter, len(heads[WEIGHTS]))
+            inner = HeadDrafter(model, options, heads, source)
         else:
             method = options.drafting_method()
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))

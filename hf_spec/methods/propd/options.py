@@ -9,7 +9,7 @@ from typing import Any
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.methods.base import Method, get_method
 from hf_spec.methods.head_options import HeadOptions
-from hf_spec.methods.online_trees import ONLINE
+from hf_spec.methods.tree_options import ONLINE
 
 CRITERIA = ("top_k", "probability")
 #: The drafter that the adapter brings along.

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_spec.core.checks import check_count
-from hf_spec.methods.online_trees import ONLINE
-from hf_spec.methods.tree_options import OnlineOptions
+from hf_spec.methods.tree_options import ONLINE, OnlineOptions
 
 
 @dataclass(frozen=True)
