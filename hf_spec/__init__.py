@@ -13,7 +13,7 @@ from hf_spec.decoding.config import SpecConfig
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
-from hf_spec.methods.base import methods as _methods
+from hf_spec.methods.registry import methods as _methods
 from modeling_patches import generation_mode as _generation_mode
 
 __version__ = "0.1.0"

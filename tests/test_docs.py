@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_spec.methods import base
+from hf_spec.methods import registry
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -22,8 +22,8 @@ def test_the_example_method_of_the_docs_works(
     (tmp_path / "echo_of_the_docs.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     scope = vars(importlib.import_module("echo_of_the_docs"))
-    found = {**base.methods(), "echo": scope["METHOD"]}
-    monkeypatch.setattr(base, "methods", lambda: found)
+    found = {**registry.methods(), "echo": scope["METHOD"]}
+    monkeypatch.setattr(registry, "methods", lambda: found)
 
     model = tiny("llama")
     ids = torch.tensor([[5, 9, 7, 7, 7]])
@@ -46,5 +46,5 @@ def test_every_relative_link_of_the_docs_exists() -> None:
 
 
 def test_every_strategy_has_a_page() -> None:
-    for name in base.methods():
+    for name in registry.methods():
         assert (DOCS / f"{name}.md").is_file()

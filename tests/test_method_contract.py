@@ -22,7 +22,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
 from hf_spec.core.cache import TreeCache
-from hf_spec.methods.base import Method, methods
+from hf_spec.methods.registry import Method, methods
 
 #: Options worth a run of their own; a strategy that is not named here runs with its defaults.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {

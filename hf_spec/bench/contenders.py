@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_spec
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 
 PLAIN_NAME = "plain"
 STOCK_LOOKUP = "transformers:prompt_lookup"

@@ -19,7 +19,7 @@ import hf_spec
 from hf_spec.bench.agreement import Agreement
 from hf_spec.core.stats import SpecStats
 from hf_spec.files import write_atomically
-from hf_spec.methods.devices import cpu_name, device_name
+from hf_spec.policy.devices import cpu_name, device_name
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.methods.base import DecodingState, Drafter
+from hf_spec.drafting.drafter import DecodingState, Drafter
 
 #: Share of the carried rows that must have finished. In the way of the others stands at most one
 #: row per finished one, and swapping two rows takes about as long as one row's share of a step

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_spec.core import verify
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.methods.base import Draft, StrategyOptions
+from hf_spec.drafting.drafter import Draft
+from hf_spec.drafting.options import StrategyOptions
 
 
 @dataclass

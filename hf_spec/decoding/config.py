@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 
 
 class SpecConfig(GenerationConfig):

@@ -16,15 +16,16 @@ from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.decoding.batch import Shrinking
 from hf_spec.decoding.choose import Choice, Chooser
-from hf_spec.decoding.controller import controller_for, switched_on
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.methods.base import DecodingState, Draft, Method, get_method
-from hf_spec.methods.retrieval import WithRetrieval
+from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.ngram import WithRetrieval
+from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
 from hf_spec.model.tree_forward import TreeOutput
+from hf_spec.policy.controller import controller_for, switched_on
 
 
 @torch.no_grad()

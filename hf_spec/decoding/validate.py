@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_spec.decoding.selfcheck import check_tree_forward
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_model
 
 #: Options of other decoding modes, with the value that leaves them off.

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hf_spec.drafting.options import TUNED
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
     CARD,
@@ -26,9 +27,8 @@ from hf_spec.hub.folder import (
     read_spec_config,
     write_shim,
 )
-from hf_spec.methods.base import Method
-from hf_spec.methods.tree_options import TUNED
-from hf_spec.methods.tuned_trees import read_trees
+from hf_spec.methods.registry import Method
+from hf_spec.policy.tuned_trees import read_trees
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 

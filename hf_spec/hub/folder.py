@@ -18,10 +18,10 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, StoredWeights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
+from hf_spec.drafting.options import TUNED
 from hf_spec.files import write_atomically
-from hf_spec.methods.base import Method, get_method
-from hf_spec.methods.tree_options import TUNED
-from hf_spec.methods.tuned_trees import TREE_FILE, read_trees
+from hf_spec.methods.registry import Method, get_method
+from hf_spec.policy.tuned_trees import TREE_FILE, read_trees
 
 CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD, SHIM)

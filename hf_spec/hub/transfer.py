@@ -19,7 +19,7 @@ from hf_spec.adapters.active import require_active
 from hf_spec.adapters.checkpoint import StoredWeights, complaints, tensor_facts
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
-from hf_spec.methods.base import Method, Published, get_method, methods
+from hf_spec.methods.registry import Method, Published, get_method, methods
 
 #: End of the name of a file that says which tensors are in which of several files.
 INDEX = ".index.json"

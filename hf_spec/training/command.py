@@ -151,7 +151,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     """
     import hf_spec
     from hf_spec.bench import contenders as lineup
-    from hf_spec.methods.base import get_method
+    from hf_spec.methods.registry import get_method
 
     adapters = lineup.read_adapters([adapter] if adapter else ())
     name = strategy or (adapters[0].strategy if adapters else DEFAULT_STRATEGY)

@@ -10,7 +10,7 @@ import torch
 
 import hf_spec
 from hf_spec.core.stats import SpecStats
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import IGNORED
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_spec.files import write_atomically
-from hf_spec.methods.base import Method, get_method, methods
+from hf_spec.methods.registry import Method, get_method, methods
 
 #: Files that training leaves in the adapter folder, beside the adapter.
 RECORD, LOSS_PLOT, TAU_PLOT = "training.json", "loss.png", "tau.png"

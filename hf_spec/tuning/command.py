@@ -291,7 +291,7 @@ def tuned(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    from hf_spec.methods.tuned_trees import TREE_FILE
+    from hf_spec.policy.tuned_trees import TREE_FILE
     from hf_spec.tuning.tree_command import read_tree_file
 
     data = read_tree_file(folder / TREE_FILE)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.methods.tree_drafter import TreeDrafter
+from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.tuning.bare_trees import BareTrees
 from hf_spec.tuning.sparse_tree import Array, SparseTrees
 

@@ -13,7 +13,7 @@ from hf_spec.bench.runner import BenchResult, run
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import RESULTS, write_card
 from hf_spec.hub.folder import save_spec_config, save_weightless
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 from hf_spec.tuning.objective import STRATEGY
 from hf_spec.tuning.plots import SEARCH_FILE, plot_search
 

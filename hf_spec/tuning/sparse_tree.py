@@ -22,7 +22,7 @@ import numpy as np
 
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.methods.likely_paths import Array, RankPath, likeliest_paths
+from hf_spec.policy.likely_paths import Array, RankPath, likeliest_paths
 
 #: Share of steps after which the chain starts again in state 0, as every call does: chains that
 #: never return to a state have one answer then, too.

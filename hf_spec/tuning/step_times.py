@@ -21,8 +21,8 @@ from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState
-from hf_spec.methods.base import DecodingState
-from hf_spec.methods.tree_drafter import StepRows, TreeDrafter
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.tree_drafter import StepRows, TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
 from hf_spec.tuning.costs import rising
 from modeling_patches.attention_masks import tree_attention

@@ -66,10 +66,10 @@ def tune(
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench import report
     from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.drafting.options import TUNED
     from hf_spec.files import write_atomically
     from hf_spec.hub.card import renew_card
     from hf_spec.hub.folder import TREE, change_options, read_spec_config
-    from hf_spec.methods.tree_options import TUNED
     from hf_spec.tuning import trees as work
 
     # Everything that can be checked without a model comes first.
@@ -114,7 +114,7 @@ def tune(
 
 
 def _methods() -> dict[str, Any]:
-    from hf_spec.methods.base import methods
+    from hf_spec.methods.registry import methods
 
     return methods()
 
@@ -126,7 +126,7 @@ def read_tree_file(path: Path) -> dict[str, Any] | None:
         ValueError: it is none that this release can add to.
     """
     from hf_spec.hub.folder import read_json
-    from hf_spec.methods.tuned_trees import read_trees
+    from hf_spec.policy.tuned_trees import read_trees
 
     if not path.is_file():
         return None

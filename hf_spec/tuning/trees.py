@@ -17,11 +17,11 @@ from hf_spec.bench.prompts import Prompt, context_limit, encode_within
 from hf_spec.bench.runner import own_generation_config
 from hf_spec.core.checks import check_count
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.base import Method
-from hf_spec.methods.tree_drafter import TreeDrafter
-from hf_spec.methods.tree_options import TreeOptions
-from hf_spec.methods.tuned_trees import VERSION, Device
-from hf_spec.methods.wrapped_drafter import WrappedDrafter
+from hf_spec.drafting.options import TreeOptions
+from hf_spec.drafting.tree_drafter import TreeDrafter
+from hf_spec.drafting.wrapped_drafter import WrappedDrafter
+from hf_spec.methods.registry import Method
+from hf_spec.policy.tuned_trees import VERSION, Device
 from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import FutureRanks, Ranks, Replay, measure
 from hf_spec.tuning.sparse_tree import Array

@@ -34,7 +34,7 @@ from hf_spec.adapters.checkpoint import complaints, tensor_facts
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.adapters.tuner import register
-from hf_spec.methods.base import methods
+from hf_spec.methods.registry import methods
 
 TOKENS = torch.arange(3, 12)[None]
 SHAPE = {

@@ -24,8 +24,9 @@ import hf_spec
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, loop
-from hf_spec.methods.base import DecodingState, Drafter, methods
-from hf_spec.methods.tree_source import TunedSource
+from hf_spec.drafting.drafter import DecodingState, Drafter
+from hf_spec.methods.registry import methods
+from hf_spec.policy.tree_source import TunedSource
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -517,7 +518,7 @@ def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Mon
 
 def test_costs_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller moves to the costs of the smaller batch, and finds them in the next call."""
-    from hf_spec.decoding import controller
+    from hf_spec.policy import controller
 
     settings: list[Any] = []
     move = controller.Controller.move
@@ -537,7 +538,7 @@ def test_costs_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPat
 
 
 def test_lent_costs_are_replaced_by_own() -> None:
-    from hf_spec.decoding.controller import KEPT, TRUSTED, Costs
+    from hf_spec.policy.controller import KEPT, TRUSTED, Costs
 
     costs = Costs()
     for _ in range(KEPT):

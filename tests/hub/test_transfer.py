@@ -19,7 +19,7 @@ from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import import_adapter, read_published
-from hf_spec.methods.base import methods
+from hf_spec.methods.registry import methods
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
 
@@ -298,8 +298,8 @@ class VllmMedusa(nn.Module):
 def test_export_for_vllm_and_back(
     checkpoint: Path, tmp_path: Path, layers: int, projection: str
 ) -> None:
+    from hf_spec.drafting.heads import draft_logits
     from hf_spec.hub.transfer import export_adapter
-    from hf_spec.methods.heads import draft_logits
 
     base = load(checkpoint)
     config = hf_spec.MedusaConfig(num_heads=2, num_layers=layers, projection=projection)

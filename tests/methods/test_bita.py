@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
+from hf_spec.drafting.candidates import ranked_tokens
 from hf_spec.methods.bita.options import BitaOptions
-from hf_spec.methods.candidates import ranked_tokens
 
 NEW = 16
 

@@ -14,9 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.methods.base import DecodingState, Draft, get_method
+from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.methods.layer_skip.drafter import DraftExit, LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.layer_skip import LayerSkipper

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
-from hf_spec.methods.base import get_method
 from hf_spec.methods.layer_skip import objective
+from hf_spec.methods.registry import get_method
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.train import TrainSettings, bit_sums, split, train
 from modeling_patches.layer_skip import LayerSkipper

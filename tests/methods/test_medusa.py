@@ -17,9 +17,10 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding import prefill
-from hf_spec.methods.base import DecodingState, methods
-from hf_spec.methods.heads import draft_logits
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.heads import draft_logits
 from hf_spec.methods.medusa.options import MedusaOptions
+from hf_spec.methods.registry import methods
 from hf_spec.model import tree_forward
 from hf_spec.model.sequences import token_hidden
 
@@ -345,7 +346,7 @@ def test_plain_steps_keep_the_hidden_state(
     fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that do not draft stand between those that do; these draft at their full depth."""
-    from hf_spec.decoding.controller import Controller
+    from hf_spec.policy.controller import Controller
 
     model = fresh()
     trained_like(model)

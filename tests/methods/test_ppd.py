@@ -24,13 +24,13 @@ from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.card import write_card
-from hf_spec.methods.base import get_method
 from hf_spec.methods.ppd import published
 from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.ppd.objective import loss as objective
 from hf_spec.methods.ppd.options import PPDOptions
 from hf_spec.methods.ppd.probes import ept_group
-from hf_spec.methods.tree_source import tree_source
+from hf_spec.methods.registry import get_method
+from hf_spec.policy.tree_source import tree_source
 from hf_spec.training.train import TrainSettings, train
 
 NEW = 16

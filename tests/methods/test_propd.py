@@ -18,12 +18,12 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.base import methods
-from hf_spec.methods.heads import heads_loss
-from hf_spec.methods.propd import switch
+from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.early_head import EarlyPruning, early_states
 from hf_spec.methods.propd.options import ProPDOptions
-from hf_spec.methods.propd.switch import Switch
+from hf_spec.methods.registry import methods
+from hf_spec.policy import switch
+from hf_spec.policy.switch import Switch
 
 NEW = 16
 

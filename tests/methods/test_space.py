@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 from hf_spec.methods.space import objective
 from hf_spec.training.anchors import AnswerDataset, collate
 

@@ -12,7 +12,7 @@ import pytest
 
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.methods.head_options import SPARSE
+from hf_spec.drafting.options import SPARSE
 from hf_spec.tuning import sparse_tree
 from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import BEYOND, MISS, FutureRanks

@@ -19,9 +19,9 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.hub.folder import check_complete
-from hf_spec.methods import tuned_trees
-from hf_spec.methods.base import get_method
-from hf_spec.methods.tuned_trees import Device
+from hf_spec.methods.registry import get_method
+from hf_spec.policy import tuned_trees
+from hf_spec.policy.tuned_trees import Device
 from hf_spec.tuning import trees as work
 from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure
 from hf_spec.tuning.sparse_tree import SparseTrees

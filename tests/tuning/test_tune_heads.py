@@ -22,7 +22,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.push import push
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 from hf_spec.tuning import trees as work
 from hf_spec.tuning.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure

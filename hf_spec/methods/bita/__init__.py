@@ -1,10 +1,10 @@
 """``bita``: learned mask tokens predict the next tokens in the verifying forward (BiTA)."""
 
-from hf_spec.methods.base import Method
 from hf_spec.methods.bita import adapter as adapter  # registers BITA with PEFT
 from hf_spec.methods.bita.config import BitaConfig
 from hf_spec.methods.bita.drafter import BitaDrafter
 from hf_spec.methods.bita.options import BitaOptions
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="bita",

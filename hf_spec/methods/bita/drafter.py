@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
+from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.bita.options import BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
-from hf_spec.methods.probe_drafter import ProbeDrafter
-from hf_spec.methods.tree_source import tree_source
+from hf_spec.policy.tree_source import tree_source
 
 
 class BitaDrafter(ProbeDrafter):

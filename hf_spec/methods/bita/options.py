@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_count
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.tree_options import TreeOptions
+from hf_spec.drafting.options import TreeOptions
 
 #: Candidates per mask token unless the user says.
 TOP_K = 5

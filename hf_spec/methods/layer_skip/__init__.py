@@ -1,10 +1,10 @@
 """``layer_skip``: draft with the model itself, leaving out layers (Draft & Verify)."""
 
-from hf_spec.methods.base import Method
 from hf_spec.methods.layer_skip import adapter as adapter  # registers LAYER_SKIP with PEFT
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="layer_skip",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.methods.layer_skip.drafting import DraftingModel
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 

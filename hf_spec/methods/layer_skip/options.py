@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.methods.base import StrategyOptions
+from hf_spec.drafting.options import StrategyOptions
 
 EXITS = ("adaptive", "threshold", "fixed")
 DRAFTS = ("auto", "greedy", "sampled")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hf_spec.adapters.active import require_active
-from hf_spec.methods.head_drafter import HeadDrafter
-from hf_spec.methods.heads import WEIGHTS
+from hf_spec.drafting.head_drafter import HeadDrafter
+from hf_spec.drafting.heads import WEIGHTS
 from hf_spec.methods.medusa.options import MedusaOptions
-from hf_spec.methods.tree_source import tree_source
+from hf_spec.policy.tree_source import tree_source
 
 
 class MedusaDrafter(HeadDrafter):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
 
 _PREFIX = r"(?:(?:.+\.)?medusa_heads?\.)?"
 #: Head, block and part.

@@ -1,11 +1,11 @@
 """``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
 
-from hf_spec.methods.base import Method, Published
 from hf_spec.methods.ppd import adapter as adapter  # registers PPD with PEFT
 from hf_spec.methods.ppd.config import PPDConfig
 from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.ppd.options import PPDOptions
 from hf_spec.methods.ppd.published import convert, wants
+from hf_spec.methods.registry import Method, Published
 
 METHOD = Method(
     name="ppd",

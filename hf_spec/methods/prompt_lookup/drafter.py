@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.ngram import Retrieval, continuation_tree
 from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
-from hf_spec.methods.retrieval import Retrieval, continuation_tree
 
 
 class PromptLookupDrafter(Drafter):

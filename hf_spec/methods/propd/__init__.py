@@ -1,10 +1,10 @@
 """``propd``: trees whose unlikely candidates end behind the first layers (ProPD)."""
 
-from hf_spec.methods.base import Method
 from hf_spec.methods.propd import adapter as adapter  # registers PROPD with PEFT
 from hf_spec.methods.propd.config import ProPDConfig
 from hf_spec.methods.propd.drafter import ProPDDrafter
 from hf_spec.methods.propd.options import ProPDOptions
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="propd",

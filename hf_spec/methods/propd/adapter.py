@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.tuner import register
-from hf_spec.methods.heads import WEIGHTS, HeadsAdapter
+from hf_spec.drafting.heads import WEIGHTS, HeadsAdapter
 from hf_spec.methods.propd.config import ProPDConfig
 from hf_spec.methods.propd.early_head import BIAS, GAIN, MATRIX
 from hf_spec.methods.propd.objective import loss

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_spec.adapters.active import require_active
-from hf_spec.methods.base import DecodingState, Draft, Drafter
-from hf_spec.methods.head_drafter import HeadDrafter
-from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.head_drafter import HeadDrafter
+from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.early_head import EarlyPruning
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
-from hf_spec.methods.propd.switch import Switch, switch_for
-from hf_spec.methods.tree_source import tree_source
-from hf_spec.methods.wrapped_drafter import WrappedDrafter
+from hf_spec.policy.switch import Switch, switch_for
+from hf_spec.policy.tree_source import tree_source
 
 
 class ProPDDrafter(WrappedDrafter):

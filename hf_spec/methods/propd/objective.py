@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.methods.heads import loss_of_states, prediction_losses
+from hf_spec.drafting.heads import loss_of_states
+from hf_spec.drafting.losses import prediction_losses
 from hf_spec.methods.propd.early_head import early_states
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden

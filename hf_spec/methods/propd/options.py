@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.methods.base import Method, get_method
-from hf_spec.methods.head_options import HeadOptions
-from hf_spec.methods.tree_options import ONLINE
+from hf_spec.drafting.options import ONLINE, HeadOptions
+from hf_spec.methods.registry import Method, get_method
 
 CRITERIA = ("top_k", "probability")
 #: The drafter that the adapter brings along.

@@ -1,6 +1,6 @@
 """``space``: the model, fine-tuned to guess several tokens at once, corrects itself (SPACE)."""
 
-from hf_spec.methods.base import Method
+from hf_spec.methods.registry import Method
 from hf_spec.methods.space import adapter as adapter  # registers SPACE with PEFT
 from hf_spec.methods.space.config import SpaceConfig
 from hf_spec.methods.space.drafter import SpaceDrafter

@@ -15,15 +15,15 @@ from torch import Tensor
 from hf_spec.adapters.active import require_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.base import DecodingState
-from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.online_trees import MAX_ROWS
-from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.options import ONLINE
+from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.methods.space.options import SpaceOptions
-from hf_spec.methods.tree_drafter import TreeSource
-from hf_spec.methods.tree_options import ONLINE
 from hf_spec.model.hidden_states import model_logits
+from hf_spec.policy.online_policy import OnlineTrees
+from hf_spec.policy.online_trees import MAX_ROWS
 
 
 class SpaceDrafter(ProbeDrafter):

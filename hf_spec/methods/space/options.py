@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_spec.core.checks import check_count
-from hf_spec.methods.tree_options import ONLINE, OnlineOptions
+from hf_spec.drafting.options import ONLINE, OnlineOptions
 
 
 @dataclass(frozen=True)

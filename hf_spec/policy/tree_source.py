@@ -7,12 +7,12 @@ from typing import Any
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.base import DecodingState
-from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.online_trees import MAX_ROWS
-from hf_spec.methods.tree_drafter import TreeSource
-from hf_spec.methods.tree_options import ONLINE, TUNED, TreeOptions, is_dynamic
-from hf_spec.methods.tuned_trees import TREE_FILE, Device, TunedTrees, read_trees
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.options import ONLINE, TUNED, TreeOptions, is_dynamic
+from hf_spec.drafting.tree_drafter import TreeSource
+from hf_spec.policy.online_policy import OnlineTrees
+from hf_spec.policy.online_trees import MAX_ROWS
+from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, read_trees
 
 #: What stands for tuned trees until the call's first step.
 ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)

@@ -2,7 +2,7 @@
 
 Notes the likeliest tokens of every prediction and compares them with what is emitted, reads the
 step times, and asks for the tree of each step. What was learned is remembered for the model's next
-call. How trees are chosen stands in :mod:`hf_spec.methods.online_trees`.
+call. How trees are chosen stands in :mod:`hf_spec.policy.online_trees`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.base import DecodingState
-from hf_spec.methods.candidates import tokens_at
-from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape, TreePlan, check_rows
-from hf_spec.methods.step_cost import StepCost
-from hf_spec.methods.tree_drafter import TreeSource
-from hf_spec.methods.tuned_trees import Device, Measurements, measurements
+from hf_spec.drafting.candidates import tokens_at
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.tree_drafter import TreeSource
+from hf_spec.policy.online_trees import RANKS, UNKNOWN, HitRates, Shape, TreePlan, check_rows
+from hf_spec.policy.step_cost import StepCost
+from hf_spec.policy.tuned_trees import Device, Measurements, measurements
 
 #: Every so many steps all distances are predicted, those below the tree, too.
 LOOK = 8

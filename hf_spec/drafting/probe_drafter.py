@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.methods.base import DecodingState, Draft
-from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter, TreeSource
+from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.tree_drafter import AT_ONCE, StepRows, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import ProbedSequences, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs

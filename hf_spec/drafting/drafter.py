@@ -1,18 +1,10 @@
-"""What a method is: options, a drafter, and how the loop finds it.
-
-A method lives in ``hf_spec/methods/<name>/`` and exports ``METHOD``. Nothing else in the project
-names it: the loop, the command line, the tests and the documentation list what is discovered here.
-"""
+"""Drafters: what the loop shows them, what they propose, and what they hear of it."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import pkgutil
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,70 +12,11 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.cache import TreeCache
-from hf_spec.core.checks import check_range
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TreeBatch
 from hf_spec.model.tree_forward import ProbeInputs, Pruning, TreeForward
-
-#: Acceptance rules and whether they keep the target distribution.
-ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
-
-
-@dataclass(frozen=True)
-class StrategyOptions:
-    """Options that every strategy has; a method's own options derive from this.
-
-    Attributes:
-        acceptance: ``match`` (exact), ``rejection`` (exact, for sampled drafts) or ``typical``
-            (lossy). ``auto`` takes ``rejection`` if the draft was sampled, else ``match``.
-        typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
-        retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
-        fallback: take plain steps while speculation does not pay. ``auto`` does so unless what is
-            emitted depends on which steps draft (sampled drafts under ``rejection``, ``typical``).
-    """
-
-    acceptance: str = "auto"
-    retrieval: bool = False
-    fallback: bool | str = "auto"
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
-
-    #: Whether drafts can carry the distribution they were sampled from.
-    samples_drafts: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        rules = ("auto", *ACCEPTANCE_RULES)
-        if self.acceptance not in rules:
-            raise ValueError(f"acceptance={self.acceptance!r}: choose one of {', '.join(rules)}.")
-        if self.acceptance == "rejection" and not self.samples_drafts:
-            raise ValueError(
-                "acceptance='rejection': this strategy's candidates are not sampled from a "
-                "distribution. Use acceptance='match', which is exact for them."
-            )
-        if not isinstance(self.retrieval, bool):
-            raise ValueError(f"retrieval={self.retrieval!r}: must be True or False.")
-        if not isinstance(self.fallback, bool) and self.fallback != "auto":
-            raise ValueError(f"fallback={self.fallback!r}: must be 'auto', True or False.")
-        for name in ("typical_epsilon", "typical_delta"):
-            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
-
-    def untimed(self) -> dict[str, Any]:
-        """Options to change so that what is drafted does not depend on what steps take here.
-
-        For figures that are compared with each other, such as those of a training's checkpoints.
-        """
-        return {"fallback": False}
-
-    @property
-    def other_adapters(self) -> tuple[str, ...]:
-        """Strategies whose adapters must be active, too, besides the strategy's own."""
-        return ()
-
-    @property
-    def lossless(self) -> bool:
-        return ACCEPTANCE_RULES.get(self.acceptance, True)
 
 
 @dataclass
@@ -267,101 +200,3 @@ class Drafter(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
     ) -> None:
         """Part of the ``CandidateGenerator`` interface; stock decoding reports matches here."""
-
-
-#: Writes an adapter as another program reads it: from the base model and the active adapter to a
-#: ``config.json`` and tensors by name.
-Exporter = Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Published:
-    """How checkpoints that others have published become adapters of a method.
-
-    Attributes:
-        wants: whether a tensor of this name is the adapter's; files may hold others, too.
-        convert: from tensors by name to fields of the adapter's config, and parameters under the
-            names that ``SpecAdapterLayer.build`` gives them; raises a ValueError that says what
-            does not fit.
-    """
-
-    wants: Callable[[str], bool]
-    convert: Callable[[Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """One strategy.
-
-    Attributes:
-        name: what users write as ``assistant_strategy``; the folder's name.
-        summary: one line for listings.
-        options: dataclass (derived from :class:`StrategyOptions`) of ``assistant_kwargs``.
-        drafter: builds the drafter.
-        adapter_config: config class of its PEFT adapter, None if it has none.
-        needs_adapter: whether it cannot run without a trained adapter.
-        training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
-        num_anchors: places per sequence that one training step trains, unless the user says.
-        published: reads others' checkpoints, for ``hf-spec import``; None if there are none.
-        exports: by name of a form, for ``hf-spec export``.
-    """
-
-    name: str
-    summary: str
-    options: type[StrategyOptions]
-    drafter: type[Drafter]
-    adapter_config: type[Any] | None = None
-    needs_adapter: bool = False
-    training: dict[str, Any] | None = None
-    num_anchors: int = 64
-    published: Published | None = None
-    exports: Mapping[str, Exporter] = field(default_factory=dict)
-
-    def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
-        """Build and validate the options.
-
-        Raises:
-            ValueError: naming the unknown or invalid option and the options there are.
-        """
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise ValueError(
-                f"assistant_kwargs is a {type(kwargs).__name__}: give a dict of options of "
-                f"{self.name!r}."
-            )
-        kwargs = kwargs or {}
-        known = [item.name for item in dataclasses.fields(self.options)]
-        for key in kwargs:
-            if key not in known:
-                raise ValueError(
-                    f"assistant_kwargs: strategy {self.name!r} has no option {key!r}; its options "
-                    f"are {', '.join(sorted(known))}."
-                )
-        return self.options(**kwargs)
-
-
-@lru_cache(maxsize=1)
-def methods() -> dict[str, Method]:
-    """All methods by name: every folder of ``hf_spec.methods`` that exports ``METHOD``."""
-    import hf_spec.methods as package
-
-    found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.ispkg:
-            method = importlib.import_module(f"{package.__name__}.{info.name}").METHOD
-            found[method.name] = method
-            if method.adapter_config is not None:
-                method.adapter_config.strategy = method.name
-    return dict(sorted(found.items()))
-
-
-def get_method(name: str) -> Method:
-    """The method of this name.
-
-    Raises:
-        ValueError: listing the strategies there are.
-    """
-    if name not in methods():
-        raise ValueError(
-            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}."
-        )
-    return methods()[name]

@@ -19,7 +19,7 @@ import torch
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.devices import device_name
+from hf_spec.policy.devices import device_name
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.likely_paths import likeliest_paths
-from hf_spec.methods.online_trees import (
+from hf_spec.policy.likely_paths import likeliest_paths
+from hf_spec.policy.online_trees import (
     GUESSED,
     HIT_ALPHA,
     RANKS,
@@ -26,7 +26,7 @@ from hf_spec.methods.online_trees import (
     TreePlan,
     expected_length,
 )
-from hf_spec.methods.step_cost import (
+from hf_spec.policy.step_cost import (
     CLIP,
     DECAY,
     FIRST,

@@ -9,7 +9,7 @@ import torch
 
 import hf_spec
 from hf_spec.core.tree import TokenTree, merge
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 
 
 def random_tree(rng: random.Random, nodes: int) -> tuple[TokenTree, list[int]]:

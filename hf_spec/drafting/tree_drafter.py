@@ -15,8 +15,8 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.methods.base import DecodingState, Draft, Drafter
-from hf_spec.methods.candidates import ranked_tokens
+from hf_spec.drafting.candidates import ranked_tokens
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 
 #: Predictions of finished sequences that are made at once: they are vocabularies long.
 AT_ONCE = 384

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.model.tree_forward import Pruning
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_spec.core.stats import SpecStats
-from hf_spec.methods.base import StrategyOptions
+from hf_spec.drafting.options import StrategyOptions
 
 #: What a strategy may lose, in plain steps, before it has shown anything: 1.2 % of 128 tokens. At
 #: tau 1.8 and a step cost of 1.2, bad luck uses it up in one first call of 16.

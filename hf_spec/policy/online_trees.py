@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.likely_paths import Array, RankPath, likeliest_paths
-from hf_spec.methods.step_cost import StepCost
+from hf_spec.policy.likely_paths import Array, RankPath, likeliest_paths
+from hf_spec.policy.step_cost import StepCost
 
 #: Most rows of a step, unless the user says.
 MAX_ROWS = 64

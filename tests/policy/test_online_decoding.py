@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import require_active
-from hf_spec.methods import online_policy, tuned_trees
-from hf_spec.methods.base import methods
-from hf_spec.methods.online_policy import Predicted, ranks_of
-from hf_spec.methods.online_trees import RANKS, UNKNOWN, HitRates, Shape
-from hf_spec.methods.step_cost import StepCost
-from hf_spec.methods.tuned_trees import VERSION, Device
+from hf_spec.methods.registry import methods
+from hf_spec.policy import online_policy, tuned_trees
+from hf_spec.policy.online_policy import Predicted, ranks_of
+from hf_spec.policy.online_trees import RANKS, UNKNOWN, HitRates, Shape
+from hf_spec.policy.step_cost import StepCost
+from hf_spec.policy.tuned_trees import VERSION, Device
 
 NAMES = ("bita", "medusa", "ppd", "space")
 NEW = 40

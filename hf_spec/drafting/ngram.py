@@ -14,8 +14,8 @@ import torch
 
 from hf_spec.core.probes import hang
 from hf_spec.core.tree import TokenTree, TreeBatch, merge
-from hf_spec.methods.base import DecodingState, Draft
-from hf_spec.methods.wrapped_drafter import WrappedDrafter
+from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 
 #: How much more a match counts per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0

@@ -21,6 +21,7 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.probes import ProbeGroup
+from hf_spec.drafting.losses import prediction_losses
 from hf_spec.model.hidden_states import model_logits, output_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
 from modeling_patches.low_rank import features
@@ -216,29 +217,6 @@ def loss_of_states(
     per_head = losses.sum(1) / counts
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
-
-
-def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None) -> Tensor:
-    """The loss of each prediction, in float32 at least; 0 where nothing is wanted.
-
-    Args:
-        logits: ``(..., vocab)`` predictions.
-        wanted: ``(...)`` tokens that stand there, `IGNORED` where none does.
-        own: ``(..., vocab)`` the model's own logits there: the loss is the KL divergence from them.
-            None: cross-entropy.
-    """
-    flat = logits.flatten(0, -2)
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    tokens = wanted.flatten()
-    if own is None:
-        losses = functional.cross_entropy(flat, tokens, reduction="none", ignore_index=IGNORED)
-    else:
-        target = own.flatten(0, -2).to(flat.dtype).log_softmax(-1)
-        divergence = functional.kl_div(
-            flat.log_softmax(-1), target, reduction="none", log_target=True
-        ).sum(-1)
-        losses = divergence.masked_fill(tokens == IGNORED, 0.0)
-    return losses.view(wanted.shape)
 
 
 def _model_logits(model: Any, states: Tensor) -> Tensor:

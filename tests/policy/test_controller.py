@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.stats import SpecStats
-from hf_spec.decoding import controller as module
 from hf_spec.decoding import loop
-from hf_spec.decoding.controller import (
+from hf_spec.methods.registry import get_method, methods
+from hf_spec.policy import controller as module
+from hf_spec.policy.controller import (
     ALLOWANCE,
     CLEAR,
     DEBT,
@@ -44,7 +45,6 @@ from hf_spec.decoding.controller import (
     controller_for,
     switched_on,
 )
-from hf_spec.methods.base import get_method, methods
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.methods.likely_paths import Array
+from hf_spec.policy.likely_paths import Array
 
 #: alpha of a size's mean step time, and lambda per step of its age.
 TIME_ALPHA, DECAY = 0.1, 0.01

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState
-from hf_spec.methods.base import DecodingState, Draft
-from hf_spec.methods.heads import WEIGHTS, draft_logits
-from hf_spec.methods.tree_drafter import AT_ONCE, StepRows, TreeDrafter, TreeSource
+from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.heads import WEIGHTS, draft_logits
+from hf_spec.drafting.tree_drafter import AT_ONCE, StepRows, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import token_hidden
 
@@ -23,7 +23,7 @@ class HeadDrafter(TreeDrafter):
     Every step knows what all heads say, so that the tree is always that of the last state.
 
     Args:
-        weights: of the heads, as in :mod:`hf_spec.methods.heads`.
+        weights: of the heads, as in :mod:`hf_spec.drafting.heads`.
         source: gives trees without probes, see :meth:`TreeStates.bare`. Heads past its depth are
             left out.
     """

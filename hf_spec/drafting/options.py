@@ -1,4 +1,4 @@
-"""The option ``tree`` of strategies that draft the likeliest tokens of learned predictions."""
+"""Options that strategies share: of all, of those with trees, of those with heads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,68 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.base import StrategyOptions
+
+#: Acceptance rules and whether they keep the target distribution.
+ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Options that every strategy has; a method's own options derive from this.
+
+    Attributes:
+        acceptance: ``match`` (exact), ``rejection`` (exact, for sampled drafts) or ``typical``
+            (lossy). ``auto`` takes ``rejection`` if the draft was sampled, else ``match``.
+        typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+        retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
+        fallback: take plain steps while speculation does not pay. ``auto`` does so unless what is
+            emitted depends on which steps draft (sampled drafts under ``rejection``, ``typical``).
+    """
+
+    acceptance: str = "auto"
+    retrieval: bool = False
+    fallback: bool | str = "auto"
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    #: Whether drafts can carry the distribution they were sampled from.
+    samples_drafts: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        rules = ("auto", *ACCEPTANCE_RULES)
+        if self.acceptance not in rules:
+            raise ValueError(f"acceptance={self.acceptance!r}: choose one of {', '.join(rules)}.")
+        if self.acceptance == "rejection" and not self.samples_drafts:
+            raise ValueError(
+                "acceptance='rejection': this strategy's candidates are not sampled from a "
+                "distribution. Use acceptance='match', which is exact for them."
+            )
+        if not isinstance(self.retrieval, bool):
+            raise ValueError(f"retrieval={self.retrieval!r}: must be True or False.")
+        if not isinstance(self.fallback, bool) and self.fallback != "auto":
+            raise ValueError(f"fallback={self.fallback!r}: must be 'auto', True or False.")
+        for name in ("typical_epsilon", "typical_delta"):
+            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
+
+    def untimed(self) -> dict[str, Any]:
+        """Options to change so that what is drafted does not depend on what steps take here.
+
+        For figures that are compared with each other, such as those of a training's checkpoints.
+        """
+        return {"fallback": False}
+
+    @property
+    def other_adapters(self) -> tuple[str, ...]:
+        """Strategies whose adapters must be active, too, besides the strategy's own."""
+        return ()
+
+    @property
+    def lossless(self) -> bool:
+        return ACCEPTANCE_RULES.get(self.acceptance, True)
+
 
 #: What the option ``tree`` says for trees that are chosen while decoding, and for those that
 #: ``hf-spec tune`` has chosen.
@@ -152,3 +210,33 @@ class TreeOptions(OnlineOptions):
     def _paths(self) -> TokenTree:
         paths: Any = self.tree
         return TokenTree.from_paths(paths)
+
+
+#: ``sparse``: rank paths, the likeliest first. On held-out answers of a 22M model they are worth
+#: 0.3 % less than the 15 best nodes there (docs/medusa.md).
+SPARSE: tuple[tuple[int, ...], ...] = (
+    (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
+    (2, 0), (1, 0, 0), (0, 1, 0), (4,),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadOptions(TreeOptions):
+    """Options of a strategy with heads (Medusa, sections 2.1.2 and 2.3.3).
+
+    Attributes:
+        tree: ``sparse``: 15 candidates, most of them under likely ones. ``chain``: each head's
+            likeliest token only, as in blockwise parallel decoding. Or what :class:`TreeOptions`
+            says; rank paths are Medusa's choices, and the states of a dynamic tree have no probes.
+        max_depth: heads used; None takes all that the adapter has.
+    """
+
+    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "sparse"
+
+    trees: ClassVar[tuple[str, ...]] = ("sparse", "chain")
+    hangs_probes: ClassVar[bool] = False
+
+    def named_tree(self, depth: int) -> TokenTree:
+        if self.tree == "chain":
+            return TokenTree.chain(depth)
+        return TokenTree.from_paths(SPARSE).truncate(depth)

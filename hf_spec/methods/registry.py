@@ -1,0 +1,117 @@
+"""What a method is, and how the loop finds it.
+
+A method lives in ``hf_spec/methods/<name>/`` and exports ``METHOD``. Nothing else in the project
+names it: the loop, the command line, the tests and the documentation list what is discovered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.options import StrategyOptions
+
+#: Writes an adapter as another program reads it: from the base model and the active adapter to a
+#: ``config.json`` and tensors by name.
+Exporter = Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """How checkpoints that others have published become adapters of a method.
+
+    Attributes:
+        wants: whether a tensor of this name is the adapter's; files may hold others, too.
+        convert: from tensors by name to fields of the adapter's config, and parameters under the
+            names that ``SpecAdapterLayer.build`` gives them; raises a ValueError that says what
+            does not fit.
+    """
+
+    wants: Callable[[str], bool]
+    convert: Callable[[Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One strategy.
+
+    Attributes:
+        name: what users write as ``assistant_strategy``; the folder's name.
+        summary: one line for listings.
+        options: dataclass (derived from :class:`StrategyOptions`) of ``assistant_kwargs``.
+        drafter: builds the drafter.
+        adapter_config: config class of its PEFT adapter, None if it has none.
+        needs_adapter: whether it cannot run without a trained adapter.
+        training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
+        num_anchors: places per sequence that one training step trains, unless the user says.
+        published: reads others' checkpoints, for ``hf-spec import``; None if there are none.
+        exports: by name of a form, for ``hf-spec export``.
+    """
+
+    name: str
+    summary: str
+    options: type[StrategyOptions]
+    drafter: type[Drafter]
+    adapter_config: type[Any] | None = None
+    needs_adapter: bool = False
+    training: dict[str, Any] | None = None
+    num_anchors: int = 64
+    published: Published | None = None
+    exports: Mapping[str, Exporter] = field(default_factory=dict)
+
+    def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
+        """Build and validate the options.
+
+        Raises:
+            ValueError: naming the unknown or invalid option and the options there are.
+        """
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise ValueError(
+                f"assistant_kwargs is a {type(kwargs).__name__}: give a dict of options of "
+                f"{self.name!r}."
+            )
+        kwargs = kwargs or {}
+        known = [item.name for item in dataclasses.fields(self.options)]
+        for key in kwargs:
+            if key not in known:
+                raise ValueError(
+                    f"assistant_kwargs: strategy {self.name!r} has no option {key!r}; its options "
+                    f"are {', '.join(sorted(known))}."
+                )
+        return self.options(**kwargs)
+
+
+@lru_cache(maxsize=1)
+def methods() -> dict[str, Method]:
+    """All methods by name: every folder of ``hf_spec.methods`` that exports ``METHOD``."""
+    import hf_spec.methods as package
+
+    found = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.ispkg:
+            method = importlib.import_module(f"{package.__name__}.{info.name}").METHOD
+            found[method.name] = method
+            if method.adapter_config is not None:
+                method.adapter_config.strategy = method.name
+    return dict(sorted(found.items()))
+
+
+def get_method(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        ValueError: listing the strategies there are.
+    """
+    if name not in methods():
+        raise ValueError(
+            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}."
+        )
+    return methods()[name]
