@@ -2,7 +2,7 @@
 
 PEFT's own registration refuses types outside its enum, so this module writes PEFT's tables itself.
 A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`SpecAdapterLayer`) whose
-`build` makes its parameters; `register` does the rest. From then on `get_peft_model`,
+`build` makes its parameters; `register_type` does the rest. From then on `get_peft_model`,
 `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
 
 What comes from outside is checked before anything is attached, through every way in: keys of the
@@ -50,7 +50,7 @@ Objective = Callable[..., dict[str, torch.Tensor]]
 
 
 class SpecTuner(BaseTuner):
-    """Attaches a `SpecAdapterLayer` to a base model; `register` derives one class per type."""
+    """Attaches a `SpecAdapterLayer` to a base model; `register_type` derives one class per type."""
 
     tuner_layer_cls: type[SpecAdapterLayer]
     objective: ClassVar[Objective | None] = None
@@ -157,7 +157,7 @@ class SpecTuner(BaseTuner):
         return self.model
 
 
-def register(
+def register_type(
     config_class: type[SpecPeftConfig],
     adapter_class: type[SpecAdapterLayer],
     objective: Objective | None = None,

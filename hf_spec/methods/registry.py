@@ -1,7 +1,8 @@
 """What a method is, and how the loop finds it.
 
-A method lives in ``hf_spec/methods/<name>/`` and exports ``METHOD``. Nothing else in the project
-names it: the loop, the command line, the tests and the documentation list what is discovered here.
+A method of ours lives in ``hf_spec/methods/<name>/`` and exports ``METHOD``; one of another package
+is made known by :func:`register_method`. Nothing else in the project names a method: the loop, the
+command line, the tests and the documentation list what is registered here.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.tuner import Objective, register_type
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import StrategyOptions
 
@@ -49,6 +52,9 @@ class Method:
         options: dataclass (derived from :class:`StrategyOptions`) of ``assistant_kwargs``.
         drafter: builds the drafter.
         adapter_config: config class of its PEFT adapter, None if it has none.
+        adapter_layer: the layer that holds the adapter's parameters.
+        objective: its training loss, which ``PeftModel.forward`` gives for batches with
+            ``anchors``; called as ``objective(base model, adapter, **batch)``.
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         num_anchors: places per sequence that one training step trains, unless the user says.
@@ -61,6 +67,8 @@ class Method:
     options: type[StrategyOptions]
     drafter: type[Drafter]
     adapter_config: type[Any] | None = None
+    adapter_layer: type[SpecAdapterLayer] | None = None
+    objective: Objective | None = None
     needs_adapter: bool = False
     training: dict[str, Any] | None = None
     num_anchors: int = 64
@@ -89,19 +97,56 @@ class Method:
         return self.options(**kwargs)
 
 
-@lru_cache(maxsize=1)
-def methods() -> dict[str, Method]:
-    """All methods by name: every folder of ``hf_spec.methods`` that exports ``METHOD``."""
+_registered: dict[str, Method] = {}
+
+
+def register_method(method: Method) -> None:
+    """Make a method known: its name to ``generate()``, its adapter's type to PEFT.
+
+    Doing it again with the same method is harmless.
+
+    Args:
+        method: its ``name`` is what users write as ``assistant_strategy``.
+
+    Raises:
+        ValueError: the name, or the type of its adapter, belongs to another method; or one of
+            ``adapter_config`` and ``adapter_layer`` is missing.
+    """
+    known = _registered.get(method.name)
+    if known is not None and _path(known.drafter) != _path(method.drafter):  # not a reloaded module
+        raise ValueError(
+            f"the strategy {method.name!r} is that of {_path(known.drafter)}: choose another name "
+            f"for that of {_path(method.drafter)}."
+        )
+    if (method.adapter_config is None) != (method.adapter_layer is None):
+        raise ValueError(
+            f"the method {method.name!r} has only one of adapter_config and adapter_layer: give "
+            "both, or none if it has no adapter."
+        )
+    if method.adapter_config is not None and method.adapter_layer is not None:
+        register_type(method.adapter_config, method.adapter_layer, method.objective)
+        method.adapter_config.strategy = method.name
+    _registered[method.name] = method
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@cache
+def _discover() -> None:
+    """Register the method of every folder of ``hf_spec.methods``."""
     import hf_spec.methods as package
 
-    found = {}
     for info in pkgutil.iter_modules(package.__path__):
         if info.ispkg:
-            method = importlib.import_module(f"{package.__name__}.{info.name}").METHOD
-            found[method.name] = method
-            if method.adapter_config is not None:
-                method.adapter_config.strategy = method.name
-    return dict(sorted(found.items()))
+            register_method(importlib.import_module(f"{package.__name__}.{info.name}").METHOD)
+
+
+def methods() -> dict[str, Method]:
+    """All methods by name."""
+    _discover()
+    return dict(sorted(_registered.items()))
 
 
 def get_method(name: str) -> Method:

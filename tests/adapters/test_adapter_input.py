@@ -33,7 +33,7 @@ from hf_spec.adapters.base_model import FACTS, facts_of, fingerprint
 from hf_spec.adapters.checkpoint import complaints, tensor_facts
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.adapters.tuner import register
+from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.registry import methods
 
 TOKENS = torch.arange(3, 12)[None]
@@ -57,7 +57,7 @@ class SampleAdapter(SpecAdapterLayer):
         return {"masks": torch.randn(config.num_masks, 5), "bias": torch.zeros(7)}
 
 
-register(SampleConfig, SampleAdapter)
+register_type(SampleConfig, SampleAdapter)
 
 
 def make_base(path: Path, seed: int = 0, **fields: Any) -> str:

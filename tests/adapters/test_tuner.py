@@ -27,7 +27,7 @@ from hf_spec.adapters import tuner as peft_bridge
 from hf_spec.adapters.active import active_adapter_config, find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.adapters.tuner import register
+from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
 
 TOKENS = torch.arange(3, 12)[None]
@@ -52,7 +52,7 @@ class ToyAdapter(SpecAdapterLayer):
         return tensors
 
 
-register(ToyConfig, ToyAdapter)
+register_type(ToyConfig, ToyAdapter)
 
 # Every test of a door runs for an adapter without and one with weights.
 CONFIGS = {
@@ -468,7 +468,7 @@ def test_wrong_shapes(base, base_path, tmp_path):
 
 
 def test_registration():
-    register(ToyConfig, ToyAdapter)
+    register_type(ToyConfig, ToyAdapter)
     assert PEFT_TYPE_TO_CONFIG_MAPPING["TOY"] is ToyConfig
 
     @dataclass
@@ -476,11 +476,11 @@ def test_registration():
         type_name: ClassVar[str] = "TOY"
 
     with pytest.raises(ValueError, match=r"TOY already belongs to .*ToyConfig; choose another"):
-        register(Another, ToyAdapter)
+        register_type(Another, ToyAdapter)
     for name in ("LORA", "toy", "", "SPEC", "TYPE", "TOY_", "A-B"):
         Another.type_name = name
         with pytest.raises(ValueError, match="type_name|already belongs"):
-            register(Another, ToyAdapter)
+            register_type(Another, ToyAdapter)
     assert "SPEC" not in PEFT_TYPE_TO_CONFIG_MAPPING
 
 

@@ -44,7 +44,7 @@ def toy() -> Any:
     """An adapter type with weights, registered with PEFT."""
     from hf_spec.adapters.config import SpecPeftConfig
     from hf_spec.adapters.layer import SpecAdapterLayer
-    from hf_spec.adapters.tuner import register
+    from hf_spec.adapters.tuner import register_type
 
     @dataclass
     class ToyConfig(SpecPeftConfig):
@@ -55,7 +55,7 @@ def toy() -> Any:
         def build(self, config: Any, model: Any) -> dict[str, torch.Tensor]:
             return {"masks": torch.randn(config.num_masks, model.config.hidden_size)}
 
-    register(ToyConfig, ToyAdapter)
+    register_type(ToyConfig, ToyAdapter)
     return ToyConfig
 
 

@@ -1,4 +1,4 @@
-"""The BITA adapter's parameters. Importing this registers the type."""
+"""The BITA adapter's parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,7 @@ from torch import Tensor
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.adapters.tuner import register
 from hf_spec.methods.bita.config import BitaConfig
-from hf_spec.methods.bita.objective import loss
 
 #: Standard deviation of fresh embeddings (section 4.1).
 INIT_STD = 0.02
@@ -36,6 +34,3 @@ class BitaAdapter(SpecAdapterLayer):
             tensors["prompt_keys"] = torch.randn(shape) * INIT_STD
             tensors["prompt_values"] = torch.randn(shape) * INIT_STD
         return tensors
-
-
-register(BitaConfig, BitaAdapter, loss)

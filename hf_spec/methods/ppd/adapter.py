@@ -1,4 +1,4 @@
-"""The PPD adapter's parameters. Importing this registers the type."""
+"""The PPD adapter's parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,7 @@ from torch import Tensor
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.adapters.tuner import register
 from hf_spec.methods.ppd.config import PPDConfig
-from hf_spec.methods.ppd.objective import loss
 
 #: Standard deviation of fresh prefix tokens, which have no text to start from.
 INIT_STD = 0.02
@@ -61,6 +59,3 @@ def _text_embeddings(model: Any, count: int) -> Tensor:
     ids = torch.randint(embed.weight.shape[0], (count,))
     with torch.no_grad():
         return embed(ids.to(embed.weight.device)).float()
-
-
-register(PPDConfig, PPDAdapter, loss)
