@@ -1,9 +1,9 @@
 """Add low-rank updates to linear modules: y + scale * B(A(x)) (Hu et al., "LoRA", 2021, eq. (3)).
 
 PEFT's own LoRA layers replace the modules that they update, and are saved under a type of their
-own. Here a module stays what and where it is and carries a forward hook while its update is
-attached, so that an update can be switched for a block of code and leaves no trace afterwards. Of
-a module only input and output are used: quantised linear modules work as plain ones do.
+own. Here a module stays what and where it is: it carries a forward hook while its update is
+attached, or is updated in the forwards of one call only. Of a module only input and output are
+used: quantised linear modules work as plain ones do.
 
 Updates can also be merged into the weights of plain modules, and be taken out again bit for bit.
 This file knows neither adapters nor files: where the factors come from is the caller's business.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.per_call import Changes
 
 #: PEFT's word for the linear modules of all decoder layers.
 ALL_LINEAR = "all-linear"
@@ -107,7 +108,7 @@ def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 class LowRank:
-    """Low-rank updates of some modules, while attached: by `attach`, or for a `with` block.
+    """Low-rank updates of some modules: while attached, or as `changes` of a call.
 
     A model with updates attached can be copied (deeply) and pickled if `factors` can.
 
@@ -128,7 +129,6 @@ class LowRank:
         self.factors = factors
         self.enabled = True
         self._handles: list[Any] = []
-        self._entries = 0
         # While merged: weights as they were, and a sum over the bits of what replaced them.
         self._originals: dict[str, tuple[Tensor, int]] = {}
 
@@ -146,15 +146,10 @@ class LowRank:
             handle.remove()
         self._handles = []
 
-    def __enter__(self) -> "LowRank":
-        self.attach()
-        self._entries += 1
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._entries -= 1
-        if not self._entries:
-            self.detach()
+    def add_to(self, changes: Changes) -> None:
+        """Let the modules' calls be updated where `changes` run."""
+        for name, module in self.modules.items():
+            changes.after(module, _Hook(self, name).within_call)
 
     # -- merging -----------------------------------------------------------------------------------
 
@@ -223,7 +218,10 @@ class _Hook:
         self.owner = owner
         self.name = name
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def within_call(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
+        return self(None, args, output)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         owner = self.owner
         if not owner.enabled or owner.merged:
             return None

@@ -64,17 +64,10 @@ def decode(
 
     with ExitStack() as stack:
         with watch.phase("forward"):
-            prefilled = stack.enter_context(
-                prefill(
-                    model,
-                    input_ids,
-                    config,
-                    model_kwargs,
-                    emission.max_length,
-                    drafter.probe_inputs,
-                    drafter.wants_hidden,
-                )
-            )
+            prefilled = prefill(
+                model, input_ids, config, model_kwargs, emission.max_length,
+                drafter.probe_inputs, drafter.wants_hidden,
+            )  # fmt: skip
         forward, cache = prefilled.forward, prefilled.forward.cache
         kept = (
             record or prefilled.source is not None or cache is model_kwargs.get("past_key_values")

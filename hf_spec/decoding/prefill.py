@@ -7,8 +7,6 @@ its new tokens in chunks through the tree forward, each row its own number of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +18,7 @@ from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.hidden_states import final_hidden
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward
-from modeling_patches.attention_masks import tree_attention
-from modeling_patches.support import sliding_windows
+from modeling_patches.per_call import Changes
 
 #: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
 CHUNK = 256
@@ -92,7 +89,6 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | No
     return attention_mask[:, -width:].bool() if width else attention_mask[:, :0].bool()
 
 
-@contextmanager
 def prefill(
     model: Any,
     input_ids: Tensor,
@@ -101,8 +97,8 @@ def prefill(
     max_length: int,
     probe_inputs: ProbeInputs | None = None,
     wants_hidden: bool = False,
-) -> Iterator[Prefilled]:
-    """Run the prompt and yield a tree forward behind it; the model is patched until the exit."""
+) -> Prefilled:
+    """Run the prompt; gives a tree forward behind it."""
     given = model_kwargs.get("past_key_values")
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:
@@ -118,7 +114,6 @@ def prefill(
                 f"model input {key!r} has one value per prompt token: strategies don't know its "
                 "values for candidates. Generate without assistant_strategy."
             )
-    windows = sliding_windows(model)
 
     def make_forward(
         cache: TreeCache, last: Tensor | None, inputs: ProbeInputs | None = probe_inputs
@@ -127,23 +122,22 @@ def prefill(
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, attention, limit, shift, extra, inputs, wants_hidden)
+        return TreeForward(model, cache, limit, shift, extra, inputs, wants_hidden)
 
     if isinstance(given, TreeCache):
-        with tree_attention(model, windows) as attention:
-            forward = make_forward(given, None, None)  # the prompt has no probes
-            forward.last_position = forward.last_position + 2**30
-            logits, hidden = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
-            last = None if positions is None else positions[:, -1]
-            yield Prefilled(make_forward(given, last), logits, hidden, None, None)
-        return
+        forward = make_forward(given, None, None)  # the prompt has no probes
+        forward.last_position = forward.last_position + 2**30
+        logits, hidden = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
+        last = None if positions is None else positions[:, -1]
+        return Prefilled(make_forward(given, last), logits, hidden, None, None)
 
     if given is not None:
         check_packable(given)
-    with ExitStack() as stack:
-        seen = stack.enter_context(final_hidden(model)) if wants_hidden else []
-        outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
-    hidden = seen[0][:, -1].clone() if seen else None  # of the last chunk, if there are several
+    changes = Changes()
+    seen = final_hidden(model, changes) if wants_hidden else []
+    outputs = changes.run(model._prefill, input_ids, config, model_kwargs, is_first_iteration=True)
+    # Of the last chunk, if there are several; a model that is compiled as a whole tells nothing.
+    hidden = seen[0][:, -1].clone() if seen else None
     source = outputs.past_key_values
     check_packable(source)
     mask = model_kwargs.get("attention_mask")
@@ -152,11 +146,10 @@ def prefill(
     length = source.get_seq_length()
     front = 0 if probe_inputs is None else probe_inputs.num_front
     cache = TreeCache.pack(source, mask, length + min(budget, RESERVE), logits.device, front)
-    with tree_attention(model, windows) as attention:
-        forward = make_forward(cache, None if positions is None else positions[:, -1])
-        # generate() makes a cache where the caller gave none; only the caller's is filled again.
-        callers = given if getattr(given, "_is_user_defined", False) else None
-        yield Prefilled(forward, logits, hidden, callers, mask)
+    forward = make_forward(cache, None if positions is None else positions[:, -1])
+    # generate() makes a cache where the caller gave none; only the caller's is filled again.
+    callers = given if getattr(given, "_is_user_defined", False) else None
+    return Prefilled(forward, logits, hidden, callers, mask)
 
 
 def _extend(

@@ -25,8 +25,6 @@ from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.tree_drafter import StepRows, TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
 from hf_spec.tuning.costs import rising
-from modeling_patches.attention_masks import tree_attention
-from modeling_patches.support import sliding_windows
 
 #: Rounds over all sizes: at least, and at most; and seconds after which no further round starts.
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
@@ -105,21 +103,19 @@ class StepTimer:
     @torch.no_grad()
     def run(self) -> StepTimes:
         """Time everything."""
-        windows = sliding_windows(self.model)
-        with tree_attention(self.model, windows) as attention:
-            forward = TreeForward(
-                self.model, self.cache, attention, self.last, torch.zeros_like(self.last), {},
-                self.drafter.probe_inputs, self.drafter.wants_hidden,
-            )  # fmt: skip
-            self.probe_hidden, self.hidden = self._some_hidden(forward)
-            for _ in range(WARM):
-                self._round(forward)
-            begin = time.perf_counter()
-            for turn in range(MOST):
-                if turn >= FEWEST and time.perf_counter() - begin > PATIENCE:
-                    break
-                for rows, seconds in self._round(forward).items():
-                    self.spent[rows].append(seconds)
+        forward = TreeForward(
+            self.model, self.cache, self.last, probe_inputs=self.drafter.probe_inputs,
+            wants_hidden=self.drafter.wants_hidden,
+        )  # fmt: skip
+        self.probe_hidden, self.hidden = self._some_hidden(forward)
+        for _ in range(WARM):
+            self._round(forward)
+        begin = time.perf_counter()
+        for turn in range(MOST):
+            if turn >= FEWEST and time.perf_counter() - begin > PATIENCE:
+                break
+            for rows, seconds in self._round(forward).items():
+                self.spent[rows].append(seconds)
         medians = {rows: statistics.median(times) for rows, times in self.spent.items()}
         counts = sorted(medians)  # the plain step stands first: no other undercuts it
         smooth = dict(zip(counts, rising([medians[n] for n in counts])))

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
-from hf_spec.methods.layer_skip.drafting import DraftingModel
+from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 
 
@@ -28,8 +28,7 @@ class LayerSkipDrafter(Drafter):
 
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)
-        self.drafting = DraftingModel(model, *_choice(model, options))
-        self.skipper = self.drafting.skipper
+        self.drafting = drafting_model(model, *_choice(model, options))
 
     def start(self, state: DecodingState) -> None:
         rows = state.batch_size
@@ -47,26 +46,26 @@ class LayerSkipDrafter(Drafter):
         lengths = [0] * len(drafting)
         drafted: list[list[int]] = [[] for _ in drafting]
         distributions: list[Tensor] = []
-        with self.drafting:
-            for k in range(depth):
-                if not any(drafting):
-                    break
-                chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
-                logits = state.forward(tokens, chain, first=k).logits[:, -1]
-                state.stats.num_draft_forwards += 1
-                q = state.process(logits, drafted, drafting).softmax(-1)
-                if self.samples:
-                    token = torch.multinomial(q, 1)
-                    distributions.append(q)
-                else:
-                    token = q.argmax(-1, keepdim=True)
-                tokens = torch.cat([tokens, token], dim=1)
-                confidence = q.gather(1, token)[:, 0].tolist()
-                for row, chosen in enumerate(token[:, 0].tolist()):
-                    if drafting[row]:
-                        drafted[row].append(chosen)
-                        lengths[row] = k + 1
-                        drafting[row] = self.exits[row].go_on(confidence[row])
+        for k in range(depth):
+            if not any(drafting):
+                break
+            chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
+            output = state.forward(tokens, chain, first=k, changes=self.drafting)
+            logits = output.logits[:, -1]
+            state.stats.num_draft_forwards += 1
+            q = state.process(logits, drafted, drafting).softmax(-1)
+            if self.samples:
+                token = torch.multinomial(q, 1)
+                distributions.append(q)
+            else:
+                token = q.argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, token], dim=1)
+            confidence = q.gather(1, token)[:, 0].tolist()
+            for row, chosen in enumerate(token[:, 0].tolist()):
+                if drafting[row]:
+                    drafted[row].append(chosen)
+                    lengths[row] = k + 1
+                    drafting[row] = self.exits[row].go_on(confidence[row])
         state.cache.rollback()
         tree = TreeBatch.stack([TokenTree.chain(n) for n in lengths], tokens.device)
         stacked = None
@@ -90,11 +89,10 @@ class LayerSkipDrafter(Drafter):
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         # Stock decoding hands over no cache, so the draft runs on its own.
-        with self.drafting:
-            candidates = self.model.generate(
-                input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
-                num_beams=1, assistant_strategy=None,
-            )  # fmt: skip
+        candidates = self.drafting.run(
+            self.model.generate, input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
+            num_beams=1, assistant_strategy=None,
+        )  # fmt: skip
         return candidates, None
 
 
