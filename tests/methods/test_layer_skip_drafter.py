@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import running
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -202,7 +203,7 @@ def draft_by_stock_cache(
     """Prefix states of the full model, then greedy tokens of the skipping model one by one."""
     cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True).past_key_values
     tokens, logits = [row[-1]], []
-    with LayerSkipper(model, **skips):
+    with running(LayerSkipper(model, **skips).changes):
         for step in range(length):
             place = len(row) - 1 + step
             visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
@@ -422,7 +423,7 @@ def test_get_candidates_appends_the_skipping_models_own_tokens(
     for row in rows_of(model, [4, 11]):
         ids = torch.tensor([row])
         wanted = ids
-        with drafter.skipper, torch.no_grad():
+        with running(drafter.drafting), torch.no_grad():
             for _ in range(5):  # without any cache
                 following = model(wanted, use_cache=False).logits[:, -1:].argmax(-1)
                 wanted = torch.cat([wanted, following], dim=1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import ARCHITECTURES, prompt
+from running import added
 from transformers import PreTrainedModel
 
 from hf_spec.model.hidden_states import final_hidden, model_logits, output_logits
@@ -18,7 +19,7 @@ def test_model_logits_are_the_models_own(
 ) -> None:
     model = tiny(architecture)
     before = set(vars(model.get_decoder()))
-    with torch.no_grad(), final_hidden(model) as seen:
+    with torch.no_grad(), added(final_hidden, model) as seen:
         expected = model(prompt(9, 2)).logits
         hidden = seen[0]
         assert torch.equal(model_logits(model, hidden), expected)
