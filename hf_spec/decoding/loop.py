@@ -24,6 +24,7 @@ from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.ngram import WithRetrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
+from hf_spec.model.ranks import Ranks
 from hf_spec.model.tree_forward import TreeOutput
 from hf_spec.policy.controller import controller_for, switched_on
 
@@ -60,7 +61,10 @@ def decode(
     if options.retrieval:
         drafter = WithRetrieval(drafter)
     stats = SpecStats()
-    watch = Stopwatch(stats, model.device)
+    ranks = Ranks(model)
+    if config.do_sample:
+        ranks.share_random_state()
+    watch = Stopwatch(stats, model.device, ranks.same)
 
     with ExitStack() as stack:
         with watch.phase("forward"):
@@ -95,6 +99,7 @@ def decode(
             (len(prompt), context, device), stats, switched_on(options, state.do_sample),
         )  # fmt: skip
         shrinking = Shrinking(state, drafter, scorer)
+        watch.step()
 
         while model._has_unfinished_sequences(not any(state.active), synced_gpus, model.device):
             if not any(state.active):
@@ -122,13 +127,14 @@ def decode(
             if left is not None:
                 choice = _unpruned(choice, left, draft, counts, state)
             cache.commit(counts, _moved(choice, counts))
+            seconds = watch.step()
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
-            controller.observe(draft.num_rows, counts)
+            controller.observe(draft.num_rows, counts, seconds)
 
     sequences = emission.finish()
     past = _hand_back(prefilled, prompt, emission) if kept else None
     stats.details = {**drafter.details(), **controller.details()}
-    watch.stop()
+    watch.step()
     remember_stats(model, stats)
     if not config.return_dict_in_generate:
         return sequences
