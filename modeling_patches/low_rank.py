@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.layer_skip import decoder_layers
 from modeling_patches.per_call import Changes
+from modeling_patches.ranks import own_share, summed
 
 #: PEFT's word for the linear modules of all decoder layers.
 ALL_LINEAR = "all-linear"
@@ -226,14 +227,27 @@ class _Hook:
         if not owner.enabled or owner.merged:
             return None
         factors = owner.factors(self.name)
-        return None if factors is None else _updated(args[0], output, *factors)
+        if factors is None:
+            return None
+        return _updated(args[0], output, *factors, self.owner.modules[self.name])
 
 
-def _updated(inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features)."""
+def _updated(
+    inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float, module: nn.Module
+) -> Tensor:
+    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features).
+
+    Of a module that is split (tensor parallelism) either may be this rank's share.
+    """
     # Both are no-ops but for models spread over devices and factors more precise than the model.
     down, up = down.to(output.device), up.to(output.device)
+    down, up = (
+        own_share(down, inputs.shape[-1], 1, module),
+        own_share(up, output.shape[-1], 0, module),
+    )
     inner = nn.functional.linear(inputs.to(output.device, down.dtype), down)  # (..., rank)
+    if inputs.shape[-1] != features(module)[0]:
+        inner = summed(inner, module)
     update = nn.functional.linear(inner, up)  # (..., out_features)
     return torch.add(output, update, alpha=scale).to(output.dtype)
 

@@ -24,9 +24,9 @@ from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.ngram import WithRetrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
-from hf_spec.model.ranks import Ranks
 from hf_spec.model.tree_forward import TreeOutput
 from hf_spec.policy.controller import controller_for, switched_on
+from modeling_patches.ranks import Ranks
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes, eager
+from modeling_patches.ranks import Ranks
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
 IGNORED = -100
@@ -171,12 +172,15 @@ class _Run:
                 past_key_values=cache, use_cache=True, **self._given(self.positions),
             )  # fmt: skip
             token_hidden = seen[0]
-        front = self.inputs.num_front
+        front, ranks = self.inputs.num_front, Ranks(self.model)
         full = DynamicCache()
         for index, layer in enumerate(cache.layers):
             states = [layer.keys, layer.values]
             if front:
-                learned = [part.to(states[0]) for part in self.inputs.front[index]]
+                heads = states[0].shape[1]
+                learned = [
+                    ranks.own_heads(part.to(states[0]), heads) for part in self.inputs.front[index]
+                ]
                 states = [
                     torch.cat([part.expand(self.batch, -1, -1, -1), state], dim=2)
                     for part, state in zip(learned, states)

@@ -23,6 +23,7 @@ from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes, eager
+from modeling_patches.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,13 @@ class TreeForward:
             self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
             self.num_front = probe_inputs.num_front
             if self.num_front:
-                cache.set_front(probe_inputs.front)
+                heads, ranks = cache.layers[0].keys.shape[1], Ranks(model)
+                cache.set_front(
+                    [
+                        (ranks.own_heads(keys, heads), ranks.own_heads(values, heads))
+                        for keys, values in probe_inputs.front
+                    ]
+                )
 
     def __call__(
         self,

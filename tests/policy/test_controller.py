@@ -736,8 +736,7 @@ def test_merged_statistics_add_up() -> None:
 
 def print_table() -> None:
     """The simulations of docs/controller.md."""
-    module.time = clock = FakeClock()  # type: ignore[assignment]
-    clock.perf_counter = clock  # type: ignore[attr-defined]
+    clock = FakeClock()
     tau_3 = Strategy(1.2, 0.7, 15)
     rows: list[tuple[str, Any, int]] = [
         *((f"never accepted, a step costs {one.cost}", one, 128) for one in NEVER[:-1]),

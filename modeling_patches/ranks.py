@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 
 class Ranks:
@@ -72,3 +72,32 @@ class Ranks:
 def tensor_parallel_size(model: Any) -> int:
     """Processes among which the layers of a model are split; 1 if they are not."""
     return getattr(model, "_tp_size", None) or 1
+
+
+# -- modules that are split ------------------------------------------------------------------------
+
+
+def own_share(factor: Tensor, size: int, dim: int, module: nn.Module) -> Tensor:
+    """The part of ``factor`` along ``dim`` that goes with this rank's part of a module.
+
+    Args:
+        factor: for the whole module.
+        size: features that this rank has; all of them where nothing is split.
+    """
+    if factor.shape[dim] == size:
+        return factor
+    mesh = _mesh(module)
+    start = mesh.get_local_rank() * -(-factor.shape[dim] // mesh.size())  # the last may be shorter
+    return factor.narrow(dim, start, size)
+
+
+def summed(partial: Tensor, module: nn.Module) -> Tensor:
+    """The sum over the ranks of a module, of what each made of its part of the input."""
+    total = partial.contiguous()
+    distributed.all_reduce(total, group=_mesh(module).get_group())
+    return total
+
+
+def _mesh(module: nn.Module) -> Any:
+    mesh: Any = module.weight.device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
