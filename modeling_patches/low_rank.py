@@ -241,12 +241,11 @@ def _updated(
     """
     # Both are no-ops but for models spread over devices and factors more precise than the model.
     down, up = down.to(output.device), up.to(output.device)
-    down, up = (
-        own_share(down, inputs.shape[-1], 1, module),
-        own_share(up, output.shape[-1], 0, module),
-    )
+    whole = down.shape[1]
+    down = own_share(down, inputs.shape[-1], 1, module)
+    up = own_share(up, output.shape[-1], 0, module)
     inner = nn.functional.linear(inputs.to(output.device, down.dtype), down)  # (..., rank)
-    if inputs.shape[-1] != features(module)[0]:
+    if inputs.shape[-1] != whole:
         inner = summed(inner, module)
     update = nn.functional.linear(inner, up)  # (..., out_features)
     return torch.add(output, update, alpha=scale).to(output.dtype)

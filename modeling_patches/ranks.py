@@ -99,5 +99,6 @@ def summed(partial: Tensor, module: nn.Module) -> Tensor:
 
 
 def _mesh(module: nn.Module) -> Any:
-    mesh: Any = module.weight.device_mesh
+    weight: Any = module.weight
+    mesh = weight.device_mesh
     return mesh["tp"] if mesh.ndim > 1 else mesh
