@@ -52,7 +52,7 @@ def decode(
         input_ids, real_tokens(input_ids, model_kwargs.get("attention_mask")), stopping_criteria,
         None if pad is None else int(pad), streamer, bool(record_scores), bool(record_logits),
     )  # fmt: skip
-    scorer = Scorer(logits_processor, emission.ids, emission.lengths)
+    scorer = Scorer(logits_processor, emission)
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
     if options.retrieval:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import EOS, PAD, prompt, ragged
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -270,3 +273,37 @@ def test_a_prompt_that_does_not_continue_the_cache_is_refused(tiny) -> None:
             turn[0, 2] += 1
         with pytest.raises(ValueError, match="does not start with the tokens in past_key_values"):
             model.generate(turn, past_key_values=first.past_key_values, **common)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that is made in the block."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.size = max([self.size, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("tokens", [10**8, 10**10, 2**62, sys.maxsize - 100, 2**70])
+def test_until_eos(tiny: Tiny, spec: Spec, tokens: int) -> None:
+    """A limit that means none takes no memory and overflows nothing, with caches of both kinds."""
+    model = tiny()
+    free = model.generate(prompt(), **GREEDY)
+    given = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": int(free[0, -1])}
+    for settings in ({}, {"repetition_penalty": 1.1}):
+        plain = model.generate(prompt(), **given, **settings)
+        with LargestTensor() as largest:
+            out = model.generate(
+                prompt(), **given, **settings, **spec, return_dict_in_generate=True
+            )
+            again = torch.cat([out.sequences, turn(0)], 1)
+            model.generate(again, **GREEDY, **spec, past_key_values=out.past_key_values)
+            model.generate(
+                prompt(), **given, **settings, **spec,
+                past_key_values=DynamicCache(config=model.config),
+            )  # fmt: skip
+        assert out.sequences.tolist() == plain.tolist()
+        assert largest.size < 2**20  # of 512 slots ahead in 3 layers it is the cache
