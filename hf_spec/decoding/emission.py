@@ -18,6 +18,9 @@ from transformers.generation.stopping_criteria import (
     MaxTimeCriteria,
 )
 
+#: More tokens than any call emits; sums of a few such numbers fit into int64.
+NO_LIMIT = 2**60
+
 
 class Emission:
     """The rows of a call as they grow.
@@ -32,7 +35,7 @@ class Emission:
 
     Attributes:
         ids: ``(batch, capacity)`` prompt and emitted tokens, ``lengths[row]`` columns in use; what
-            lies behind is scratch space for a row's candidates.
+            lies behind is scratch space for a row's candidates. Grows with what is written.
         tokens: the rows' real tokens as lists.
     """
 
@@ -47,10 +50,8 @@ class Emission:
         record_logits: bool = False,
     ):
         batch, self.width = input_ids.shape
-        self.max_length = int(criteria.max_length)
-        # A candidate lies at most one whole budget behind the emitted tokens.
-        self.ids = input_ids.new_zeros((batch, 2 * self.max_length - self.width))
-        self.ids[:, : self.width] = input_ids
+        self.max_length = min(int(criteria.max_length), NO_LIMIT)
+        self.ids = input_ids.clone()
         self.lengths = [self.width] * batch
         rows = input_ids.tolist()
         if real is not None:
@@ -102,6 +103,20 @@ class Emission:
         """Tokens that each row may still emit."""
         return [self.max_length - length for length in self.lengths]
 
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens that each row has emitted."""
+        return [length - self.width for length in self.lengths]
+
+    def write(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        """Put tokens into a row's columns from ``start`` on; buffers grow by doubling."""
+        end = start + len(tokens)
+        if end > self.ids.shape[1]:
+            grown = self.ids.new_zeros((len(self.ids), 2 * end))
+            grown[:, : self.ids.shape[1]] = self.ids
+            self.ids = grown
+        self.ids[row, start:end] = torch.tensor(tokens)
+
     def take(
         self,
         row: int,
@@ -120,8 +135,7 @@ class Emission:
             How many tokens were kept.
         """
         kept = 0
-        start = self.lengths[row]
-        self.ids[row, start : start + len(tokens)] = torch.tensor(tokens)
+        self.write(row, self.lengths[row], tokens)
         for token in tokens:
             if not self._takes(row) or self.lengths[row] >= self.max_length:
                 break
