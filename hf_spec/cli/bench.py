@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hf_spec.cli.common import (
+    DTYPES,
+    INTERRUPTED,
+    check_writable,
+    parse_kwargs,
+    progress_bar,
+    whole_numbers,
+)
+from hf_spec.model.loading import load_model
+
 DEFAULT_OUTPUT = Path("hf-spec-bench")
-#: Exit codes: what the user wrote is wrong; interrupted (as shells report SIGINT).
-BAD_INPUT, INTERRUPTED = 2, 130
-DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
 def bench(
@@ -100,7 +105,7 @@ def bench(
     adapters = lineup.read_adapters(adapter or ())
     named = strategies or ",".join(dict.fromkeys(a.strategy for a in adapters)) or "prompt_lookup"
     names = lineup.parse_names(named)
-    options = lineup.parse_kwargs(strategy_kwargs or (), names)
+    options = parse_kwargs(strategy_kwargs or (), names)
     # Only checks that every adapter is used; assistants are loaded later.
     own = [name for name in names if not name.startswith(lineup.STOCK_ASSISTED)]
     lineup.contenders(own, options, adapters)
@@ -146,59 +151,6 @@ def bench(
         raise typer.Exit(INTERRUPTED)
 
 
-def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers of an option such as ``1,2,4``."""
-    sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(sizes) < 1:
-        raise ValueError(f"{option} {text!r}: must be numbers from 1, such as 1 or 1,2,4")
-    return list(dict.fromkeys(sizes))
-
-
-def check_writable(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to --output {str(output)!r}: {error.strerror}") from error
-
-
-def load_model(
-    path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None
-) -> tuple[Any, Any]:
-    """A causal language model in evaluation mode on its device, and its tokenizer.
-
-    Raises:
-        ValueError: it cannot be loaded, or there is no such device.
-    """
-    import torch
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    if _is_path(path) and not Path(path).is_dir():
-        raise ValueError(f"cannot load model {path!r}: there is no such folder")
-
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = "cpu" if accelerator is None else accelerator.type
-    logging.disable_progress_bar()
-    # Its retries would bury the one line that says what is wrong.
-    hub_logging.set_verbosity_error()
-    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        target = torch.device(device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra).to(target)
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot load model {path!r}: {reason}") from error
-    return model.eval(), tokenizer
-
-
-def _is_path(name: str) -> bool:
-    """Whether a model's name cannot be a repository on the Hub, ``name`` or ``owner/name``."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Keywords for ``generate`` that make ``path`` transformers' assistant model.
 
@@ -223,19 +175,3 @@ def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "assistant_tokenizer": assistant_tokenizer,
     }
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, if that is a terminal; gives ``update(done, total)``."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

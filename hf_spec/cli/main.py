@@ -1,4 +1,4 @@
-"""``hf-spec``: wires the commands, which live in the packages whose work they do."""
+"""``hf-spec``: wires the commands, each of which has a file of its own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.bench.command import BAD_INPUT, INTERRUPTED, bench
-from hf_spec.bench.quality_command import quality
-from hf_spec.demo.command import demo
-from hf_spec.hub.command import card, push
-from hf_spec.hub.transfer_command import export, import_
-from hf_spec.training.command import distill
-from hf_spec.training.train_command import train
-from hf_spec.tuning.command import plot, search
-from hf_spec.tuning.tree_command import tune
+from hf_spec.cli.bench import bench
+from hf_spec.cli.card import card
+from hf_spec.cli.common import BAD_INPUT, INTERRUPTED
+from hf_spec.cli.demo import demo
+from hf_spec.cli.distill import distill
+from hf_spec.cli.export import export
+from hf_spec.cli.import_ import import_
+from hf_spec.cli.plot import plot
+from hf_spec.cli.push import push
+from hf_spec.cli.quality import quality
+from hf_spec.cli.search import search
+from hf_spec.cli.serve import serve
+from hf_spec.cli.strategies import strategies
+from hf_spec.cli.train import train
+from hf_spec.cli.tune import tune
 
 #: Set to anything to see the whole traceback of an error.
 TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
@@ -42,6 +48,11 @@ app.command()(card)
 app.command()(push)
 app.command(name="import")(import_)
 app.command()(export)
+app.command()(strategies)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)(serve)
 
 
 def _version(wanted: bool) -> None:
@@ -68,59 +79,6 @@ def root(
 
     HF_SPEC_TRACEBACK=1 shows the whole traceback of an error.
     """
-
-
-@app.command()
-def strategies() -> None:
-    """List the strategies.
-
-    These are the names that generate(assistant_strategy=...) knows, with a line on each.
-
-    \b
-    Examples:
-      hf-spec strategies
-    """
-    import hf_spec
-
-    known = hf_spec.strategies()
-    width = max(map(len, known), default=0)
-    for name, line in known.items():
-        typer.echo(f"{name:{width}}  {line}")
-
-
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
-def serve(context: typer.Context) -> None:
-    """Run 'transformers serve' with strategies.
-
-    This is Transformers' own server; all arguments are passed on. A request chooses a strategy in
-    its generation_config.
-
-    \b
-    Examples:
-      hf-spec serve Qwen/Qwen3-0.6B --port 8000
-      curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
-        "model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}],
-        "generation_config": "{\\"assistant_strategy\\": \\"prompt_lookup\\"}"}'
-    """
-    from transformers.utils.import_utils import is_serve_available
-
-    wants_help = bool({"-h", "--help"} & set(context.args))
-    if wants_help:
-        typer.echo(context.get_help() + "\n\nOptions of 'transformers serve':\n")
-    missing = "" if wants_help or is_serve_available() else "the server's"
-    try:
-        from transformers.cli.transformers import app as transformers_app
-    except ImportError as error:
-        missing = str(error)
-    if missing:
-        raise ValueError(
-            f"'transformers serve' needs packages that are not installed ({missing}); "
-            "run: pip install 'hf_spec[serve]'"
-        )
-    transformers_app(["serve", *context.args], prog_name="hf-spec", standalone_mode=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -150,7 +108,3 @@ def _usage(error: Exception) -> int:
     elif message:
         print(f"hf-spec: {message}", file=sys.stderr)
     return int(getattr(error, "exit_code", BAD_INPUT))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

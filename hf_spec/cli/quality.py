@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.bench.command import DTYPES, check_writable, load_model, progress_bar
+from hf_spec.cli.common import DTYPES, check_writable, parse_kwargs, progress_bar
+from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-quality")
 
@@ -72,7 +73,7 @@ def quality(
     adapters = lineup.read_adapters(adapter or ())
     named = strategies or ",".join(dict.fromkeys(one.strategy for one in adapters))
     names = lineup.parse_names(named) if named else []
-    options = lineup.parse_kwargs(strategy_kwargs or (), names)
+    options = parse_kwargs(strategy_kwargs or (), names)
     everyone = lineup.contenders(names, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)

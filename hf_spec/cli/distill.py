@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.bench.command import DTYPES, INTERRUPTED, check_writable, load_model, progress_bar
+from hf_spec.cli.common import DTYPES, INTERRUPTED, check_writable, parse_kwargs, progress_bar
+from hf_spec.model.loading import load_model
 
 #: The name for plain ``generate``.
 NO_STRATEGY = "none"
@@ -168,7 +169,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
         raise ValueError(f"adapter {adapter!r} is for strategy {adapters[0].strategy!r}")
     if get_method(name).needs_adapter and not adapters:
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
-    given = lineup.parse_kwargs([] if options is None else [f"{name}={options}"], [name])
+    given = parse_kwargs([] if options is None else [f"{name}={options}"], [name])
     own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
     given[name] = {**OPTIONS, **own, **given.get(name, {})}
     (contender,) = lineup.contenders([name], given, adapters)

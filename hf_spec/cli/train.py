@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.bench.command import DTYPES, check_writable, load_model
-from hf_spec.bench.contenders import json_object
+from hf_spec.cli.common import DTYPES, check_writable, json_object
+from hf_spec.model.loading import load_model
 
 
 def train(

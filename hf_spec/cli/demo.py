@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.bench.command import DTYPES, INTERRUPTED, check_writable, progress_bar
+from hf_spec.cli.common import DTYPES, INTERRUPTED, check_writable, progress_bar
 
 DEFAULT_OUTPUT = Path("hf-spec-demo")
 DEFAULT_LIMIT = 12

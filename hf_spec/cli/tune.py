@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.bench.command import (
+from hf_spec.cli.common import (
     DTYPES,
     INTERRUPTED,
     check_writable,
-    load_model,
     progress_bar,
     whole_numbers,
 )
+from hf_spec.model.loading import load_model
 
 
 def tune(
