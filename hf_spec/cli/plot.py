@@ -40,7 +40,7 @@ def search_plot(
       hf-spec plot search ./skip
       hf-spec plot search ./skip --output ./figures
     """
-    from hf_spec.tuning.plots import plot_search, read_search
+    from hf_spec.tuning.layers.plots import plot_search, read_search
 
     data = read_search(folder)
     target = folder if output is None else output

@@ -13,7 +13,7 @@ from hf_spec.cli.common import DTYPES, INTERRUPTED, check_writable, progress_bar
 from hf_spec.model.loading import load_model
 
 if TYPE_CHECKING:
-    from hf_spec.tuning.study import Trial
+    from hf_spec.tuning.layers.study import Trial
 
 DEFAULT_TRIALS, DEFAULT_LIMIT = 100, 8
 
@@ -71,8 +71,8 @@ def search(
     import torch
 
     from hf_spec.bench.prompts import read_prompts, spread
-    from hf_spec.tuning.search import search as run_search
-    from hf_spec.tuning.study import Settings
+    from hf_spec.tuning.layers.search import search as run_search
+    from hf_spec.tuning.layers.study import Settings
 
     # Everything that can be checked without a model comes first.
     if dtype not in DTYPES:
@@ -95,7 +95,7 @@ def search(
     from rich.console import Console
 
     from hf_spec.bench import report as bench_report
-    from hf_spec.tuning import report
+    from hf_spec.tuning.layers import report
 
     if threads is not None:
         torch.set_num_threads(threads)

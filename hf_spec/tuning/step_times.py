@@ -24,7 +24,7 @@ from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.tree_drafter import StepRows, TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
-from hf_spec.tuning.costs import rising
+from hf_spec.tuning.timing import rising
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.support import sliding_windows
 

@@ -21,6 +21,7 @@ import torch
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward, TreeOutput
+from hf_spec.tuning.timing import rising
 from modeling_patches.attention_masks import tree_attention
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
 from modeling_patches.support import sliding_windows
@@ -234,11 +235,6 @@ def _patterns(sublayers: Sublayers) -> list[Skip]:
     for kind, layers in sublayers.groups:
         chosen.append(Skip(layers) if kind == "attention" else Skip((), layers))
     return list(dict.fromkeys(chosen))
-
-
-def rising(values: Sequence[float]) -> list[float]:
-    """More nodes never cost less: a dip is noise, and would make longer drafts look free."""
-    return np.maximum.accumulate(np.array(values)).tolist()
 
 
 def _fit(

@@ -15,9 +15,9 @@ from typing import Any
 
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.checks import check_count
-from hf_spec.tuning.costs import Skip, StepCosts, Sublayers
-from hf_spec.tuning.objective import STRATEGY, Evaluation, Exit
-from hf_spec.tuning.study import (
+from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
+from hf_spec.tuning.layers.objective import STRATEGY, Evaluation, Exit
+from hf_spec.tuning.layers.study import (
     LayerStudy,
     Progress,
     Settings,

@@ -24,8 +24,8 @@ import torch
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.tuning.costs import Skip, StepCosts, Sublayers
-from hf_spec.tuning.objective import OBJECTIVES, STRATEGY, Evaluation, Evaluator, Exit
+from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
+from hf_spec.tuning.layers.objective import OBJECTIVES, STRATEGY, Evaluation, Evaluator, Exit
 
 if TYPE_CHECKING:
     import optuna
@@ -329,7 +329,7 @@ def _trial(number: int, frozen: Any) -> Trial:
 
 
 def _evaluation(data: dict[str, Any]) -> Evaluation:
-    from hf_spec.tuning.objective import Counts
+    from hf_spec.tuning.layers.objective import Counts
 
     return Evaluation(data["value"], Counts.from_dict(data["counts"]))
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_spec.files import replacing
+from hf_spec.tuning.figures import save_figure
 
 SEARCH_FILE = "search.json"
 SEARCH_PLOT, LAYERS_PLOT = "search.png", "layers.png"
@@ -118,10 +118,3 @@ def _layers(plt: Any, data: dict[str, Any]) -> Any:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    """Write a PNG in one step."""
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
-    return path

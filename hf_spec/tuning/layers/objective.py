@@ -20,7 +20,7 @@ import hf_spec
 from hf_spec.bench.prompts import Prompt, context_limit, encode_within
 from hf_spec.bench.runner import own_generation_config
 from hf_spec.core.stats import SpecStats
-from hf_spec.tuning.costs import ForwardTimer, Skip, StepCosts, Sublayers
+from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 
 OBJECTIVES = ("modelled", "measured")
 STRATEGY = "layer_skip"

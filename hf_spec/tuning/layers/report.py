@@ -14,13 +14,13 @@ from hf_spec.files import write_atomically
 from hf_spec.hub.card import RESULTS, write_card
 from hf_spec.hub.folder import save_spec_config, save_weightless
 from hf_spec.methods.registry import get_method
-from hf_spec.tuning.objective import STRATEGY
-from hf_spec.tuning.plots import SEARCH_FILE, plot_search
+from hf_spec.tuning.layers.objective import STRATEGY
+from hf_spec.tuning.layers.plots import SEARCH_FILE, plot_search
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_spec.tuning.search import SearchResult
+    from hf_spec.tuning.layers.search import SearchResult
 
 
 def measure(
