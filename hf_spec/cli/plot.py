@@ -63,7 +63,7 @@ def tune_plot(
       hf-spec plot tune ./bita
       hf-spec plot tune ./bita --output ./figures
     """
-    from hf_spec.tuning.tree_plots import plot_tuning
+    from hf_spec.tuning.trees.plots import plot_tuning
 
     data = tuned(folder)
     target = folder if output is None else output
@@ -91,7 +91,7 @@ def tree_plot(
       hf-spec plot tree ./bita
       hf-spec plot tree ./bita --device H200 --setting 2
     """
-    from hf_spec.tuning.tree_plots import entry_of, plot_trees
+    from hf_spec.tuning.trees.plots import entry_of, plot_trees
 
     entry = entry_of(tuned(folder), device)
     if setting > len(entry["settings"]):

@@ -70,7 +70,7 @@ def tune(
     from hf_spec.files import write_atomically
     from hf_spec.hub.card import renew_card
     from hf_spec.hub.folder import TREE, change_options, read_spec_config
-    from hf_spec.tuning import trees as work
+    from hf_spec.tuning.trees import tune as work
 
     # Everything that can be checked without a model comes first.
     if dtype not in DTYPES:

@@ -10,7 +10,7 @@ import numpy as np
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.tuning.figures import save_figure
-from hf_spec.tuning.sparse_tree import Array, chances_of
+from hf_spec.tuning.trees.sparse_tree import Array, chances_of
 
 TREE_PLOT, TUNE_PLOT = "tree.png", "tune.png"
 #: Most nodes that are labelled with their probability; more would overlap.

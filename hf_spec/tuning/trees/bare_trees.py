@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.tuning.sparse_tree import Candidates, RankPath, chances_of, checked, grown
+from hf_spec.tuning.trees.sparse_tree import Candidates, RankPath, chances_of, checked, grown
 
 
 def counted_paths(ranks: Iterable[Sequence[int]]) -> list[RankPath]:

@@ -17,8 +17,8 @@ import torch
 
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.tree_drafter import TreeDrafter
-from hf_spec.tuning.bare_trees import BareTrees
-from hf_spec.tuning.sparse_tree import Array, SparseTrees
+from hf_spec.tuning.trees.bare_trees import BareTrees
+from hf_spec.tuning.trees.sparse_tree import Array, SparseTrees
 
 #: Ranks that are told apart; a token further down counts as not predicted.
 RANKS = 48

@@ -22,10 +22,10 @@ from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.registry import Method
 from hf_spec.policy.tuned_trees import VERSION, Device
-from hf_spec.tuning.bare_trees import BareTrees, counted_paths
-from hf_spec.tuning.future_ranks import FutureRanks, Ranks, Replay, measure
-from hf_spec.tuning.sparse_tree import Array
-from hf_spec.tuning.step_times import StepTimer, StepTimes
+from hf_spec.tuning.trees.bare_trees import BareTrees, counted_paths
+from hf_spec.tuning.trees.future_ranks import FutureRanks, Ranks, Replay, measure
+from hf_spec.tuning.trees.sparse_tree import Array
+from hf_spec.tuning.trees.step_times import StepTimer, StepTimes
 
 #: Sizes whose steps are timed; those between are interpolated.
 TIMED = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
