@@ -7,12 +7,14 @@ compared with rounding, so a single differing token is a bug.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,61 +26,26 @@ import hf_spec
 from hf_spec.core.cache import TreeCache
 from hf_spec.methods.registry import Method, methods
 
-#: Options worth a run of their own; a strategy that is not named here runs with its defaults.
+
+def variants(method: Method) -> Any:
+    """``variants.py`` beside the method's options; without one it runs its defaults."""
+    name = f"{method.package}.variants"
+    if importlib.util.find_spec(name) is None:
+        return SimpleNamespace(VARIANTS={"default": {}})
+    return importlib.import_module(name)
+
+
+#: Options worth a run of their own.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "prompt_lookup": {
-        "tree": {},
-        "chain": {"max_matches": 1, "max_ngram": 2, "max_depth": 4},
-    },
-    "layer_skip": {
-        "first_layer": {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"},
-        "adaptive": {"skip_attention": [1], "skip_mlp": [2], "threshold": 0.2, "max_draft": 4},
-        "merged": {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "retrieval": True},
-    },
-}
-VARIANTS["bita"] = {
-    "efficient": {},
-    "full": {"tree": "full", "top_k": 2, "retrieval": True},
-    "chain": {"tree": "chain", "max_depth": 2},
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
-}
-VARIANTS["medusa"] = {
-    "sparse": {},
-    "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
-}
-VARIANTS["propd"] = {
-    "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
-    "online": {},
-    "probability": {
-        "tree": "chain",
-        "prune_criterion": "probability",
-        "prune_keep": 2,
-        "retrieval": True,
-    },
-    "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
-}
-VARIANTS["space"] = {
-    "auto": {},
-    "match": {"acceptance": "match", "num_candidates": 2, "retrieval": True},
-}
-VARIANTS["ppd"] = {
-    "static": {},
-    "dynamic": {
-        "tree": [
-            {"paths": [], "probes": [3]},
-            {"paths": [[0], [1]], "probes": [2, 1, 3]},
-            {"paths": [[0], [2], [0, 0]], "probes": [1, 3, 0, 2]},
-            {"paths": [[0], [0, 0], [0, 1], [0, 0, 0]], "probes": [0, 2, 1, 3, 0]},
-        ],
-        "retrieval": True,
-    },
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
+    name: variants(method).VARIANTS for name, method in methods().items()
 }
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING = {"bita": "wide", "space": "auto", "ppd": "wide", "medusa": "wide", "propd": "wide"}
-CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
+HITTING: dict[str, str] = {
+    name: variants(method).HITTING
+    for name, method in methods().items()
+    if hasattr(variants(method), "HITTING")
+}
+CASES = [(name, variant) for name in methods() for variant in VARIANTS[name]]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.
 FIRST = [next(case for case in CASES if case[0] == name) for name in methods()]
@@ -93,7 +60,7 @@ NEW = 20
 
 
 def options(name: str, variant: str) -> dict[str, Any]:
-    return VARIANTS.get(name, {"default": {}})[variant]
+    return VARIANTS[name][variant]
 
 
 def strategy(name: str, variant: str) -> dict[str, Any]:
@@ -397,7 +364,8 @@ def test_the_chi_square_test_sees_a_biased_rule(
     from hf_spec.core import verify
 
     plain_multinomial, rule = torch.multinomial, verify.rejection
-    right = chi_square_of_run(tiny("llama_tied"), "layer_skip", "first_layer", "top_p")
+    name, variant = next(one for one in FIRST if methods()[one[0]].options.samples_drafts)
+    right = chi_square_of_run(tiny("llama_tied"), name, variant, "top_p")
     assert right > FALSE_ALARM
 
     def biased(tree: Any, tokens: Any, draft: Any, scores: Any, **kwargs: Any) -> Any:
@@ -414,7 +382,7 @@ def test_the_chi_square_test_sees_a_biased_rule(
             return rule(tree, tokens, draft, seen, **kwargs)
 
     monkeypatch.setattr(verify, "rejection", biased)
-    assert chi_square_of_run(tiny("llama_tied"), "layer_skip", "first_layer", "top_p") < FALSE_ALARM
+    assert chi_square_of_run(tiny("llama_tied"), name, variant, "top_p") < FALSE_ALARM
 
 
 def enumerate_three(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.bench import report
-from hf_spec.bench.command import load_model
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
 from hf_spec.bench.runner import BenchResult, Measurement, run
 from hf_spec.demo.prompts import demo_prompts
+from hf_spec.model.loading import load_model
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
 #: Needs neither training nor an adapter.

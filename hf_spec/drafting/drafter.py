@@ -184,17 +184,24 @@ class Drafter(CandidateGenerator):
     # -- stock assisted decoding -------------------------------------------------------------
 
     @abstractmethod
+    def chain(self, input_ids: Tensor) -> list[int]:
+        """The likeliest tokens behind a sequence, ``(1, seq)`` and without padding."""
+
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        """The best chain, for Transformers' own assisted decoding (batch size 1).
+        """For Transformers' own assisted decoding, whose batches have one row.
 
         Args:
             input_ids: ``(1, seq)``.
 
         Returns:
-            ``(1, seq + candidates)`` ids, and no logits.
+            ``(1, seq + candidates)`` ids with :meth:`chain` behind them, and no logits.
         """
+        with torch.no_grad():
+            chain = self.chain(input_ids)
+        candidates: Any = torch.cat([input_ids, input_ids.new_tensor([chain])], dim=1)
+        return candidates, None
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_spec.core.tree import TokenTree, TreeBatch
@@ -13,7 +12,6 @@ from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.heads import WEIGHTS, draft_logits
 from hf_spec.drafting.tree_drafter import AT_ONCE, StepRows, TreeDrafter, TreeSource
-from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import token_hidden
 
 
@@ -86,14 +84,3 @@ class HeadDrafter(TreeDrafter):
         hidden = token_hidden(self.model, input_ids)[0]
         for some in places.to(hidden.device).split(max(AT_ONCE // self.distances, 1)):
             yield self.predictions(hidden[some], self.distances)
-
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        with torch.no_grad():
-            hidden = token_hidden(self.model, input_ids)[:, -1]
-            heads = self.predictions(hidden, self.distances)
-            logits = torch.cat([output_logits(self.model, hidden)[:, None], heads], dim=1)
-        chain = logits.argmax(-1).to(input_ids.device)
-        candidates: Any = torch.cat([input_ids, chain], dim=1)
-        return candidates, None

@@ -21,9 +21,9 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.losses import prediction_losses
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits, output_logits, states_at
-from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.low_rank import features
 
 PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
@@ -212,9 +212,7 @@ def loss_of_states(
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
             own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
-    losses = prediction_losses(logits, wanted, own)
-    counts = (wanted != IGNORED).sum(1).clamp(min=1)  # (batch, heads)
-    per_head = losses.sum(1) / counts
+    per_head = wanted_mean(prediction_losses(logits, wanted, own), wanted, 1)  # (batch, heads)
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
 

@@ -30,3 +30,13 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
         ).sum(-1)
         losses = divergence.masked_fill(tokens == IGNORED, 0.0)
     return losses.view(wanted.shape)
+
+
+def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """The mean of :func:`prediction_losses` over the places where something is wanted; 0 without.
+
+    Args:
+        losses, wanted: of one shape.
+        dim: the dimensions that the mean is taken over.
+    """
+    return losses.sum(dim) / (wanted != IGNORED).sum(dim).clamp(min=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
@@ -125,15 +124,3 @@ class ProbeDrafter(TreeDrafter):
     def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         for some in places.split(max(AT_ONCE // len(self.group), 1)):
             yield self.predictions(self.probe(input_ids, some[None]).probe_hidden[0])
-
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        last = torch.tensor([[input_ids.shape[1] - 1]], device=input_ids.device)
-        with torch.no_grad():
-            hidden = self.probe(input_ids, last)
-            own = output_logits(self.model, hidden.token_hidden[:, -1:])
-            logits = torch.cat([own, self.predictions(hidden.probe_hidden[:, 0])], dim=1)
-        chain = logits.argmax(-1).to(input_ids.device)
-        candidates: Any = torch.cat([input_ids, chain], dim=1)
-        return candidates, None

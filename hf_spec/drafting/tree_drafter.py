@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_spec.core.probes import ProbeRows
@@ -139,3 +140,9 @@ class TreeDrafter(Drafter):
             ``(some, distances, vocab)`` for some places after the other, in their order; distance
             d, from 1, is that of the token 1 + d columns behind the place.
         """
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        (future,) = self.future_logits(input_ids, last)
+        own = self.model(input_ids).logits[0, -1:]  # the token before those that are predicted
+        return torch.cat([own, future[0].to(own)]).argmax(-1).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.model.tree_forward import Pruning
@@ -43,7 +43,5 @@ class WrappedDrafter(Drafter):
     def details(self) -> dict[str, Any]:
         return self.inner.details()
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        return self.inner.get_candidates(input_ids, **kwargs)
+    def chain(self, input_ids: Tensor) -> list[int]:
+        return self.inner.chain(input_ids)

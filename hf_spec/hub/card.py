@@ -9,7 +9,6 @@ folder gives the same card, always.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -112,9 +111,7 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
 
 def _section(method: Method, **values: Any) -> str:
     """The method's own section; empty if it has none."""
-    # A method lives where its options are defined: hf_spec.methods.<name>.
-    package = sys.modules[method.options.__module__].__package__ or ""
-    source = files(package) / "card.md"
+    source = files(method.package) / "card.md"
     return _render(source.read_text(encoding="utf-8"), **values) if source.is_file() else ""
 
 

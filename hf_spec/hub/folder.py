@@ -24,8 +24,8 @@ from hf_spec.methods.registry import Method, get_method
 from hf_spec.policy.tuned_trees import TREE_FILE, read_trees
 
 CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
-REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD, SHIM)
-#: What is uploaded beside the required files, where it is there.
+REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
+#: What is uploaded, too, where it is there; the shim is written anew.
 OPTIONAL = (TREE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
@@ -174,10 +174,8 @@ def check_complete(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
-    remedy = ""
-    if CARD in missing or SHIM in missing:
-        remedy = f"; 'hf-spec card {folder}' writes {CARD} and {SHIM}"
     if missing:
+        remedy = f"; 'hf-spec card {folder}' writes {CARD}" if CARD in missing else ""
         raise ValueError(f"{str(folder)!r} is no complete adapter: no {', '.join(missing)}{remedy}")
     unsafe = sorted(path.name for kind in UNSAFE for path in folder.glob(kind))
     if unsafe:
@@ -201,8 +199,10 @@ def check_complete(folder: Path) -> None:
         read_trees(folder / TREE)
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
-    shim = (folder / SHIM).read_text(encoding="utf-8")
-    if not says_the_same(shim, method.name, options, _peft_type(method)):
+    shim = folder / SHIM
+    if shim.is_file() and not says_the_same(
+        shim.read_text(encoding="utf-8"), method.name, options, expected
+    ):
         raise ValueError(
             f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -74,6 +75,11 @@ class Method:
     num_anchors: int = 64
     published: Published | None = None
     exports: Mapping[str, Exporter] = field(default_factory=dict)
+
+    @property
+    def package(self) -> str:
+        """Where it lives, and what belongs to it besides its code: the package of its options."""
+        return sys.modules[self.options.__module__].__package__ or ""
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.

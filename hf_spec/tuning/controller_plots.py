@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.bench.report import ALL
-from hf_spec.tuning.plots import save_figure
+from hf_spec.tuning.figures import save_figure
 
 RESULTS_FILE = "results.json"
 ESTIMATE, MEASURED = "tab:red", "tab:blue"

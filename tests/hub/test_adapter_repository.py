@@ -429,6 +429,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     (adapter / "study.db").write_text("stays here")
     (adapter / "layers.png").write_bytes(b"png")
     write_card(adapter)
+    shutil.rmtree(adapter / "custom_generate")  # is rendered on the way
     before = {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()}
     more = ["--private", "--revision", "v2", "--base-model", "org/base"]
     assert cli.main(["push", str(adapter), "org/skip", *more]) == 0
@@ -442,6 +443,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "custom_generate/generate.py", "results.json", "layers.png",
     }  # fmt: skip
+    assert b"= 'org/skip'" in files["custom_generate/generate.py"]
     card = files["README.md"].decode()
     assert 'model.load_adapter("org/skip")' in card and "base_model: org/base" in card
     assert "![skipped sublayers](layers.png)" in card and str(adapter.parent) not in card

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.tuning import command
-from hf_spec.tuning.objective import Evaluator
+from hf_spec.tuning.layers.objective import Evaluator
 
 pytest.importorskip("optuna")
 
@@ -214,13 +213,14 @@ def test_without_optuna(
 
 def test_progress_tells_of_better_choices(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where there is no terminal: a line for each, and nothing else."""
-    from hf_spec.tuning.costs import Skip
-    from hf_spec.tuning.objective import Counts, Evaluation
-    from hf_spec.tuning.study import Trial
+    from hf_spec.cli.search import search_bar
+    from hf_spec.tuning.layers.costs import Skip
+    from hf_spec.tuning.layers.objective import Counts, Evaluation
+    from hf_spec.tuning.layers.study import Trial
 
     counts = Counts(1, 12, 4)
     best = Trial(0, "complete", Skip((1,), ()), Evaluation(0.5, counts), "start", False, 1, 0.1)
-    with command.search_bar() as (progress, status):
+    with search_bar() as (progress, status):
         status("searching")
         progress(0, 3, None)
         progress(1, 3, best)

@@ -14,9 +14,9 @@ from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 from transformers import PreTrainedModel
 
 from hf_spec.core.stats import SpecStats
-from hf_spec.tuning import costs as costs_module
-from hf_spec.tuning.costs import ForwardTimer, Skip, StepCosts, Sublayers
-from hf_spec.tuning.objective import (
+from hf_spec.tuning.layers import costs as costs_module
+from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
+from hf_spec.tuning.layers.objective import (
     Counts,
     Evaluator,
     Exit,

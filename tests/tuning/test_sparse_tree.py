@@ -13,10 +13,10 @@ import pytest
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.options import SPARSE
-from hf_spec.tuning import sparse_tree
-from hf_spec.tuning.bare_trees import BareTrees, counted_paths
-from hf_spec.tuning.future_ranks import BEYOND, MISS, FutureRanks
-from hf_spec.tuning.sparse_tree import Candidates, Chain, SparseTrees, chances_of
+from hf_spec.tuning.trees import sparse_tree
+from hf_spec.tuning.trees.bare_trees import BareTrees, counted_paths
+from hf_spec.tuning.trees.future_ranks import BEYOND, MISS, FutureRanks
+from hf_spec.tuning.trees.sparse_tree import Candidates, Chain, SparseTrees, chances_of
 
 #: (distances, ranks); the second has ranks out of order, a third distance better than the second.
 TABLES = [

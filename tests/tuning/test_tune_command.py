@@ -22,10 +22,10 @@ from hf_spec.hub.folder import check_complete
 from hf_spec.methods.registry import get_method
 from hf_spec.policy import tuned_trees
 from hf_spec.policy.tuned_trees import Device
-from hf_spec.tuning import trees as work
-from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure
-from hf_spec.tuning.sparse_tree import SparseTrees
-from hf_spec.tuning.step_times import StepTimes
+from hf_spec.tuning.trees import tune as work
+from hf_spec.tuning.trees.future_ranks import BEYOND, FutureRanks, measure
+from hf_spec.tuning.trees.sparse_tree import SparseTrees
+from hf_spec.tuning.trees.step_times import StepTimes
 
 
 @pytest.fixture(scope="module")

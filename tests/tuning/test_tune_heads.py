@@ -23,9 +23,9 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.push import push
 from hf_spec.methods.registry import get_method
-from hf_spec.tuning import trees as work
-from hf_spec.tuning.bare_trees import BareTrees, counted_paths
-from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure
+from hf_spec.tuning.trees import tune as work
+from hf_spec.tuning.trees.bare_trees import BareTrees, counted_paths
+from hf_spec.tuning.trees.future_ranks import BEYOND, FutureRanks, measure
 
 HEADS, HIDDEN = 3, 32
 

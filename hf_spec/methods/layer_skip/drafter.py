@@ -85,15 +85,12 @@ class LayerSkipDrafter(Drafter):
         exits = getattr(self, "all_exits", [])
         return {"threshold": [round(one.gamma, 4) for one in exits]}
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        # Stock decoding hands over no cache, so the draft runs on its own.
-        candidates = self.drafting.run(
+    def chain(self, input_ids: Tensor) -> list[int]:
+        output = self.drafting.run(
             self.model.generate, input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
             num_beams=1, assistant_strategy=None,
         )  # fmt: skip
-        return candidates, None
+        return output[0, input_ids.shape[1] :].tolist()
 
 
 class DraftExit:

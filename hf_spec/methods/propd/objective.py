@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.drafting.heads import loss_of_states
-from hf_spec.drafting.losses import prediction_losses
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.methods.propd.early_head import early_states
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
@@ -55,7 +55,5 @@ def loss(
     if config.loss == "distillation":
         with torch.no_grad():
             own = model_logits(model, states_at(hidden, anchors))
-    losses = prediction_losses(logits, wanted, own)
-    counts = (wanted != IGNORED).sum(-1).clamp(min=1)
-    early = (losses.sum(-1) / counts).mean()
-    return {**found, "loss": found["loss"] + early}
+    early = wanted_mean(prediction_losses(logits, wanted, own), wanted, 1)
+    return {**found, "loss": found["loss"] + early.mean()}
