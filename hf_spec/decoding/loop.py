@@ -84,7 +84,7 @@ def decode(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            hidden=prefilled.hidden,
+            hidden=prefilled.hidden, strategy=(method.name, repr(options), _adapter(method, model)),
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
@@ -96,8 +96,8 @@ def decode(
             drafter.start(state)
         context, device = max(prompt).bit_length(), str(model.device)
         controller = controller_for(
-            model, (method.name, repr(options), _adapter(method, model)),
-            (len(prompt), context, device), stats, switched_on(options, state.do_sample),
+            model, state.strategy, (len(prompt), context, device), stats,
+            switched_on(options, state.do_sample),
         )  # fmt: skip
         shrinking = Shrinking(state, drafter, scorer)
 
