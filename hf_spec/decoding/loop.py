@@ -23,7 +23,7 @@ from hf_spec.decoding.scoring import Scorer
 from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import DecodingState, Draft, Method, get_method
 from hf_spec.methods.forward import TreeOutput, states_at
-from hf_spec.methods.retrieval import WithRetrieval
+from hf_spec.methods.retrieval import with_retrieval
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def decode(
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
     if options.retrieval:
-        drafter = WithRetrieval(drafter)
+        drafter = with_retrieval(drafter)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device)
 

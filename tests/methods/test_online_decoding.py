@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,8 @@ def test_hits_are_those_of_the_output(
         ranks.append(found)
         observe(self, found)
 
+    ticks = itertools.count()  # all steps take as long, so that trees pay
+    monkeypatch.setattr(online_policy, "_times", lambda state: (0.0, float(next(ticks))))
     monkeypatch.setattr(online_policy, "Predicted", noted)
     monkeypatch.setattr(HitRates, "observe", observed)
     out = generate(model, name, ragged((12, 5)))

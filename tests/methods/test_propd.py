@@ -389,6 +389,22 @@ def test_auto_remembers_what_it_tried(fresh: Callable[..., PreTrainedModel]) -> 
     assert again > steps
 
 
+def test_auto_weighs_looked_up_candidates_like_others(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    """Also where the heads propose none, and with the tokens that look-ups bring."""
+    model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
+    plain = model.generate(prompt(), **settings)
+    trained_like(model)
+    root = {"paths": [], "probes": [0]}
+    # All candidates stay, so that steps are the same whichever kind the clock prefers.
+    auto = propd(prune="auto", prune_top_k=VOCAB, tree=[root, root], retrieval=True)
+    assert torch.equal(model.generate(prompt(), **settings, **auto), plain)
+    kinds = [one.kinds for one in switch._switches[model].values()]
+    assert all(sum(kind[way].steps for kind in kinds) for way in (True, False))
+    assert max(kind[way].tokens for kind in kinds for way in (True, False)) > 1
+
+
 def test_checkpoints_are_compared_without_a_clock() -> None:
     """Whatever steps take where they are trained."""
     assert ProPDOptions().untimed() == {
