@@ -119,20 +119,31 @@ def model_logits(model: Any, hidden: Tensor) -> Tensor:
     """The model's own logits of final hidden states (batch, rows, hidden).
 
     With all that it does to them, in contrast to :func:`output_logits`: for losses and for
-    distributions to sample from. The model runs with its decoder's layers left out.
+    distributions to sample from. A copy of the model runs that shares all with it but its decoder;
+    nothing of the decoder's runs, its hooks included, so that a forward may ask on its way.
     """
     decoder = model.get_decoder()
+    path = next(name for name, module in model.named_modules() if module is decoder)
     # Slices take a slow path of the matrix product on CPUs; see output_logits.
     made = _DecoderOutput(last_hidden_state=hidden.contiguous())
-    own = vars(decoder).get("forward")  # a patch or a hook of accelerate's
-    decoder.forward = lambda *args, **kwargs: made
-    try:
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        return model(input_ids=ids, use_cache=False, return_dict=True).logits
-    finally:
-        del decoder.forward
-        if own is not None:
-            decoder.forward = own
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    without = _answering(model, path.split("."), lambda *args, **kwargs: made)
+    logits = without(input_ids=ids, use_cache=False, return_dict=True).logits
+    return logits.to(hidden.device)
+
+
+def _answering(module: Any, path: list[str], forward: Callable[..., Any]) -> Any:
+    """A copy of a module that shares all with it but the forward of the submodule at ``path``."""
+    copy = object.__new__(type(module))
+    own = {**vars(module), "_compiled_call_impl": None}
+    own.pop("forward", None)  # such as a hook of accelerate's, which would run the original
+    if path:
+        inner = _answering(getattr(module, path[0]), path[1:], forward)
+        own["_modules"] = {**module._modules, path[0]: inner}
+    else:
+        own |= {"forward": forward, "_forward_hooks": {}, "_forward_pre_hooks": {}}
+    vars(copy).update(own)
+    return copy
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:

@@ -58,3 +58,25 @@ def test_what_was_there_is_restored_and_gradients_flow(
     with pytest.raises(RuntimeError):
         model_logits(model, hidden)
     assert model.model.forward is patched
+
+
+def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> None:
+    """Nothing of the decoder's runs: hooks, which keep what this forward needs, are left alone."""
+    model = tiny("llama")
+    runs, asked = [], []
+
+    def ask(module: object, args: tuple, kwargs: dict) -> None:
+        asked.append(model_logits(model, args[0]))
+
+    hooks = [
+        model.get_decoder().register_forward_pre_hook(lambda *args: runs.append(1)),
+        model.get_decoder().register_forward_hook(lambda *args: runs.append(1)),
+        model.model.layers[1].register_forward_pre_hook(ask, with_kwargs=True),
+    ]
+    try:
+        with torch.no_grad():
+            model(prompt(5))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(runs) == 2 and len(asked) == 1
