@@ -79,6 +79,14 @@ class Changes:
         """
         return copy_context().run(self._run, function, args, kwargs)
 
+    def run_alone(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`run`, but without the changes that run already."""
+        return copy_context().run(self._run_alone, function, args, kwargs)
+
+    def _run_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        _running.set((self,))
+        return function(*args, **kwargs)
+
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _running.set((*_running.get(), self))
         return function(*args, **kwargs)

@@ -40,10 +40,9 @@ class TreeState:
             )
         object.__setattr__(self, "probes", counts)
 
-    @property
-    def num_rows(self) -> int:
-        """Nodes and probes."""
-        return len(self.tree) + sum(self.probes)
+    def num_rows(self, per_distance: int = 1) -> int:
+        """Nodes and probes, of which each distance has so many."""
+        return len(self.tree) + per_distance * sum(self.probes)
 
     def truncate(self, max_depth: int) -> TreeState:
         """The state without the nodes below ``max_depth`` and their probes."""
@@ -99,11 +98,6 @@ class TreeStates:
     def max_probes(self) -> int:
         """m, future tokens that are predicted at most, and probes under a node."""
         return len(self.states) - 1
-
-    @property
-    def max_rows(self) -> int:
-        """Nodes and probes of the largest state."""
-        return max(state.num_rows for state in self.states)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The states as JSON types; :meth:`from_json` gives back equal ones."""

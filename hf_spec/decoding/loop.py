@@ -22,7 +22,7 @@ from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.drafter import DecodingState, Draft
-from hf_spec.drafting.ngram import WithRetrieval
+from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
 from hf_spec.model.tree_forward import TreeOutput
@@ -60,7 +60,7 @@ def decode(
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
     if options.retrieval:
-        drafter = WithRetrieval(drafter)
+        drafter = with_retrieval(drafter)
     stats = SpecStats()
     ranks = Ranks(model)
     if config.do_sample:
@@ -81,7 +81,7 @@ def decode(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            hidden=prefilled.hidden,
+            hidden=prefilled.hidden, strategy=(method.name, repr(options), _adapter(method, model)),
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
@@ -93,8 +93,8 @@ def decode(
             drafter.start(state)
         context, device = max(prompt).bit_length(), str(model.device)
         controller = controller_for(
-            model, (method.name, repr(options), _adapter(method, model)),
-            (len(prompt), context, device), stats, switched_on(options, state.do_sample),
+            model, state.strategy, (len(prompt), context, device), stats,
+            switched_on(options, state.do_sample),
         )  # fmt: skip
         shrinking = Shrinking(state, drafter, scorer, handover)
         watch.step()

@@ -54,8 +54,8 @@ class ProbeDrafter(TreeDrafter):
         return len(self.group) // self._per_distance
 
     @property
-    def probes_per_node(self) -> int:
-        return self.distances
+    def per_distance(self) -> int:
+        return self._per_distance
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         super().select(state, rows)

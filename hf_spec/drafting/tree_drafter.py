@@ -104,9 +104,8 @@ class TreeDrafter(Drafter):
 
     @property
     @abstractmethod
-    def probes_per_node(self) -> int:
-        """Probes that a node has at most, in distances; 0: predictions take no rows, and every step
-        knows them all."""
+    def per_distance(self) -> int:
+        """Probes for each distance; 0: predictions take no rows, and every step knows them all."""
 
     @abstractmethod
     def rows(self, states: Sequence[TreeState], device: str) -> StepRows:

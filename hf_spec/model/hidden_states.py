@@ -40,18 +40,25 @@ class _DecoderOutput(BaseModelOutput):
         return None
 
 
-def model_logits(model: Any, hidden: Tensor) -> Tensor:
+def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> Tensor:
     """The model's own logits of final hidden states (batch, rows, hidden).
 
     With all that it does to them, in contrast to :func:`output_logits`: for losses and for
-    distributions to sample from. The model runs with its decoder's layers left out.
+    distributions to sample from. The model runs with its decoder left out, and without what a
+    forward that asks on its way runs with.
+
+    Args:
+        changes: with which the model makes them.
     """
     # Slices take a slow path of the matrix product on CPUs; see output_logits.
     made = _DecoderOutput(last_hidden_state=hidden.contiguous())
-    changes = Changes()
-    changes.instead(model.get_decoder(), "forward", lambda *args, **kwargs: made)
+    own = Changes()
+    if changes is not None:
+        own.update(changes)
+    own.instead(model.get_decoder(), "forward", lambda *args, **kwargs: made)
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    return changes.run(eager(model), input_ids=ids, use_cache=False, return_dict=True).logits
+    logits = own.run_alone(eager(model), input_ids=ids, use_cache=False, return_dict=True).logits
+    return logits.to(hidden.device)
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:

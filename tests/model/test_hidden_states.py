@@ -11,6 +11,7 @@ from running import added
 from transformers import PreTrainedModel
 
 from hf_spec.model.hidden_states import final_hidden, model_logits, output_logits
+from modeling_patches.per_call import Changes
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -59,3 +60,20 @@ def test_what_was_there_is_restored_and_gradients_flow(
     with pytest.raises(RuntimeError):
         model_logits(model, hidden)
     assert model.model.forward is patched
+
+
+def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> None:
+    """What the forward runs with does not see the logits being made."""
+    model, changes, asked = tiny("llama"), Changes(), []
+
+    def ask(args: tuple, kwargs: dict) -> None:
+        rows = args[0][:, :2]
+        asked.append((rows, model_logits(model, rows)))
+
+    seen = final_hidden(model, changes, rows=lambda: 1)
+    changes.before(model.model.layers[1], ask)
+    with torch.no_grad():
+        logits = changes.run(model, prompt(5)).logits
+    assert logits.shape[1] == 1 and seen[0].shape[1] == 5
+    [(rows, found)] = asked
+    assert torch.equal(found, model_logits(model, rows)) and found.shape[1] == 2

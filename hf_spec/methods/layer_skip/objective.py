@@ -64,7 +64,7 @@ def loss(
     hidden = probe_sequences(
         model, input_ids, attention_mask, anchors, group, pieces, while_probing=drafting
     )
-    drafted = drafting.run(model_logits, model, hidden.probe_hidden.flatten(1, 2))
+    drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2), drafting)
     with torch.no_grad():
         columns = places.to(drafted.device)[:, :, None]
         width = hidden.token_hidden.shape[-1]

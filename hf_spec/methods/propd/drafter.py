@@ -37,7 +37,6 @@ class ProPDDrafter(WrappedDrafter):
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))
         super().__init__(inner)
         self.options = options
-        self._adapter = adapter.name
         self._early: EarlyPruning | None = None
         self._prunes = False
         self._switch: Switch | None = None
@@ -71,7 +70,7 @@ class ProPDDrafter(WrappedDrafter):
         if self.options.prune == "auto" and draft.tree.num_nodes > 1:
             longest = max(state.cache.host_lengths)
             setting = (
-                self._adapter, repr(self.options), state.batch_size, longest.bit_length(),
+                state.strategy, state.batch_size, longest.bit_length(),
                 draft.num_rows.bit_length(),
             )  # fmt: skip
             self._switch = switch_for(self.model, setting)

@@ -42,18 +42,21 @@ class StepTimes:
         plain: of the root alone, as in plain decoding.
         start: of the root with all its probes: nothing is predicted yet. As ``plain`` without any.
         by_rows: of a step with candidates and so many nodes and probes.
+        per_distance: probes for each distance.
     """
 
     plain: float
     start: float
     by_rows: dict[int, float]
+    per_distance: int = 1
 
     def seconds(self, state: TreeState) -> float:
         """Of a step in this state; between measured numbers of rows by interpolation."""
         if len(state.tree) == 1:
             return self.start if any(state.probes) else self.plain
         counts = sorted(self.by_rows)
-        return float(np.interp(state.num_rows, counts, [self.by_rows[n] for n in counts]))
+        rows = state.num_rows(self.per_distance)
+        return float(np.interp(rows, counts, [self.by_rows[n] for n in counts]))
 
 
 class StepTimer:
@@ -89,7 +92,7 @@ class StepTimer:
         alone = TokenTree.chain(0)
         self.shapes = {
             PLAIN: self._shape(TreeState(alone, (0,))),
-            START: self._shape(TreeState(alone, (drafter.probes_per_node,))),
+            START: self._shape(TreeState(alone, (drafter.distances * bool(drafter.per_distance),))),
         }
         self.shapes |= {rows: self._shape(state) for rows, state in states.items()}
         self.spent: dict[int, list[float]] = {rows: [] for rows in self.shapes}
@@ -121,7 +124,7 @@ class StepTimer:
         smooth = dict(zip(counts, rising([medians[n] for n in counts])))
         start = max(medians.pop(START), smooth[PLAIN])
         by_rows = {n: seconds for n, seconds in smooth.items() if n not in (PLAIN, START)}
-        return StepTimes(smooth[PLAIN], start, by_rows)
+        return StepTimes(smooth[PLAIN], start, by_rows, self.drafter.per_distance)
 
     def _some_hidden(self, forward: TreeForward) -> tuple[Tensor | None, Tensor | None]:
         """What a step leaves behind for the next: of the root and a whole group of probes."""
