@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core import mask as masks
-from hf_spec.core.cache import TreeCache
+from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
@@ -215,7 +215,7 @@ class TreeForward:
         self.wants_hidden = wants_hidden
         self.runs_hooks = True  # until a compiled model shows that it does not
         if probe_inputs is not None:
-            self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
+            self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
                 cache.set_front(probe_inputs.front)
