@@ -22,10 +22,11 @@ from hf_spec.methods.base_facts import check_facts, facts_of, warn_of_other_weig
 from hf_spec.methods.companions import write_companions
 from hf_spec.methods.fingerprint import fingerprint
 from hf_spec.methods.stored_weights import (
-    GivenWeights,  # noqa: F401 (in a type comment)
+    GivenWeights,
     StoredWeights,
     TensorFacts,
     check_fit,
+    check_numbers,
     tensor_facts,
 )
 
@@ -154,8 +155,8 @@ class SpecPeftConfig(PeftConfig):
         if None not in (weights, self.base_fingerprint) and weights != self.base_fingerprint:
             warn_of_other_weights(name, base, self.base_fingerprint, weights)
 
-    def read_source(self) -> dict[str, TensorFacts] | None:
-        """What is known of the weights that will be loaded; None for an adapter that starts fresh.
+    def take_source(self) -> "StoredWeights | GivenWeights | None":
+        """The weights that will be loaded; None for an adapter that starts fresh.
 
         Raises:
             ValueError: there are none to load, they are a pickle, or cannot be read.
@@ -166,11 +167,12 @@ class SpecPeftConfig(PeftConfig):
             return None
         if isinstance(source, StoredWeights):
             self._home = source
-        found = source.read()
+        if source.read() is not None:
+            return source
         # A config read from a folder without weights may serve for a fresh adapter.
-        if found is None and (self.inference_mode or source.has_pickle()):
+        if self.inference_mode or source.has_pickle():
             raise source.absent()
-        return found
+        return None
 
     def file_beside(self, name: str) -> Path | None:
         """A file that lies where the adapter was loaded from; None if there is none.
@@ -254,12 +256,18 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         adapter_name: str,
         config: SpecPeftConfig,
         model: nn.Module,
-        stored: Mapping[str, TensorFacts] | None = None,
+        source: StoredWeights | GivenWeights | None = None,
     ) -> None:
         """Build the adapter `adapter_name` and add it to the containers.
 
+        Args:
+            adapter_name: its name.
+            config: its config.
+            model: the base model.
+            source: the weights that will be loaded into it, if any.
+
         Raises:
-            ValueError: `stored`, the weights that will be loaded into it, do not fit.
+            ValueError: they do not fit, or are not finite.
         """
         tensors = self.build(config, model)
         for name in tensors:
@@ -269,12 +277,13 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
                     f"identifiers that do not contain {self.prefix!r}, nor 'format'. Rename it."
                 )
         marker = torch.tensor([config.format_version])
-        if stored is not None:
+        device, dtype = placement(model)
+        if source is not None:
             expected = tensor_facts(names_on_disk(self.prefix, tensors or {"format": marker}))
-            check_fit(config.type_name, stored, expected)
+            check_fit(config.type_name, source.read() or {}, expected)
+            check_numbers(f"the {config.type_name} adapter {source}", source.tensors(), dtype)
         if not tensors:
             getattr(self, f"{self.prefix}format")[adapter_name] = marker
-        device, dtype = placement(model)
         for name, tensor in tensors.items():
             attribute = f"{self.prefix}{name}"
             if attribute not in self.adapter_layer_names:

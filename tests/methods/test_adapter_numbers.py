@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.methods.active_adapter import find_active
+from hf_spec.methods.candidates import distribution
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -25,6 +26,12 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "online"}),
     "space": ("space", hf_spec.SpaceConfig, {"update": "none"}, {}),
     "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "online"}),
+    "layer_skip": (
+        "layer_skip",
+        hf_spec.LayerSkipConfig,
+        {"skip_attention": [1], "draft_rank": 2},
+        {"draft_exit": "fixed", "max_draft": 3},
+    ),
     "propd": ("propd", hf_spec.ProPDConfig, {}, {"prune": True}),
 }
 
@@ -62,6 +69,33 @@ def test_numbers_as_large_as_there_are(
     found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
     assert torch.equal(found, wanted)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_numbers_that_no_file_may_hold(fresh: Tiny, name: str, value: float) -> None:
+    """Loading refuses them; where they are written into the parameters, drafts suffer alone."""
+    strategy, config_class, fields, options = ADAPTERS[name]
+    model = fresh()
+    ids = prompt(batch=2)
+    wanted = model.generate(ids, **GREEDY)
+    spoilt(model, config_class(**fields), lambda weight: weight.view(-1)[0].fill_(value))
+    found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
+    assert torch.equal(found, wanted)
+
+
+def test_drafts_are_sampled_whatever_the_numbers(fresh: Tiny) -> None:
+    strategy, config_class, fields, options = ADAPTERS["layer_skip"]
+    model = spoilt(fresh(), config_class(**fields), lambda weight: weight.fill_(torch.nan))
+    settings = {**GREEDY, "do_sample": True, "assistant_strategy": strategy}
+    found = model.generate(prompt(), **settings, assistant_kwargs=options)
+    assert found.shape == (1, 24)
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def test_distribution() -> None:
+    scores = torch.tensor([[0.0, 0.0], [1.0, -torch.inf], [torch.nan, 1.0], [torch.inf, 1.0]])
+    assert distribution(scores).tolist() == [[0.5, 0.5], [1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

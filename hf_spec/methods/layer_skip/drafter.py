@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.methods.active_adapter import ActiveAdapter, find_active
 from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.methods.candidates import distribution
 from hf_spec.methods.layer_skip.drafting import DraftingModel
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 
@@ -54,7 +55,7 @@ class LayerSkipDrafter(Drafter):
                 chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
                 logits = state.forward(tokens, chain, first=k).logits[:, -1]
                 state.stats.num_draft_forwards += 1
-                q = state.process(logits, drafted, drafting).softmax(-1)
+                q = distribution(state.process(logits, drafted, drafting))
                 if self.samples:
                     token = torch.multinomial(q, 1)
                     distributions.append(q)

@@ -16,6 +16,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.methods.active_adapter import require_active
 from hf_spec.methods.base import DecodingState
+from hf_spec.methods.candidates import distribution
 from hf_spec.methods.forward import model_logits
 from hf_spec.methods.probe_drafter import ProbeDrafter
 from hf_spec.methods.space.masks import mask_tokens
@@ -51,7 +52,7 @@ class SpaceDrafter(ProbeDrafter):
         drafted: list[list[int]] = [[] for _ in state.tokens]
         tokens, distributions = [], []
         for place in range(depth):
-            q = state.process(logits[:, place], drafted, state.active).softmax(-1)
+            q = distribution(state.process(logits[:, place], drafted, state.active))
             token = torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True)
             for row, chosen in zip(drafted, token[:, 0].tolist()):
                 row.append(chosen)
