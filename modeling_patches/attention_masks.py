@@ -160,9 +160,9 @@ class TreeAttention:
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     # Additive for sdpa, too: it would otherwise convert a boolean mask again in every layer.
-    # finfo.min, not -inf: eager adds it before the softmax, where -inf can give NaN.
+    # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
+    return zeros.masked_fill_(~mask, -torch.inf)
 
 
 def _block_mask(mask: Tensor) -> Any:

@@ -58,6 +58,8 @@ class TreeLayer(CacheLayerMixin):
         """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
 
         Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended.
+        Numbers that are not finite become 0: whoever does not see a slot gives it the weight 0,
+        which times NaN or infinity would be NaN.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -71,12 +73,12 @@ class TreeLayer(CacheLayerMixin):
             self.appended += key_states.shape[-2]
         if slots is None:
             stop = start + key_states.shape[-2]
-            self.keys[:, :, start:stop] = key_states
-            self.values[:, :, start:stop] = value_states
+            _write_finite(self.keys[:, :, start:stop], key_states)
+            _write_finite(self.values[:, :, start:stop], value_states)
         else:
             rows, slots = cache.on(self.keys.device, "rows"), slots.to(self.keys.device)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2)
-            self.values[rows, :, slots] = value_states.transpose(1, 2)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+            self.values[rows, :, slots] = value_states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
         if cache.block is not None and cache.shows_front:
             end += cache.front
             return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
@@ -295,7 +297,7 @@ class TreeCache(Cache):
                         f"layer {index}: learned {name} of shape {tuple(state.shape)}, the model's "
                         f"have {have.shape[1]} heads of dimension {have.shape[3]}."
                     )
-                place.copy_(state.to(place.dtype))
+                place.copy_(bounded(state.to(place.dtype)))
 
     # -- lengths -----------------------------------------------------------------------------
 
@@ -589,6 +591,23 @@ def check_packable(cache: Cache) -> None:
 def _rows(cache: DynamicCache) -> int:
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     return next(tensor.shape[0] for tensor in keys if tensor is not None)
+
+
+def bounded(learned: Tensor) -> Tensor:
+    """Learned numbers as a model may be given them: products of two of them are finite.
+
+    An adapter's numbers may be any that its dtype holds, and what they make of the scores of rows
+    that do not see them must not overflow.
+    """
+    most = torch.finfo(learned.dtype).max ** 0.5
+    return learned.nan_to_num(0.0, 0.0, 0.0).clamp(-most, most)
+
+
+def _write_finite(target: Tensor, states: Tensor) -> None:
+    if torch.compiler.is_compiling():  # it does not trace a view as `out`
+        target.copy_(states.nan_to_num(0.0, 0.0, 0.0))
+    else:  # in one pass, as cheap as the copy
+        torch.nan_to_num(states, 0.0, 0.0, 0.0, out=target)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core import mask as masks
-from hf_spec.core.cache import TreeCache
+from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
@@ -133,7 +133,7 @@ class TreeForward:
         self._choose: Choose | None = None
         self._num_nodes, self._prunes = 0, False
         if probe_inputs is not None:
-            self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
+            self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
                 heads, ranks = cache.layers[0].keys.shape[1], Ranks(model)

@@ -180,6 +180,15 @@ WEIGHT_DEFECTS: Defects = {
         lambda f: rewrite(f, lambda t: t.update({f"{PREFIX}bias": torch.ones(7).long()})),
         r"sample_bias' is of type int64, expected F32",
     ),
+    "NaN": (
+        lambda f: rewrite(f, lambda t: t[f"{PREFIX}masks"][0].fill_(torch.nan)),
+        r"'spec_modules.type_sample.sample_masks' of the SAMPLE adapter .* have numbers that are "
+        r"NaN, infinite, or not finite in float32, the model's type \(largest: 3.4e\+38\): take",
+    ),
+    "infinity": (
+        lambda f: rewrite(f, lambda t: [part[-1:].fill_(-torch.inf) for part in t.values()]),
+        "'spec_modules.type_sample.sample_bias', 'spec_modules.type_sample.sample_masks' of the ",
+    ),
 }  # fmt: skip
 CONFIG_DEFECTS: Defects = {
     "unknown keys": (
@@ -248,7 +257,19 @@ def test_any_floating_point_type_is_cast(adapter: Path, base_path: str, dtype: t
         torch.testing.assert_close(active.weights()["masks"].float(), expected)
 
 
-@pytest.mark.parametrize("defect", ["missing", "shape", "pickle", "cut off"])
+def test_numbers_must_fit_the_models_type(adapter: Path, base_path: str) -> None:
+    """1e5 is finite in the file, and in the parameters that PEFT keeps in float32."""
+    rewrite(adapter, lambda t: t[f"{PREFIX}masks"][0].fill_(-1e5))
+    message = r"masks' of the SAMPLE adapter in .* not finite in float16.* \(largest: 6.55e\+04\)"
+    for door in ("load_adapter", "load_adapter trainable", "PeftModel", "PeftModel.load_adapter"):
+        onto(door, adapter, load(base_path).bfloat16())
+        half = load(base_path).half()
+        with pytest.raises(ValueError, match=message):
+            onto(door, adapter, half)
+        assert adapters_of(half) <= {"other"}
+
+
+@pytest.mark.parametrize("defect", ["missing", "shape", "pickle", "cut off", "NaN"])
 def test_a_refusal_leaves_earlier_adapters_alone(
     adapter: Path, good: Path, base_path: str, defect: str
 ) -> None:
@@ -311,10 +332,12 @@ def test_tensors_given_by_hand(good: Path, base_path: str) -> None:
     wrapped = get_peft_model(load(base_path), SampleConfig())
     set_peft_model_state_dict(wrapped, dict(tensors))
     assert torch.equal(find_active(wrapped, "SAMPLE").weights()["masks"], tensors[f"{PREFIX}masks"])
-    for name, message in (("masks", "no tensor .*masks"), ("more", "unknown tensor .*more")):
-        changed = {**tensors, f"{PREFIX}more": torch.ones(1)}
-        if name == "masks":
-            changed = {k: v for k, v in tensors.items() if k != f"{PREFIX}masks"}
+    infinite = torch.full_like(tensors[f"{PREFIX}masks"], torch.inf)
+    for changed, message in (
+        ({k: v for k, v in tensors.items() if k != f"{PREFIX}masks"}, "no tensor .*masks"),
+        ({**tensors, f"{PREFIX}more": torch.ones(1)}, "unknown tensor .*more"),
+        ({**tensors, f"{PREFIX}masks": infinite}, "masks' of the SAMPLE adapter given have num"),
+    ):
         fresh = load(base_path)
         with pytest.raises(ValueError, match=message):
             fresh.load_adapter(peft_config=SampleConfig(), adapter_state_dict=changed)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_spec.core.cache import ALIGNMENT, TreeCache, check_packable
+from hf_spec.core.cache import ALIGNMENT, TreeCache, bounded, check_packable
 from hf_spec.core.tree import TokenTree, TreeBatch
 
 #: (heads, key dim, value dim) of each layer.
@@ -745,6 +745,46 @@ def test_front_of_another_model_is_refused() -> None:
         cache.set_front(learned_front([(2, 4, 4)] * 2, 3))
     with pytest.raises(ValueError, match="layer 0.*2 heads of dimension 4"):
         cache.set_front(learned_front([(2, 8, 8)], 3))
+
+
+# -- numbers that are not finite -------------------------------------------------------------------
+
+
+def broken(states: Tensor) -> Tensor:
+    """The states with NaN and both infinities among the numbers of the last node."""
+    states[:, :, -1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    return states
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 4]], ids=str)
+def test_a_block_holds_finite_numbers(lengths: list[int]) -> None:
+    """A slot that is not seen has the weight 0, and 0 * NaN would reach who does not see it."""
+    pair = Pair(SPECS["equal"], lengths, 16, 0)
+    states = pair.states(len(lengths), 3)
+    pair.cache.begin(3)
+    for layer, (keys, values) in enumerate(states):
+        wanted = [part.clone() for part in (keys, values)]
+        for part in wanted:
+            part[:, :, -1, :3] = 0
+        seen = pair.cache.update(broken(keys), broken(values), layer)
+        for view, written in zip(seen, wanted):
+            assert bool(view.isfinite().all())
+            for row, length in enumerate(lengths):
+                assert torch.equal(view[row, :, length : length + 3], written[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_learned_numbers_are_bounded(dtype: torch.dtype) -> None:
+    """Products of two of them are finite; those of an ordinary size stay as they are."""
+    most = torch.finfo(dtype).max
+    given = torch.tensor([torch.nan, torch.inf, most, -most, 200.0, -0.1], dtype=dtype)
+    found = bounded(given)
+    assert found[:2].tolist() == [0, 0] and found[2] == -found[3] >= 255
+    assert torch.equal(found[4:], given[4:])
+    assert bool((found * found).isfinite().all())
+    cache = TreeCache.pack(dynamic([(torch.zeros(1, 1, 1, 6, dtype=dtype),) * 2]), None, 4, "cpu")
+    cache.set_front([(given[None, None], given[None, None])])
+    assert torch.equal(cache.layers[0].with_front["keys"][0, 0, cache.front - 1], found)
 
 
 # -- parked rows -----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
 from hf_spec.core.cache import TreeCache
-from hf_spec.methods.base import methods
+from hf_spec.methods.registry import methods
 
 Tiny = Callable[..., PreTrainedModel]
 

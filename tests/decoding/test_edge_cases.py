@@ -246,7 +246,7 @@ def test_flash_is_switched_to_sdpa_for_the_call(
             attention.changes.run(flash)
             flash()
             converted = attention.convert({"": torch.tensor([[[[True, False]]]])}, torch.half)
-            assert converted.tolist() == [[[[0, torch.finfo(torch.half).min]]]]
+            assert converted.tolist() == [[[[0, -torch.inf]]]]
     assert called == ["ours", "own"] * 2
     assert model.config._attn_implementation == "flash_attention_2"
     warnings = [r.getMessage() for r in caplog.records if "flash_attention_2" in r.getMessage()]
@@ -285,3 +285,19 @@ def test_grouped_sdpa_is_sdpa() -> None:
         module, q, k, v, additive, scaling=0.3
     )
     torch.testing.assert_close(ours, stock)  # the default tolerance of fp32
+
+
+@pytest.mark.parametrize("attention", ["sdpa", attention_masks.GROUPED_SDPA])
+def test_no_score_outweighs_the_mask(attention: str) -> None:
+    """In float16 finite scores go beyond the smallest number that a mask could add."""
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal, module.training = 2, True, False
+    q, k, v = (
+        torch.ones(1, heads, n, 8, dtype=torch.half) for heads, n in ((4, 2), (2, 3), (2, 3))
+    )
+    k[:, :, 1:], v[:, :, 1:] = 6e4, 7.0
+    seen = torch.tensor([True, False, False]).expand(1, 1, 2, 3)
+    mask = attention_masks.TreeAttention({"": None}, [], flex=False).convert({"": seen}, q.dtype)
+    attend = attention_masks.ALL_ATTENTION_FUNCTIONS[attention]
+    output, _ = attend(module, q, k, v, mask, scaling=1.0)
+    assert torch.equal(output, torch.ones_like(output))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.drafting.candidates import distribution
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
@@ -53,7 +54,7 @@ class LayerSkipDrafter(Drafter):
             output = state.forward(tokens, chain, first=k, changes=self.drafting)
             logits = output.logits[:, -1]
             state.stats.num_draft_forwards += 1
-            q = state.process(logits, drafted, drafting).softmax(-1)
+            q = distribution(state.process(logits, drafted, drafting))
             if self.samples:
                 token = torch.multinomial(q, 1)
                 distributions.append(q)
