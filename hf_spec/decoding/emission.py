@@ -6,7 +6,7 @@ Tokens are taken one by one, in order, and nothing is kept past a row's stop.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Emission:
         pad_token_id: fills rows past their end.
         streamer: gets each token as plain generation would put it.
         record_scores, record_logits: whether to keep them per token.
+        same: makes numbers the same in all processes that decode together.
 
     Attributes:
         ids: ``(batch, capacity)`` prompt and emitted tokens, ``lengths[row]`` columns in use; what
@@ -48,6 +49,7 @@ class Emission:
         streamer: Any = None,
         record_scores: bool = False,
         record_logits: bool = False,
+        same: Callable[[Sequence[float]], list[float]] = list,
     ):
         batch, self.width = input_ids.shape
         self.max_length = min(int(criteria.max_length), NO_LIMIT)
@@ -70,7 +72,7 @@ class Emission:
 
         # Length, EOS and time are checked on the host; all other criteria are called per token.
         self._eos: set[int] = set()
-        self._deadline = float("inf")
+        self._deadline, self._same = float("inf"), same
         self._others = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
@@ -153,7 +155,7 @@ class Emission:
     def _is_stop(self, row: int, token: int) -> bool:
         if token in self._eos or self.lengths[row] >= self.max_length:
             return True
-        if self._deadline != float("inf") and time.time() > self._deadline:
+        if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
             return True
         if not self._others:
             return False

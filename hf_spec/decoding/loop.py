@@ -51,10 +51,14 @@ def decode(
     options = method.parse_options(config.assistant_kwargs)
     record = bool(config.return_dict_in_generate)
     record_scores, record_logits = record and config.output_scores, record and config.output_logits
+    ranks = Ranks(model)
+    if config.do_sample:
+        ranks.share_random_state()
     pad = config._pad_token_tensor
     emission = Emission(
         input_ids, real_tokens(input_ids, model_kwargs.get("attention_mask")), stopping_criteria,
         None if pad is None else int(pad), streamer, bool(record_scores), bool(record_logits),
+        ranks.same,
     )  # fmt: skip
     scorer = Scorer(logits_processor, emission)
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
@@ -62,9 +66,6 @@ def decode(
     if options.retrieval:
         drafter = with_retrieval(drafter)
     stats = SpecStats()
-    ranks = Ranks(model)
-    if config.do_sample:
-        ranks.share_random_state()
     watch = Stopwatch(stats, model.device, ranks.same)
 
     handover = Handover(model_kwargs.get("past_key_values"), emission, record)

@@ -77,10 +77,11 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             "watermarking_config", type(watermark).__name__,
             "its processor keeps a state per call.", leave,
         )  # fmt: skip
-    if mode_kwargs.get("synced_gpus") and not method.drafter.single_forward:
+    if mode_kwargs.get("synced_gpus") and method.drafter.runs_modules:
         refuse(
-            "synced_gpus", True, "ranks would draft different numbers of tokens and wait for ever.",
-            "Choose a strategy with one forward per step.",
+            "synced_gpus", True,
+            "ranks with prompts of their own would run modules of the model at different times and "
+            "wait for ever.", "Choose a strategy whose drafts run none, such as prompt_lookup.",
         )  # fmt: skip
     adapters = list((getattr(model, "peft_config", None) or {}).values())
     # PeftModel.generate runs the base model's, with its own way of preparing inputs.

@@ -137,11 +137,13 @@ class Drafter(CandidateGenerator):
     Attributes:
         single_forward: whether a step is one forward pass of the model; False if drafting runs
             the model, too.
+        runs_modules: whether drafting runs modules of the model, such as its output embeddings.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
         wants_hidden: whether it reads ``DecodingState.hidden``.
     """
 
     single_forward: ClassVar[bool] = True
+    runs_modules: ClassVar[bool] = False
     probe_inputs: ProbeInputs | None = None
     wants_hidden: bool = False
 

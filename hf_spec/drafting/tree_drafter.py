@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class TreeDrafter(Drafter):
     Args:
         source: gives the trees of each step.
     """
+
+    runs_modules: ClassVar[bool] = True
 
     def __init__(self, model: Any, options: Any, source: TreeSource):
         super().__init__(model, options)

@@ -25,6 +25,7 @@ class LayerSkipDrafter(Drafter):
     """Drafts a chain token by token with the chosen sublayers left out."""
 
     single_forward: ClassVar[bool] = False
+    runs_modules: ClassVar[bool] = True
     options: LayerSkipOptions
 
     def __init__(self, model: Any, options: LayerSkipOptions):

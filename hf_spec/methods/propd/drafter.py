@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_spec.adapters.active import require_active
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
@@ -22,6 +22,8 @@ class ProPDDrafter(WrappedDrafter):
 
     Candidates count as given, not as sampled: which of them are left depends on their tokens.
     """
+
+    runs_modules: ClassVar[bool] = True
 
     def __init__(self, model: Any, options: ProPDOptions):
         adapter = require_active(model, "PROPD", "propd")
