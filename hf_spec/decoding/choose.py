@@ -56,26 +56,21 @@ class Chooser:
             logits: ``(batch, nodes, vocab)`` of the model.
             active: rows that matter.
         """
-        rule = self.options.acceptance
-        if rule == "auto":
-            rule = "match" if draft.distributions is None else "rejection"
+        typical, q = self.options.acceptance == "typical", draft.distributions
         known = self.scorer.trivial and not self.do_sample and not self.record
-        if rule == "match" and known:
+        if known and q is None and not typical:
             return _on_host(verify.match(draft.tree, draft.tokens, logits.argmax(-1)))
 
         target = _Target(self.scorer, draft, logits, active, self.record)
-        if rule == "match":
-            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
-        elif rule == "rejection" and draft.distributions is not None and self.do_sample:
-            accepted = verify.rejection(draft.tree, draft.tokens, draft.distributions, target)
-        elif rule == "rejection":
-            # Greedy decoding: p is one token, for which rejection and match are the same rule.
-            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
-        else:
+        if typical:
             accepted = verify.typical(
                 draft.tree, draft.tokens, target, self._select,
                 self.options.typical_epsilon, self.options.typical_delta,
             )  # fmt: skip
+        elif q is not None:
+            accepted = verify.rejection(draft.tree, draft.tokens, q, target)
+        else:  # also under rejection, which is the same for a greedy target
+            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
         choice = _on_host(accepted)
         if self.record:
             for row, nodes in enumerate(choice.nodes):

@@ -67,13 +67,12 @@ def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
     """What the option ``fallback`` means for a call.
 
     ``auto`` stays off where what is emitted depends on which steps draft, since the controller's
-    decisions depend on time: under rejection of sampled drafts a seeded call would draw other
-    random numbers, and typical acceptance is lossy where it drafts only.
+    decisions depend on time: sampling candidates draws random numbers of its own, and typical
+    acceptance is lossy where it drafts only.
     """
     if options.fallback != "auto":
         return bool(options.fallback)
-    rejects = do_sample and options.samples_drafts and options.acceptance != "match"
-    return not rejects and options.acceptance != "typical"
+    return not (do_sample and options.samples) and options.acceptance != "typical"
 
 
 @dataclass

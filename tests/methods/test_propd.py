@@ -357,26 +357,6 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
         run(model, **propd(drafter="ppd"))
 
 
-def test_sampled_drafts_lose_their_distributions(fresh: Callable[..., PreTrainedModel]) -> None:
-    """Which candidates are left depends on their tokens: rejection would be biased."""
-    model = fresh("llama")
-    torch.manual_seed(0)
-    model.add_adapter(hf_spec.SpaceConfig(), "drafter")
-    trained_like(model)
-    model.set_adapter(["drafter", "propd"])
-    seen = []
-    from hf_spec.decoding import choose
-
-    accept = choose.Chooser.accept
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            choose.Chooser, "accept",
-            lambda self, draft, *rest: seen.append(draft) or accept(self, draft, *rest),
-        )  # fmt: skip
-        run(model, **propd(drafter="space"), do_sample=True)
-    assert len(seen) > 3 and all(draft.distributions is None for draft in seen)
-
-
 # -- whether it pays ---------------------------------------------------------------------------
 
 

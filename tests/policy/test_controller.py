@@ -560,9 +560,11 @@ def test_bad_values_of_the_option(value: Any) -> None:
         ("prompt_lookup", {}, True, True),  # candidates are not sampled
         ("prompt_lookup", {"acceptance": "typical"}, False, False),
         ("layer_skip", {}, False, True),
-        ("layer_skip", {}, True, False),
-        ("layer_skip", {"acceptance": "match"}, True, True),
+        ("layer_skip", {}, True, True),
         ("layer_skip", {"acceptance": "rejection"}, True, False),
+        ("layer_skip", {"draft_tokens": "sampled"}, True, False),
+        ("space", {"acceptance": "rejection"}, True, False),
+        ("space", {}, True, True),
         ("layer_skip", {"acceptance": "rejection"}, False, True),  # greedy: no random numbers
     ],
 )
@@ -722,7 +724,7 @@ def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]
         torch.manual_seed(3)
         plain = model.generate(prompt(), **settings)
         torch.manual_seed(3)
-        ours = model.generate(prompt(), **settings, **with_fallback(name, acceptance="match"))
+        ours = model.generate(prompt(), **settings, **with_fallback(name))
         assert ours.tolist() == plain.tolist()
         stats = hf_spec.last_stats(model)
         assert 0 < stats.num_fallback_steps < stats.num_steps - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from hf_spec.policy.tree_source import tree_source
 class ProPDDrafter(WrappedDrafter):
     """The heads' trees, or another strategy's, with early pruning.
 
-    Candidates count as given, not as sampled: which of them are left depends on their tokens.
+    Candidates are given, never sampled: which of them are left depends on their tokens.
     """
 
     runs_modules: ClassVar[bool] = True
@@ -77,8 +76,7 @@ class ProPDDrafter(WrappedDrafter):
             )  # fmt: skip
             self._switch = switch_for(self.model, setting)
             self._prunes = self._switch.prunes()
-        # Which candidates are left depends on their tokens, and whether any go on the time.
-        return draft if self._early is None else dataclasses.replace(draft, distributions=None)
+        return draft
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         if self._switch is not None and draft.tree.num_nodes > 1:

@@ -49,7 +49,7 @@ class SpaceDrafter(ProbeDrafter):
 
         q is the whole distribution after the call's processors, which see the candidates before.
         """
-        samples = state.do_sample and self.options.acceptance in ("auto", "rejection")
+        samples = state.do_sample and self.options.samples
         if self.options.tree == ONLINE or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert state.probe_hidden is not None

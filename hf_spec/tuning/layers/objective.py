@@ -20,6 +20,7 @@ import hf_spec
 from hf_spec.bench.prompts import Prompt, context_limit, encode_within
 from hf_spec.bench.runner import own_generation_config
 from hf_spec.core.stats import SpecStats
+from hf_spec.policy.memory import forget
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 
 OBJECTIVES = ("modelled", "measured")
@@ -226,6 +227,7 @@ class Evaluator:
 
     def evaluate(self, objective: str, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
         """The value over the first prompt, the first two, ..., all of them."""
+        forget(self.model)  # a choice is worth the same whatever was tried before
         with self.own_defaults():
             steps = self._modelled if objective == "modelled" else self._measured
             yield from steps(skip, stop)
