@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.methods.active_adapter import ActiveAdapter
 from hf_spec.methods.base import check_count, check_range
@@ -61,8 +62,8 @@ class HeadsConfig(SpecPeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_heads", self.num_heads)
-        check_count("num_layers", self.num_layers)
+        check_count("num_heads", self.num_heads, high=MAX_FUTURE)
+        check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         for name, known in (("projection", PROJECTIONS), ("loss", LOSSES)):
             value = getattr(self, name)
