@@ -17,7 +17,7 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.base import DecodingState, Draft, Drafter
 from hf_spec.methods.online_policy import OnlineTrees
-from hf_spec.methods.tuned_trees import Device, TunedTrees
+from hf_spec.methods.tuned_trees import TREE_FILE, Device, TunedTrees
 
 #: What stands for tuned trees until the call's first step.
 ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)
@@ -35,6 +35,9 @@ class TreeDrafter(Drafter):
         states: the tree of each state, the number of tokens that are predicted; or those tuned for
             several devices, of which the call takes the nearest.
         online: chooses the tree of each step, if it does.
+
+    Raises:
+        ValueError: a tree has a rank that the model's vocabulary does not have.
     """
 
     def __init__(
@@ -45,6 +48,13 @@ class TreeDrafter(Drafter):
         online: OnlineTrees | None = None,
     ):
         super().__init__(model, options)
+        vocab = model.config.get_text_config(decoder=True).vocab_size
+        if states.max_rank >= vocab:
+            where = TREE_FILE if isinstance(states, TunedTrees) else "tree"
+            raise ValueError(
+                f"{where} has a candidate of rank {states.max_rank}: ranks count from 0, and the "
+                f"model has {vocab} tokens. Give another tree, or run hf-spec tune."
+            )
         self.online = online
         self.tuned = states if isinstance(states, TunedTrees) else None
         self.states = ROOT_ONLY if isinstance(states, TunedTrees) else states
