@@ -9,10 +9,11 @@ Updates can also be merged into the weights of plain modules, and be taken out a
 This file knows neither adapters nor files: where the factors come from is the caller's business.
 """
 
-import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import regex
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +29,9 @@ ALL_LINEAR = "all-linear"
 _FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
 #: Integers as wide as the entries of a weight, to compare bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Characters of a pattern of names, and seconds that it may take to try it on all of a model's.
+PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
 
 Targets = str | Sequence[str] | None
 
@@ -67,7 +71,8 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
             "all-linear", takes those inside the decoder layers, attention and MLP alike.
 
     Raises:
-        ValueError: nothing matches, or one of several names matches nothing.
+        ValueError: nothing matches, or one of several names matches nothing; or a pattern is none,
+            or takes too long.
     """
     everything = {name: m for name, m in _walk(model) if features(m) is not None}
     if targets is None or targets == ALL_LINEAR:
@@ -75,7 +80,7 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
         found = {name: module for name, module in everything.items() if id(module) in inside}
         unmatched = [] if found else ["the decoder layers"]
     elif isinstance(targets, str):
-        found = {name: m for name, m in everything.items() if re.fullmatch(targets, name)}
+        found = _matching(targets, everything)
         unmatched = [] if found else [targets]
     else:
         ends = {end: [name for name in everything if _ends(name, end)] for end in targets}
@@ -91,6 +96,43 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
             "names."
         )
     return found
+
+
+def compiled(pattern: str) -> regex.Pattern[str]:
+    """A regular expression of module names.
+
+    Raises:
+        ValueError: it is none, or too long.
+    """
+    shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}...")
+    if len(pattern) > PATTERN_LENGTH:
+        raise ValueError(
+            f"the pattern {shown} has {len(pattern)} characters: at most {PATTERN_LENGTH} are "
+            "tried. Give a list of names."
+        )
+    try:
+        return regex.compile(pattern)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"{shown} is no regular expression: {error}.") from error
+
+
+def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules whose whole names match.
+
+    `re` cannot be interrupted, and some patterns take it longer than the world is old.
+    """
+    expression, end = compiled(pattern), time.monotonic() + PATTERN_SECONDS
+    try:
+        return {
+            name: module
+            for name, module in modules.items()
+            if expression.fullmatch(name, timeout=max(end - time.monotonic(), 1e-3))
+        }
+    except TimeoutError as error:
+        raise ValueError(
+            f"the pattern {pattern!r} takes longer than {PATTERN_SECONDS:g} seconds to match the "
+            "names of the model's modules: simplify it, or give a list of names."
+        ) from error
 
 
 def _ends(name: str, end: str) -> bool:

@@ -56,7 +56,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         Names are identifiers other than "format". Tensors are floating-point; they will be cast to
         the dtype and moved to the device of the base's embeddings. `model` is the base model, to be
         read (for an initialisation from its weights) and not to be changed. Loading a saved adapter
-        calls this as well, hence shapes follow from `config` and `model.config` alone.
+        calls this as well, hence shapes follow from `config` and `model.config` alone. It is called
+        twice: with torch's default device set to "meta", for the shapes, and without.
         """
         return {}
 
@@ -92,8 +93,9 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         Raises:
             ValueError: they do not fit, or are not finite.
         """
-        tensors = self.build(config, model)
-        for name in tensors:
+        with torch.device("meta"):  # nothing is allocated before it is known to fit
+            shapes = self.build(config, model)
+        for name in shapes:
             if not name.isidentifier() or self.prefix in name or name == "format":
                 raise ValueError(
                     f"{type(self).__name__}.build named a parameter {name!r}; names must be "
@@ -102,11 +104,12 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         marker = torch.tensor([config.format_version])
         device, dtype = placement(model)
         if source is not None:
-            expected = tensor_facts(names_on_disk(self.prefix, tensors or {"format": marker}))
+            expected = tensor_facts(names_on_disk(self.prefix, shapes or {"format": marker}))
             check_fit(config.type_name, source.read() or {}, expected)
             check_numbers(f"the {config.type_name} adapter {source}", source.tensors(), dtype)
-        if not tensors:
+        if not shapes:
             getattr(self, f"{self.prefix}format")[adapter_name] = marker
+        tensors = self.build(config, model)
         for name, tensor in tensors.items():
             attribute = f"{self.prefix}{name}"
             if attribute not in self.adapter_layer_names:

@@ -12,10 +12,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_spec.core.limits import MAX_CANDIDATES, MAX_NODES
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class TokenTree:
             Left out, siblings are ranked in the order in which they stand.
 
     Raises:
-        ValueError: if a parent does not stand before its child, or two siblings share a rank.
+        ValueError: if a parent does not stand before its child, two siblings share a rank, or there
+            are too many nodes.
     """
 
     parents: tuple[int, ...]
@@ -36,6 +40,8 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         parents = tuple(self.parents)
+        if len(parents) > MAX_NODES:
+            raise ValueError(f"{len(parents)} nodes: a tree has at most {MAX_NODES}. Give fewer.")
         if not parents or parents[0] != -1:
             raise ValueError(
                 f"parents={parents[:8]}: a tree starts with its root, so parents[0] must be -1."
@@ -70,10 +76,10 @@ class TokenTree:
             paths: one path per candidate, in any order; every prefix must be a path, too.
 
         Raises:
-            ValueError: on an empty path, a negative rank, a duplicate, or a missing parent.
+            ValueError: on an empty path, a negative rank, a duplicate, a missing parent, or too
+                many paths.
         """
-        keys = [_checked_path(path) for path in paths]
-        return _from_keys(cls, sorted(keys, key=lambda key: (len(key), key)))
+        return _from_keys(cls, sorted(_checked_paths(paths), key=lambda key: (len(key), key)))
 
     @classmethod
     def in_order(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
@@ -82,7 +88,7 @@ class TokenTree:
         Raises:
             ValueError: as there, and if a path stands before its parent.
         """
-        return _from_keys(cls, [_checked_path(path) for path in paths])
+        return _from_keys(cls, _checked_paths(paths))
 
     @classmethod
     def chain(cls, length: int) -> TokenTree:
@@ -268,11 +274,21 @@ def merge(
     return TokenTree.from_parents(parents), tokens, places[1:]
 
 
+def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
+    """Rank paths as tuples, or a ValueError."""
+    found = list(islice(paths, MAX_CANDIDATES + 1))
+    if len(found) > MAX_CANDIDATES:
+        raise ValueError(f"a tree with more than {MAX_CANDIDATES} candidates: leave some out.")
+    return [_checked_path(path) for path in found]
+
+
 def _checked_path(path: Any) -> tuple[int, ...]:
     """A rank path as a tuple, or a ValueError."""
     if isinstance(path, str) or not isinstance(path, Iterable):
         raise ValueError(f"path {path!r}: give a list of ranks.")
-    key = tuple(path)
+    key = tuple(islice(path, MAX_CANDIDATES + 1))
+    if len(key) > MAX_CANDIDATES:
+        raise ValueError(f"path {list(key[:8])} ...: at most {MAX_CANDIDATES} ranks.")
     if not key:
         raise ValueError("path []: the root is implied; give paths of candidates only.")
     for rank in key:

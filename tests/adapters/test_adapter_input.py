@@ -176,6 +176,9 @@ WEIGHT_DEFECTS: Defects = {
     "shape by config": (
         lambda f: edit(f, num_masks=4), r"sample_masks' has shape \(3, 5\), expected \(4, 5\)",
     ),
+    "more than there is memory for": (
+        lambda f: edit(f, num_masks=10**15), r"has shape \(3, 5\), expected \(10{15}, 5\)",
+    ),
     "type": (
         lambda f: rewrite(f, lambda t: t.update({f"{PREFIX}bias": torch.ones(7).long()})),
         r"sample_bias' is of type int64, expected F32",
@@ -313,7 +316,7 @@ def test_loading_again_into_an_attached_adapter(
     model = PeftModel.from_pretrained(load(base_path), str(good))
     model.load_adapter(str(good), "default")
     spoil, message = DEFECTS[defect]
-    if defect == "shape by config":
+    if defect in ("shape by config", "more than there is memory for"):
         message = "unknown"  # the config is that of the attached adapter
         rewrite(adapter, lambda t: t.update({f"{PREFIX}more": torch.ones(2)}))
     spoil(adapter)
@@ -362,6 +365,47 @@ def test_keys_of_a_later_peft_are_pefts_business(adapter: Path) -> None:
     edit(adapter, peft_version="99.0.0", from_the_future=1)
     with pytest.warns(UserWarning, match="from_the_future"):
         assert PeftConfig.from_pretrained(str(adapter)).num_masks == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        ("Bita", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
+        ("Bita", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 0 to 4096"),
+        ("Bita", {"num_layers": -1}, "num_layers=-1: must be a whole number from 1 to 65536"),
+        ("Bita", {"head_dim": 10**9}, "head_dim=1000000000: .* from 1 to 65536"),
+        ("Space", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
+        ("Space", {"rank": 10**7}, "rank=10000000: must be a whole number from 1 to 16384"),
+        ("Space", {"alpha": 1e308}, r"alpha=1e\+308: must be a number in \(0.0, 1000000.0\]"),
+        ("Space", {"alpha": float("inf")}, "alpha=inf: must be a number"),
+        ("Space", {"alpha": float("nan")}, "alpha=nan: must be a number"),
+        ("Space", {"target_modules": "layers.("}, r"'layers.\(' is no regular expression: missing"),
+        ("Space", {"target_modules": "a" * 9999}, "a\\.\\.\\.' has 9999 characters: at most 1000"),
+        ("LayerSkip", {"draft_rank": 10**7}, "draft_rank=10000000: .* from 1 to 16384"),
+        ("LayerSkip", {"draft_alpha": 1e308}, r"draft_alpha=1e\+308: must be a number in"),
+        ("LayerSkip", {"draft_target_modules": "*"}, "no regular expression: nothing to repeat"),
+        ("LayerSkip", {"skip_mlp": [-1]}, "skip_mlp must list integers >= 0"),
+        ("PPD", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 1 to 256"),
+        ("PPD", {"num_ept": 10**7}, "num_ept=10000000: .* from 1 to 341"),  # 1024 of three each
+        ("PPD", {"num_prefix_tokens": 10**7}, "num_prefix_tokens=10000000: .* from 0 to 1365"),
+        ("PPD", {"head": "residual", "head_rank": 10**7}, "head_rank=10000000: .* to 16384"),
+        ("PPD", {"num_kv_heads": 0}, "num_kv_heads=0: must be a whole number from 1"),
+        ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
+        ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
+    ],
+)
+def test_sizes_have_limits(config: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        getattr(hf_spec, f"{config}Config")(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_fresh_adapter_records_is_the_models(base_path: str) -> None:
+    """Not what the config of another adapter says."""
+    base = load(base_path)
+    base.add_adapter(hf_spec.BitaConfig(num_layers=9999, num_kv_heads=9999, head_dim=9999))
+    config = base.peft_config["default"]
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (4, 2, 8)
 
 
 def test_complaints() -> None:

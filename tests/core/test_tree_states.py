@@ -60,6 +60,8 @@ def test_json_round_trip_keeps_the_order_of_the_nodes() -> None:
         ([{"paths": [], "probes": [True]}], "from 0"),
         ([{"paths": [], "probes": [1]}], "states up to 0"),
         ([{"paths": [[0]], "probes": [0, 0]}], "state 0 has candidates at depth 1"),
+        ([{"paths": [], "probes": [0]}] * 9999, "9999 states: .* and at most 256 more"),
+        ([{"paths": [], "probes": [4096]}], "1 nodes with 4096 probes: a step has at most 4096 of"),
         ([{"paths": [[0, 0]], "probes": [0, 0]}], re.escape("parent [0] is missing")),
     ],
 )

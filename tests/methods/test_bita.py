@@ -49,11 +49,18 @@ def test_trees() -> None:
         ({"tree": [[0, 0]]}, "parent .* missing"),
         ({"top_k": 0}, "top_k=0"),
         ({"max_depth": 0}, "max_depth=0"),
+        ({"top_k": 10**7}, "top_k=10000000: must be a whole number from 1 to 1024"),
     ],
 )
 def test_wrong_options(kwargs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BitaOptions(**kwargs)
+
+
+def test_a_full_tree_is_not_made_before_it_is_refused() -> None:
+    """It would have 10**24 candidates."""
+    with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
+        BitaOptions(tree="full", top_k=1000).make_tree(8)
 
 
 def test_trees_deeper_than_the_adapter_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:

@@ -111,7 +111,7 @@ def test_defaults_are_the_papers() -> None:
     [
         ({"draft_exit": "never"}, "draft_exit='never': choose one of adaptive, threshold, fixed"),
         ({"draft_tokens": "beam"}, "draft_tokens='beam': choose one of auto, greedy, sampled"),
-        ({"max_draft": 0}, "max_draft=0: must be a whole number of at least 1"),
+        ({"max_draft": 0}, "max_draft=0: must be a whole number from 1 to 1024"),
         ({"max_draft": 2.0}, "max_draft=2.0: must be a whole number"),
         ({"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
         ({"threshold_step": -0.1}, "threshold_step=-0.1"),

@@ -661,11 +661,11 @@ def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_mask_tokens": 0}, r"num_mask_tokens=0: must be a whole number of at least 1"),
+        ({"num_mask_tokens": 0}, r"num_mask_tokens=0: must be a whole number from 1 to 256"),
         ({"p_ar": 1.5}, r"p_ar=1\.5: must be a number in \[0\.0, 1\.0\]"),
         ({"update": "adapter"}, r"update='adapter': choose one of lora, full, none"),
-        ({"rank": 0}, r"rank=0: must be a whole number of at least 1"),
-        ({"alpha": 0}, r"alpha=0: must be a number in \(0\.0, inf\]"),
+        ({"rank": 0}, r"rank=0: must be a whole number from 1 to 16384"),
+        ({"alpha": 0}, r"alpha=0: must be a number in \(0\.0, 1000000\.0\]"),
         ({"target_modules": []}, r"target_modules=\[\]: give a list of names"),
         ({"target_modules": 3}, r"target_modules=3: give a list of names"),
         ({"shared_mask": 1}, r"shared_mask=1: must be True or False"),

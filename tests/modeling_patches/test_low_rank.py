@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from modeling_patches import low_rank
 from modeling_patches.layer_skip import decoder_layers
 from modeling_patches.low_rank import Factors, LowRank, features, linear_modules
 
@@ -274,6 +275,29 @@ def test_nothing_matches(tiny: Tiny, targets: Any, named: str) -> None:
         ValueError, match=rf"no linear module of LlamaFor.* matches {named}: .*q_pr"
     ):
         linear_modules(tiny("llama"), targets)
+
+
+@pytest.mark.parametrize("pattern", ["(.|..)+[A-Z]", r"(?:(.|..)+)\1[A-Z]"])
+def test_a_pattern_that_takes_for_ever(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """Seconds for each name, twice as many for each two letters more."""
+    monkeypatch.setattr(low_rank, "PATTERN_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"takes longer than 0.05 seconds to .*a list of names"):
+        linear_modules(tiny("llama"), pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (".*(", r"'\.\*\(' is no regular expression: missing \)"),
+        ("(" * 500 + ")" * 500, "is no regular expression: maximum recursion depth"),
+        ("a|" * 501, "has 1002 characters: at most 1000 are tried"),
+    ],
+)
+def test_no_pattern(tiny: Tiny, pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_modules(tiny("llama"), pattern)
 
 
 def test_modules_that_peft_has_wrapped(tiny: Tiny) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_count
+from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.options import TreeOptions
 
@@ -36,7 +37,7 @@ class BitaOptions(TreeOptions):
         super().__post_init__()
         if self.top_k is None:
             return
-        check_count("top_k", self.top_k)
+        check_count("top_k", self.top_k, high=MAX_CANDIDATES)
         if self.tree not in ("efficient", "full"):
             raise ValueError(
                 f"top_k={self.top_k} is of the trees 'efficient' and 'full'; leave it out with "
@@ -53,4 +54,6 @@ class BitaOptions(TreeOptions):
             parents = level if self.tree == "full" else level[:1]
             level = [[*parent, rank] for parent in parents for rank in range(width)]
             paths += level
+            if len(paths) > MAX_CANDIDATES:  # refused below; the next level may not fit into memory
+                break
         return TokenTree.from_paths(paths)

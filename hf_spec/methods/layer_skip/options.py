@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.drafting.options import StrategyOptions
 
 EXITS = ("adaptive", "threshold", "fixed")
@@ -54,7 +55,7 @@ class LayerSkipOptions(StrategyOptions):
             raise ValueError(
                 f"draft_tokens={self.draft_tokens!r}: choose one of {', '.join(DRAFTS)}."
             )
-        check_count("max_draft", self.max_draft)
+        check_count("max_draft", self.max_draft, high=MAX_CANDIDATES)
         for name in ("threshold", "threshold_step", "beta1", "beta2", "target_acceptance"):
             check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("skip_attention", "skip_mlp"):
