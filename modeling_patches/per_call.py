@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -72,6 +73,7 @@ class Changes:
         self._instead.update(other._instead)
         return self
 
+    @torch.compiler.disable  # compiled code would leave the changes out
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` with these changes, and those that run already.
 
@@ -79,6 +81,7 @@ class Changes:
         """
         return copy_context().run(self._run, function, args, kwargs)
 
+    @torch.compiler.disable
     def run_alone(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As :meth:`run`, but without the changes that run already."""
         return copy_context().run(self._run_alone, function, args, kwargs)
@@ -166,13 +169,23 @@ class _Method:
     """A module's method that runs the call's function instead, if there is one.
 
     Args:
+        module: the module; weakly held, so that it is freed as soon as nobody needs it.
         own: what the instance had in place of its class's method, such as a hook of accelerate's.
     """
 
     def __init__(self, module: nn.Module, name: str, own: Callable[..., Any] | None):
-        self.module = module
+        self._module = ref(module)
         self.name = name
         self.own = own
+
+    def __reduce__(self) -> Any:
+        return _Method, (self.module, self.name, self.own)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
 
     @property
     def plain(self) -> Callable[..., Any]:

@@ -88,6 +88,19 @@ class TreeOutput(NamedTuple):
     survivors: Survivors | None = None
 
 
+@dataclass
+class _Pass:
+    """What changes of the model ask of the forward that runs.
+
+    Attributes:
+        nodes: rows that logits are made of; the first.
+        choose: which rows stay; None: all.
+    """
+
+    nodes: int = 0
+    choose: Choose | None = None
+
+
 class TreeForward:
     """Runs ``model`` on tree nodes; made once per ``generate()`` call.
 
@@ -130,8 +143,7 @@ class TreeForward:
         self._changes, self._call = self.attention.changes, eager(model)
         #: The same, and what looks into the model and prunes; made when first needed.
         self._watching: tuple[Changes, list[Tensor]] | None = None
-        self._choose: Choose | None = None
-        self._num_nodes, self._prunes = 0, False
+        self._pass, self._prunes = _Pass(), False
         if probe_inputs is not None:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
@@ -219,7 +231,8 @@ class TreeForward:
     ) -> TreeOutput:  # fmt: skip
         """The forward where more than the logits of all rows is wanted, or less."""
         left: Survivors | None = None
-        self._num_nodes, self._choose = tokens.shape[1], None
+        cache, running = self.cache, self._pass
+        running.nodes = tokens.shape[1]
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal left
@@ -228,29 +241,30 @@ class TreeForward:
             left = survive(tree, alive.to(tree.parents.device), probes)
             if left is None:
                 return None
-            self.cache.narrow(left.rows)
-            self._num_nodes = left.nodes.shape[1]
+            cache.narrow(left.rows)
+            running.nodes = left.nodes.shape[1]
             return left.rows
 
-        if pruning is not None and tokens.shape[1] > 1:
-            self._choose = choose
         changes, seen = self._watched(pruning)
+        running.choose = choose if pruning is not None and tokens.shape[1] > 1 else None
         logits = changes.run(self._call, **inputs).logits
+        running.choose = None  # nothing may hold what it belongs to until it is collected
         hidden = seen[0]
         rest = probes if left is None else left.probes
         behind = None
         if rest is not None:
-            behind = hidden[:, self._num_nodes : self._num_nodes + rest.num_probes]
-        own = hidden[:, : self._num_nodes] if self.wants_hidden else None
+            behind = hidden[:, running.nodes : running.nodes + rest.num_probes]
+        own = hidden[:, : running.nodes] if self.wants_hidden else None
         return TreeOutput(logits, behind, own, left)
 
     def _watched(self, pruning: Pruning | None) -> tuple[Changes, list[Tensor]]:
         """What forwards run with that give more than logits, and where final states are found."""
+        running = self._pass
         if self._watching is None:
             changes = Changes().update(self._changes)
 
             def nodes() -> int:
-                return self._num_nodes
+                return running.nodes
 
             if self.probe_inputs is not None:
                 averaged_exits(self.model, changes, self.probe_inputs.exits, nodes)
@@ -259,7 +273,7 @@ class TreeForward:
             # Behind averaged exits, which must see the last layer's output first.
             early_pruning(
                 self.model, self._watching[0], pruning.layer,
-                lambda hidden: None if self._choose is None else self._choose(hidden),
+                lambda hidden: None if running.choose is None else running.choose(hidden),
             )  # fmt: skip
             self._prunes = True
         return self._watching
