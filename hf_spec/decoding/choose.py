@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,8 +98,7 @@ class _Target:
         self.scorer = scorer
         self.logits = logits
         self.active = active
-        self.tokens = draft.tokens.tolist()
-        self.parents = draft.tree.parents.tolist()
+        self.draft = draft
         self.rows = torch.arange(len(active), device=logits.device)
         self.record = record
         self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -106,6 +106,8 @@ class _Target:
     def __call__(self, nodes: Tensor, active: Tensor) -> Tensor:
         # A copy in float32, as plain generation makes it: processors may write into it.
         logits = self.logits[self.rows, nodes].to(torch.float32, copy=True)
+        if self.scorer.trivial and not self.record:
+            return logits
         at = nodes.tolist()
         alive = [one and self.active[row] for row, one in enumerate(active.tolist())]
         suffixes = [self._suffix(row, node) if alive[row] else [] for row, node in enumerate(at)]
@@ -117,12 +119,17 @@ class _Target:
                     self.seen[row, node] = (raw[row], scores[row])
         return scores
 
+    @cached_property
+    def _host(self) -> tuple[list[list[int]], list[list[int]]]:
+        return self.draft.tokens.tolist(), self.draft.tree.parents.tolist()
+
     def _suffix(self, row: int, node: int) -> list[int]:
         """Tokens from below the root down to the node."""
+        tokens, parents = self._host
         path = []
         while node > 0:
-            path.append(self.tokens[row][node])
-            node = self.parents[row][node]
+            path.append(tokens[row][node])
+            node = parents[row][node]
         return path[::-1]
 
 

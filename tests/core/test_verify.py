@@ -548,8 +548,12 @@ def test_typical_equals_its_definition(seed: int, epsilon: float, delta: float) 
         path = naive_typical(tree, tokens, chances, row, epsilon, delta)
         bonus = int(logits[row, path[-1]].argmax())
         assert_row(accepted, row, path, [*(int(tokens[row, n]) for n in path[1:]), bonus])
-        assert scores.asked[row] == sorted(scores.asked[row])  # parents first, each node once
-        assert len(set(scores.asked[row])) == len(scores.asked[row])
+        asked = scores.asked[row]
+        assert len(set(asked)) == len(asked)
+        above = [int(tree.parents[row, node]) for node in asked[1:]]
+        assert asked[0] == 0 and all(one in asked[:n] for n, one in enumerate(above, 1))
+        leaves = [node for node in asked if not children(tree, row, node)]
+        assert set(leaves) <= {0, path[-1]}  # of what has no candidates only where the path ends
     assert len(set(accepted.counts.tolist())) > 1
 
 
