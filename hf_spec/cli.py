@@ -10,6 +10,7 @@ import typer
 
 from hf_spec.bench.command import BAD_INPUT, INTERRUPTED, bench
 from hf_spec.bench.quality_command import quality
+from hf_spec.decoding.validate import check_request
 from hf_spec.demo.command import demo
 from hf_spec.hub.command import card, push
 from hf_spec.hub.transfer_command import export, import_
@@ -17,6 +18,7 @@ from hf_spec.training.command import distill
 from hf_spec.training.train_command import train
 from hf_spec.tuning.command import plot, search
 from hf_spec.tuning.tree_command import tune
+from modeling_patches.serving import answer_refusals
 
 #: Set to anything to see the whole traceback of an error.
 TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
@@ -96,7 +98,7 @@ def serve(context: typer.Context) -> None:
     """Run 'transformers serve' with strategies.
 
     This is Transformers' own server; all arguments are passed on. A request chooses a strategy in
-    its generation_config.
+    its generation_config; one that cannot be fulfilled is answered with 400 and the reason.
 
     \b
     Examples:
@@ -120,6 +122,7 @@ def serve(context: typer.Context) -> None:
             f"'transformers serve' needs packages that are not installed ({missing}); "
             "run: pip install 'hf_spec[serve]'"
         )
+    answer_refusals(check_request)
     transformers_app(["serve", *context.args], prog_name="hf-spec", standalone_mode=False)
 
 
