@@ -122,8 +122,9 @@ def hang(
         held = ((len(group),) * nodes,) * batch
     else:
         held = tuple((*row, *[0] * (nodes - len(row))) for row in sizes)
-    end = torch.tensor(held, dtype=torch.long, device=device).cumsum(-1)
-    first = torch.nn.functional.pad(end[:, :-1], (1, 0))
+    count = torch.tensor(held, dtype=torch.long, device=device)
+    end = count.cumsum(-1)
+    first = end - count
     rows = torch.arange(nodes + max(map(sum, held)), device=device).expand(batch, -1)
     places = rows[:, : rows.shape[1] - nodes]
     real = places < end[:, -1:]

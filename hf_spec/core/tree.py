@@ -366,7 +366,7 @@ def _padded(tree: TokenTree, nodes: int, device: str) -> TreeBatch:
     one, more = _single(tree, device), nodes - len(tree)
     if not more:
         return one
-    pad = torch.nn.functional.pad
+    pad = torch.constant_pad_nd
     ancestors = pad(one.ancestors, (0, more, 0, more))
     ancestors[0].fill_diagonal_(True)
     return dataclasses.replace(

@@ -95,3 +95,26 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
                 "prompt-learning adapters put virtual tokens into the cache.",
                 "Disable the adapter, or generate without a strategy.",
             )  # fmt: skip
+
+
+def check_request(model: Any, config: GenerationConfig, continuous: bool) -> None:
+    """Raise what a server's ``generate()`` would refuse, without generating.
+
+    Args:
+        continuous: whether the server batches continuously.
+
+    Raises:
+        ValueError: also where an adapter is missing.
+    """
+    strategy = config.assistant_strategy
+    if strategy is None:
+        return
+    if continuous:
+        raise ValueError(
+            f"assistant_strategy={strategy!r} with continuous batching: the paged cache cannot "
+            "hold a tree. Start the server without --continuous-batching, or leave "
+            "assistant_strategy out."
+        )
+    validate_call(model, config, {})
+    method = get_method(strategy)
+    method.drafter(model, method.parse_options(config.assistant_kwargs))
