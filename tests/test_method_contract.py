@@ -41,6 +41,7 @@ VARIANTS["bita"] = {
     "efficient": {},
     "full": {"tree": "full", "top_k": 2, "retrieval": True},
     "chain": {"tree": "chain", "max_depth": 2},
+    "straightforward": {"tree": "straightforward"},
     "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
 }
 VARIANTS["medusa"] = {

@@ -6,15 +6,18 @@ tokens behind the next one, which are the candidates of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from hf_spec.core.tree_states import TreeState
 from hf_spec.methods.active_adapter import require_active
-from hf_spec.methods.bita.options import BitaOptions
+from hf_spec.methods.bita.options import STRAIGHTFORWARD, BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.methods.tree_drafter import StepRows
 
 
 class BitaDrafter(ProbeDrafter):
@@ -29,3 +32,15 @@ class BitaDrafter(ProbeDrafter):
         used = {**weights, "masks": weights["masks"][: trees.max_probes]}
         online = options.online_trees(model, adapter, trees.max_probes, trees.max_probes)
         super().__init__(model, options, probe_inputs(model, used), trees, online=online)
+
+    def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
+        if self.options.tree != STRAIGHTFORWARD:
+            return super().rows(states, device)
+        count = len(self.group)
+        trees, batch, probes = super().rows(
+            [TreeState(one.tree, (count, *[0] * one.tree.num_candidates)) for one in states], device
+        )
+        assert probes is not None
+        # Behind c accepted candidates the first c predictions of the root's group are overtaken.
+        left = tuple(tuple(count - depth for depth in row) for row in batch.depths.tolist())
+        return trees, batch, replace(probes, first=batch.depths, sizes=left)
