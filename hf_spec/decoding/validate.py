@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_model
@@ -31,7 +32,8 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     """
     strategy = config.assistant_strategy
     method = get_method(strategy)
-    method.parse_options(config.assistant_kwargs)
+    options = method.parse_options(config.assistant_kwargs)
+    warn_if_lossy(config.assistant_kwargs, options.lossless)
     check_model(model)
     check_tree_forward(model)
 
