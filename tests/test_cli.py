@@ -205,6 +205,7 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
         (["--batch-size", "two"], "--batch-size 'two'"),
         (["--limit", "0"], "--limit"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),
+        (["--do-sample", "--top-p", "1.5"], "--top-p=1.5: must be a number in (0.0, 1.0]"),
         (["--strategy-kwargs", "prompt_lookup={"], "not JSON"),
         (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
         (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),

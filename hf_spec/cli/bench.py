@@ -8,21 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.cli.common import (
-    DTYPES,
-    INTERRUPTED,
-    check_writable,
-    parse_kwargs,
-    progress_bar,
-    whole_numbers,
-)
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
 
 
 def bench(
-    model: Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")],
+    model: opt.Model,
     prompts: Annotated[
         Path, typer.Option(help="JSON lines with turns, prompt or question, and category.")
     ],
@@ -34,33 +28,23 @@ def bench(
             "[default: those of the adapters, else prompt_lookup]"
         ),
     ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(help="Adapter folder or repository; may be given several times."),
-    ] = None,
-    strategy_kwargs: Annotated[
-        list[str] | None,
-        typer.Option(help="Options of a strategy, NAME=JSON; may be given several times."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
+    adapter: opt.Adapters = None,
+    strategy_kwargs: opt.KwargsByName = None,
+    dtype: opt.Dtype = "bfloat16",
+    max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts in all, spread evenly over categories.")
-    ] = None,
+    limit: opt.Limit = None,
     output: Annotated[Path, typer.Option(help="Folder for results.json.")] = DEFAULT_OUTPUT,
-    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample; default greedy.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --do-sample.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
+    do_sample: opt.DoSample = False,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="For greedy decoding and sampling.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
     attn_implementation: Annotated[
         str | None, typer.Option(help="eager, sdpa, ...  [default: the model's]")
     ] = None,
@@ -87,33 +71,24 @@ def bench(
       hf-spec bench --model LARGE --prompts P.jsonl \\
           --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
     """
-    import torch
-
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench.prompts import read_prompts, spread
 
     # Everything that can be checked without a model comes first.
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-    sizes = whole_numbers("--batch-size", batch_size)
+    sizes = opt.whole_numbers("--batch-size", batch_size)
     if spec_bench_output is not None and 1 not in sizes:
         raise ValueError("--spec-bench-output needs batch size 1: the format has a time per prompt")
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    sampling = {key: value for key, value in sampling.items() if value is not None}
-    if sampling and not do_sample:
-        raise ValueError(f"--{next(iter(sampling)).replace('_', '-')} needs --do-sample")
+    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters = lineup.read_adapters(adapter or ())
     named = strategies or ",".join(dict.fromkeys(a.strategy for a in adapters)) or "prompt_lookup"
     names = lineup.parse_names(named)
-    options = parse_kwargs(strategy_kwargs or (), names)
+    options = opt.parse_kwargs(strategy_kwargs or (), names)
     # Only checks that every adapter is used; assistants are loaded later.
     own = [name for name in names if not name.startswith(lineup.STOCK_ASSISTED)]
     lineup.contenders(own, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation)
     lineup.load_adapters(loaded, adapters)
     assistants = {

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hf_spec.cli import options as opt
+
 
 def card(
-    folder: Annotated[Path, typer.Argument(help="Adapter folder.")],
+    folder: opt.AdapterFolder,
     repository: Annotated[
         str | None, typer.Option(help="Name on the Hub.  [default: the folder's name]")
     ] = None,

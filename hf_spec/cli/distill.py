@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.cli.common import DTYPES, INTERRUPTED, check_writable, parse_kwargs, progress_bar
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
 from hf_spec.model.loading import load_model
 
 #: The name for plain ``generate``.
@@ -22,7 +23,7 @@ DEFAULT_OPTIONS = {"max_nodes": 4}
 
 
 def distill(
-    model: Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")],
+    model: opt.Model,
     prompts: Annotated[
         list[Path],
         typer.Option(
@@ -31,10 +32,8 @@ def distill(
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the answers.")],
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts in all, spread evenly over categories.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
+    limit: opt.Limit = None,
+    max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
     strategy: Annotated[
         str | None,
@@ -49,16 +48,14 @@ def distill(
     adapter: Annotated[
         str | None, typer.Option(help="Adapter folder or repository that the strategy uses.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample; default greedy.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --do-sample.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
+    do_sample: opt.DoSample = False,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
 ) -> None:
     """Let a model answer prompts: training data for its adapters.
 
@@ -76,41 +73,19 @@ def distill(
       accelerate launch --num_processes 2 -m hf_spec.cli \\
           distill --model M --prompts P.jsonl --output ./answers
     """
-    import importlib.util
-
-    import torch
-
     from hf_spec.bench import contenders as lineup
-    from hf_spec.core.checks import check_count, check_range
     from hf_spec.training import distill as work
 
     # Everything that can be checked without a model comes first.
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-    sampling = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
-    given = [name for name, value in sampling.items() if value is not None]
-    if given and not do_sample:
-        raise ValueError(f"{given[0]} needs --do-sample")
-    if temperature is not None:
-        check_range("--temperature", temperature, 0.0, open_low=True)
-    if top_k is not None:
-        check_count("--top-k", top_k)
-    if top_p is not None:
-        check_range("--top-p", top_p, 0.0, 1.0, open_low=True)
+    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
-    missing = [name for name in ("accelerate", "datasets") if not importlib.util.find_spec(name)]
-    if missing:
-        raise ImportError(
-            f"distilling needs packages that are not installed ({', '.join(missing)}); run: "
-            "pip install 'hf_spec[train]'"
-        )
+    require("train", "accelerate", "datasets")
     questions, files = work.read_questions(prompts, limit)
     settings = work.Settings(
         model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
         batch_size=batch_size, strategy=contender.kwargs.get("assistant_strategy"),
         strategy_kwargs=contender.kwargs.get("assistant_kwargs", {}), adapter=adapter,
-        dtype=dtype, seed=seed, do_sample=do_sample, temperature=temperature, top_k=top_k,
-        top_p=top_p,
+        dtype=dtype, seed=seed, do_sample=do_sample, **sampling,
     )  # fmt: skip
     check_writable(output)
     folder = work.AnswerFolder(output)
@@ -129,8 +104,7 @@ def distill(
             if state.num_processes > 1 and device is None:
                 device = str(state.device)
             loaded, tokenizer = load_model(model, dtype, device)
-            if threads is not None:
-                torch.set_num_threads(threads)
+            opt.use_threads(threads)  # accelerate has chosen a number, too
             lineup.load_adapters(loaded, adapters)
             with progress_bar("answers") if main else nullcontext() as progress:
                 made = work.distill(
@@ -169,7 +143,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
         raise ValueError(f"adapter {adapter!r} is for strategy {adapters[0].strategy!r}")
     if get_method(name).needs_adapter and not adapters:
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
-    given = parse_kwargs([] if options is None else [f"{name}={options}"], [name])
+    given = opt.parse_kwargs([] if options is None else [f"{name}={options}"], [name])
     own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
     given[name] = {**OPTIONS, **own, **given.get(name, {})}
     (contender,) = lineup.contenders([name], given, adapters)

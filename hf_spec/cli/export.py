@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.cli.common import DTYPES, check_writable
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable
 from hf_spec.model.loading import load_model
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="Adapter folder.")],
+    folder: opt.AdapterFolder,
     form: Annotated[str, typer.Option("--format", help="For what, such as vllm.")],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     model: Annotated[
         str | None, typer.Option(help="Base model.  [default: that of the adapter]")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: opt.Dtype = "bfloat16",
     device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
 ) -> None:
     """Write an adapter as another program reads it.
@@ -35,8 +36,6 @@ def export(
     from hf_spec.hub.folder import CONFIG, read_json
 
     work.exporter(folder, form)
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     name = model or read_json(folder / CONFIG).get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{str(folder)!r} does not name its base model: give --model")

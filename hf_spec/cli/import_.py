@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.cli.common import DTYPES, check_writable, json_object
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable
 from hf_spec.model.loading import load_model
 
 
@@ -18,11 +19,8 @@ def import_(
         str, typer.Option(help="Base model it was made for: a folder, or a repository on the Hub.")
     ],
     output: Annotated[Path, typer.Option(help="Adapter folder.")],
-    strategy_kwargs: Annotated[
-        str | None,
-        typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of the base: {', '.join(DTYPES)}.")] = "bfloat16",
+    strategy_kwargs: opt.StoredKwargs = None,
+    dtype: opt.Dtype = "bfloat16",
     device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
 ) -> None:
     """Turn a checkpoint that others have published into an adapter.
@@ -43,9 +41,7 @@ def import_(
     from hf_spec.hub import transfer as work
 
     chosen, _ = work.importable(kind)
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-    options = json_object("--strategy-kwargs", strategy_kwargs)
+    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     if not file.is_file():
         raise ValueError(f"there is no file {str(file)!r}")

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli.common import check_writable
-from hf_spec.cli.tune import read_tree_file
+
+Target = Annotated[Path | None, typer.Option(help="Folder for what is drawn.  [default: the same]")]
+Tuned = Annotated[Path, typer.Argument(help="Adapter folder with a tree.json.")]
 
 plot = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -29,9 +31,7 @@ def plots() -> None:
 @plot.command("search")
 def search_plot(
     folder: Annotated[Path, typer.Argument(help="Folder that hf-spec search wrote.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the images.  [default: the same]")
-    ] = None,
+    output: Target = None,
 ) -> None:
     """Draw search.png and layers.png from search.json.
 
@@ -43,18 +43,15 @@ def search_plot(
     from hf_spec.tuning.layers.plots import plot_search, read_search
 
     data = read_search(folder)
-    target = folder if output is None else output
-    check_writable(target)
+    check_writable(target := output or folder)
     for path in plot_search(data, target):
         typer.echo(f"plot: {path}")
 
 
 @plot.command("tune")
 def tune_plot(
-    folder: Annotated[Path, typer.Argument(help="Adapter folder with a tree.json.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the image.  [default: the same]")
-    ] = None,
+    folder: Tuned,
+    output: Target = None,
 ) -> None:
     """Draw tune.png from tree.json: tau, step time and predicted speedup by size.
 
@@ -66,23 +63,20 @@ def tune_plot(
     from hf_spec.tuning.trees.plots import plot_tuning
 
     data = tuned(folder)
-    target = folder if output is None else output
-    check_writable(target)
+    check_writable(target := output or folder)
     typer.echo(f"plot: {plot_tuning(data, target)}")
 
 
 @plot.command("tree")
 def tree_plot(
-    folder: Annotated[Path, typer.Argument(help="Adapter folder with a tree.json.")],
+    folder: Tuned,
     device: Annotated[
         str | None, typer.Option(help="Part of a device's name.  [default: the latest entry]")
     ] = None,
     setting: Annotated[
         int, typer.Option(min=1, help="Which of the device's batch sizes and contexts, from 1.")
     ] = 1,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the image.  [default: the same]")
-    ] = None,
+    output: Target = None,
 ) -> None:
     """Draw tree.png from tree.json: the tree of each state with its probabilities and probes.
 
@@ -96,8 +90,7 @@ def tree_plot(
     entry = entry_of(tuned(folder), device)
     if setting > len(entry["settings"]):
         raise ValueError(f"--setting {setting}: the entry has {len(entry['settings'])}")
-    target = folder if output is None else output
-    check_writable(target)
+    check_writable(target := output or folder)
     typer.echo(f"plot: {plot_trees(entry, setting - 1, target)}")
 
 
@@ -129,9 +122,9 @@ def tuned(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    from hf_spec.policy.tuned_trees import TREE_FILE
+    from hf_spec.hub.folder import TREE, read_tree_file
 
-    data = read_tree_file(folder / TREE_FILE)
+    data = read_tree_file(folder)
     if data is None:
-        raise ValueError(f"{str(folder)!r} has no {TREE_FILE}: run hf-spec tune")
+        raise ValueError(f"{str(folder)!r} has no {TREE}: run hf-spec tune")
     return data

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hf_spec.cli import options as opt
+
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="Adapter folder.")],
+    folder: opt.AdapterFolder,
     repository: Annotated[str, typer.Argument(help="owner/name on the Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,

@@ -8,40 +8,31 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.cli.common import DTYPES, check_writable, parse_kwargs, progress_bar
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable, progress_bar, require
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-quality")
 
 
 def quality(
-    model: Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")],
+    model: opt.Model,
     prompts: Annotated[
         Path, typer.Option(help="JSON lines with turns, prompt or question, and answer.")
     ],
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(help="Adapter folder or repository; may be given several times."),
-    ] = None,
+    adapter: opt.Adapters = None,
     strategies: Annotated[
         str | None,
         typer.Option(help="As for 'hf-spec bench'.  [default: those of the adapters]"),
     ] = None,
-    strategy_kwargs: Annotated[
-        list[str] | None,
-        typer.Option(help="Options of a strategy, NAME=JSON; may be given several times."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
+    strategy_kwargs: opt.KwargsByName = None,
+    dtype: opt.Dtype = "bfloat16",
+    max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts in all, spread evenly over categories.")
-    ] = None,
+    limit: opt.Limit = None,
     output: Annotated[Path, typer.Option(help="Folder for quality.json.")] = DEFAULT_OUTPUT,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
 ) -> None:
     """Score answers against references, where they may differ from the base model's.
 
@@ -56,29 +47,20 @@ def quality(
       hf-spec quality --model M --adapter ./bita --prompts P.jsonl --limit 100 \\
           --strategy-kwargs 'bita={"acceptance": "typical"}'
     """
-    import importlib.util
-
-    import torch
-
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench import quality as work
     from hf_spec.bench import report
     from hf_spec.bench.prompts import read_prompts, spread
     from hf_spec.files import write_atomically
 
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-    if not importlib.util.find_spec("sacrebleu"):
-        raise ImportError("sacrebleu is not installed; run: pip install 'hf_spec[quality]'")
+    require("quality", "sacrebleu")
     adapters = lineup.read_adapters(adapter or ())
     named = strategies or ",".join(dict.fromkeys(one.strategy for one in adapters))
     names = lineup.parse_names(named) if named else []
-    options = parse_kwargs(strategy_kwargs or (), names)
+    options = opt.parse_kwargs(strategy_kwargs or (), names)
     everyone = lineup.contenders(names, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
-    if threads is not None:
-        torch.set_num_threads(threads)
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, adapters)
     taking_part = work.measured(everyone)

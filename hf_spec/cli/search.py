@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_spec.cli.common import DTYPES, INTERRUPTED, check_writable, progress_bar
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
 from hf_spec.model.loading import load_model
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ DEFAULT_TRIALS, DEFAULT_LIMIT = 100, 8
 
 
 def search(
-    model: Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")],
+    model: opt.Model,
     prompts: Annotated[
         Path, typer.Option(help="Development prompts: JSON lines with turns, prompt or question.")
     ],
@@ -35,23 +37,21 @@ def search(
         str, typer.Option(help="modelled (reproducible) or measured (wall-clock time).")
     ] = "modelled",
     sampler: Annotated[str, typer.Option(help="tpe, gp or random.")] = "tpe",
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: opt.Dtype = "bfloat16",
     max_draft: Annotated[int, typer.Option(min=1, help="K, most tokens drafted per step.")] = 12,
     target_acceptance: Annotated[
         float, typer.Option(help="alpha, what the adaptive draft exit aims at.")
     ] = 0.85,
-    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample; default greedy.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --do-sample.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
+    do_sample: opt.DoSample = False,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
     seed: Annotated[int, typer.Option(help="Seed of the search and of the sampling.")] = 0,
     baselines: Annotated[
         bool, typer.Option(help="Compare with first, middle, last and random layers.")
     ] = True,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
 ) -> None:
     """Search for the layers that layer_skip leaves out when it drafts.
 
@@ -66,29 +66,20 @@ def search(
       hf-spec search --model M --prompts dev.jsonl --output ./skip --objective measured
       hf-spec bench --model M --adapter ./skip --prompts test.jsonl
     """
-    import importlib.util
-
-    import torch
-
     from hf_spec.bench.prompts import read_prompts, spread
     from hf_spec.tuning.layers.search import search as run_search
     from hf_spec.tuning.layers.study import Settings
 
     # Everything that can be checked without a model comes first.
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     try:
         settings = Settings(
             objective=objective, sampler=sampler, seed=seed, max_new_tokens=max_new_tokens,
             max_draft=max_draft, target_acceptance=target_acceptance, do_sample=do_sample,
-            temperature=temperature, top_k=top_k, top_p=top_p,
+            **opt.sampling(do_sample, temperature, top_k, top_p),
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(_as_option(str(error))) from error
-    if importlib.util.find_spec("optuna") is None:
-        raise ImportError(
-            "searching needs Optuna, which is not installed: pip install 'hf_spec[search]'"
-        )
+    require("search", "optuna")
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
 
@@ -97,8 +88,6 @@ def search(
     from hf_spec.bench import report as bench_report
     from hf_spec.tuning.layers import report
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     loaded, tokenizer = load_model(model, dtype, device)
     try:
         with search_bar() as (progress, status):
@@ -123,7 +112,7 @@ def search(
 def _as_option(message: str) -> str:
     """A message about a field of the settings, about the option of that name."""
     field, found = message.replace("=", " ", 1).split(" ", 1)
-    return f"--{field.replace('_', '-')} {found.replace('do_sample', '--do-sample')}"
+    return f"--{field.replace('_', '-')} {found}"
 
 
 @contextmanager
@@ -134,24 +123,8 @@ def search_bar() -> Iterator[
 
     On a terminal a bar; elsewhere a line whenever something better is found.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True, highlight=False)
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[best]}"),
-    )  # fmt: skip
-    live = console.is_terminal
     shown: Trial | None = None
-    with Progress(*columns, console=console, transient=True, disable=not live) as bar:
-        task = bar.add_task("search", total=None, best="")
+    with progress_bar("search") as update:
 
         def progress(done: int, total: int, best: Trial | None) -> None:
             nonlocal shown
@@ -162,12 +135,10 @@ def search_bar() -> Iterator[
                     f"best {1 / best.evaluation.value:.2f}x, tau {best.evaluation.counts.tau:.2f}, "
                     f"skips {len(skip.attention)} attention + {len(skip.mlp)} MLP"
                 )
-            bar.update(task, completed=done, total=total, best=text)
-            if not live and best is not None and (shown is None or best.skip != shown.skip):
+            update(done, total, note=text)
+            better = best is not None and (shown is None or best.skip != shown.skip)
+            if better and not sys.stderr.isatty():
                 typer.echo(f"trial {done} of {total}: {text}", err=True)
                 shown = best
 
-        def status(text: str) -> None:
-            bar.update(task, description=text)
-
-        yield progress, status
+        yield progress, lambda text: update(description=text)

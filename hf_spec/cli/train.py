@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.cli.common import DTYPES, check_writable, json_object
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable
 from hf_spec.model.loading import load_model
 
 
@@ -49,10 +50,7 @@ def train(
     eval_steps: Annotated[
         int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")
     ] = 100,
-    strategy_kwargs: Annotated[
-        str | None,
-        typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
-    ] = None,
+    strategy_kwargs: opt.StoredKwargs = None,
     training_args: Annotated[
         str | None,
         typer.Option(help="Further fields of transformers.TrainingArguments, a JSON object."),
@@ -61,11 +59,9 @@ def train(
         False
     ),
     seed: Annotated[int, typer.Option(help="Of initial values, order and anchors.")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
     list_fields: Annotated[
         bool, typer.Option("--list-fields", help="List the fields of the method's config.")
     ] = False,
@@ -87,8 +83,6 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --resume \\
           --training-args '{"report_to": "tensorboard"}'
     """
-    import torch
-
     from hf_spec.training import train as work
 
     chosen = work.trainable_method(method)
@@ -102,27 +96,23 @@ def train(
         return
     if model is None or data is None or output is None:
         raise ValueError("give --model, --data and --output")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
     # A wrong value is told before anything is loaded.
     adapter_config = chosen.adapter_config(**config)
-    options = json_object("--strategy-kwargs", strategy_kwargs)
+    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     settings = work.TrainSettings(
         max_steps=max_steps, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
         num_anchors=num_anchors, max_length=max_length, held_out=held_out,
         served_prompts=served_prompts, served_tokens=served_tokens, eval_steps=eval_steps,
-        options=options, seed=seed, arguments=json_object("--training-args", training_args),
+        options=options, seed=seed, arguments=opt.json_object("--training-args", training_args),
     )  # fmt: skip
     work.training_arguments(chosen, settings, output, adapter_config)
     check_writable(output)
 
     from hf_spec.training.dataset import read_answers, read_provenance
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     base, tokenizer = load_model(model, dtype, device)
     rows = read_answers(data, tokenizer)
     record = work.train(

@@ -9,18 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.cli.common import (
-    DTYPES,
-    INTERRUPTED,
-    check_writable,
-    progress_bar,
-    whole_numbers,
-)
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
 from hf_spec.model.loading import load_model
 
 
 def tune(
-    model: Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")],
+    model: opt.Model,
     adapter: Annotated[Path, typer.Option(help="Adapter folder; tree.json is written into it.")],
     prompts: Annotated[
         Path, typer.Option(help="Held-out prompts: JSON lines with turns, prompt or question.")
@@ -40,11 +35,9 @@ def tune(
         typer.Option(help="Cached tokens that steps are timed with: 512,4096.  "
                      "[default: the prompts with half their answers]"),
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
 ) -> None:  # fmt: skip
     """Choose the trees of a trained adapter for this device.
 
@@ -60,8 +53,6 @@ def tune(
       hf-spec plot tune ./bita
       hf-spec bench --model M --adapter ./bita --prompts other.jsonl
     """
-    import torch
-
     from hf_spec.adapters.checkpoint import WEIGHTS
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench import report
@@ -69,32 +60,29 @@ def tune(
     from hf_spec.drafting.options import TUNED
     from hf_spec.files import write_atomically
     from hf_spec.hub.card import renew_card
-    from hf_spec.hub.folder import TREE, change_options, read_spec_config
+    from hf_spec.hub.folder import TREE, change_options, read_spec_config, read_tree_file
+    from hf_spec.methods.registry import methods
     from hf_spec.tuning.trees import tune as work
 
     # Everything that can be checked without a model comes first.
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-    sizes = whole_numbers("--batch-size", batch_size)
+    sizes = opt.whole_numbers("--batch-size", batch_size)
     contexts: tuple[int | None, ...] = (None,)
     if context is not None:
-        contexts = tuple(whole_numbers("--context", context))
+        contexts = tuple(opt.whole_numbers("--context", context))
     settings = work.Settings(max_new_tokens, max_size, tuple(sizes), contexts)
     if not (adapter / WEIGHTS).is_file():
         raise ValueError(f"--adapter {str(adapter)!r}: there is no folder with {WEIGHTS}")
     method, options = read_spec_config(adapter)
     if not work.tunable(method):
-        known = [name for name, one in _methods().items() if work.tunable(one)]
+        known = [name for name, one in methods().items() if work.tunable(one)]
         raise ValueError(
             f"--adapter {str(adapter)!r} is for strategy {method.name!r}, which has no trees to "
             f"tune; those of {', '.join(known)} can be"
         )
-    before = read_tree_file(adapter / TREE)
+    before = read_tree_file(adapter)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(adapter)
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
     environment = report.environment(loaded, model, prompts)
@@ -111,27 +99,6 @@ def tune(
         write_atomically(adapter / TREE, json.dumps(data))
         change_options(adapter, {**work.without_shape(method, options), "tree": TUNED})
     _print(entry, adapter / TREE)
-
-
-def _methods() -> dict[str, Any]:
-    from hf_spec.methods.registry import methods
-
-    return methods()
-
-
-def read_tree_file(path: Path) -> dict[str, Any] | None:
-    """The content of a ``tree.json``; None if there is none.
-
-    Raises:
-        ValueError: it is none that this release can add to.
-    """
-    from hf_spec.hub.folder import read_json
-    from hf_spec.policy.tuned_trees import read_trees
-
-    if not path.is_file():
-        return None
-    read_trees(path)
-    return read_json(path)
 
 
 def _print(entry: dict[str, Any], path: Path) -> None:

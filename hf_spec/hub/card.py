@@ -20,14 +20,13 @@ from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
     CARD,
     CONFIG,
-    TREE,
     is_repository,
     read_json,
     read_spec_config,
+    read_tree_file,
     write_shim,
 )
 from hf_spec.methods.registry import Method
-from hf_spec.policy.tuned_trees import read_trees
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 
@@ -134,11 +133,9 @@ def _render(source: str, **values: Any) -> str:
 
 def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     """What ``tree.json`` says of the trees chosen; empty where none are used."""
-    if TUNED not in options.values() or not (folder / TREE).is_file():
-        return []
-    read_trees(folder / TREE)  # raises if it is no such file
+    data = read_tree_file(folder) if TUNED in options.values() else None
     rows = []
-    for entry in read_json(folder / TREE)["devices"]:
+    for entry in data["devices"] if data else ():
         threads = entry["threads"]
         device = entry["device"] + (f", {threads} threads" if threads else "")
         for one in entry["settings"]:

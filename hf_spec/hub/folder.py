@@ -165,6 +165,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_tree_file(folder: Path) -> dict[str, Any] | None:
+    """The content of the folder's ``tree.json``; None if there is none.
+
+    Raises:
+        ValueError: it is none that this release can read.
+    """
+    path = folder / TREE
+    if not path.is_file():
+        return None
+    read_trees(path)
+    return read_json(path)
+
+
 def check_complete(folder: Path) -> None:
     """Raise unless the folder holds a whole adapter repository whose parts fit together.
 
@@ -191,12 +204,10 @@ def check_complete(folder: Path) -> None:
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
             f"whose adapters are of type {expected!r}"
         )
-    if TUNED in options.values():
-        if not (folder / TREE).is_file():
-            raise ValueError(
-                f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
-            )
-        read_trees(folder / TREE)
+    if TUNED in options.values() and read_tree_file(folder) is None:
+        raise ValueError(
+            f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
+        )
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = folder / SHIM
