@@ -319,16 +319,14 @@ def _record(
 
 def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
     """Loss and tau over the steps as PNG files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from hf_spec.bench.figures import new_figure, save_figure
 
     for name, label, series in (
         (LOSS_PLOT, "loss (nats)", {"loss": "training", "eval_loss": "held-out answers"}),
         (TAU_PLOT, "tau (tokens per forward pass)", {"eval_tau": "held-out prompts, decoded"}),
     ):
-        figure, axes = plt.subplots(figsize=(6, 4))
+        figure = new_figure(6, 4)
+        axes = figure.subplots()
         for key, title in series.items():
             points = [(row["step"], row[key]) for row in history if key in row]
             style = "o-" if key.startswith("eval") else "-"
@@ -336,8 +334,7 @@ def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
         axes.set(xlabel="step", ylabel=label)
         axes.legend()
         axes.grid(alpha=0.3)
-        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
-        plt.close(figure)
+        save_figure(figure, folder / name)
 
 
 def check_base(model: Any) -> None:

@@ -144,7 +144,7 @@ def test_plots_show_something(made: Path, tmp_path: Path) -> None:
 def test_plot_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plot", "search", str(tmp_path)]) == 2
     assert "has no search.json: run hf-spec search" in capsys.readouterr().err
-    for text, message in (("{", "cannot read"), ("{}", "is not the result of hf-spec search")):
+    for text, message in (("{", "is not JSON"), ("{}", "is not the result of hf-spec search")):
         (tmp_path / "search.json").write_text(text)
         assert cli.main(["plot", "search", str(tmp_path)]) == 2
         error = capsys.readouterr().err

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from hf_spec.tuning.figures import save_figure
+from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.hub.folder import read_json
 
 SEARCH_FILE = "search.json"
 SEARCH_PLOT, LAYERS_PLOT = "search.png", "layers.png"
@@ -21,42 +21,28 @@ def read_search(folder: Path) -> dict[str, Any]:
         ValueError: there is none, or it is no search.
     """
     path = folder / SEARCH_FILE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{str(folder)!r} has no {SEARCH_FILE}: run hf-spec search") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {str(path)!r}: {str(error).splitlines()[0]}") from error
-    if not isinstance(data, dict) or not {"trials", "best", "layers", "settings"} <= data.keys():
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no {SEARCH_FILE}: run hf-spec search")
+    data = read_json(path)
+    if not {"trials", "best", "layers", "settings"} <= data.keys():
         raise ValueError(f"{str(path)!r} is not the result of hf-spec search")
     return data
 
 
 def plot_search(data: dict[str, Any], folder: Path) -> list[Path]:
     """Write ``search.png`` and ``layers.png``; returns their paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    written = []
-    for name, draw in ((SEARCH_PLOT, _search), (LAYERS_PLOT, _layers)):
-        figure = draw(plt, data)
-        try:
-            written.append(save_figure(figure, folder / name))
-        finally:
-            plt.close(figure)
-    return written
+    drawn = ((SEARCH_PLOT, _search), (LAYERS_PLOT, _layers))
+    return [save_figure(draw(data), folder / name) for name, draw in drawn]
 
 
-def _search(plt: Any, data: dict[str, Any]) -> Any:
+def _search(data: dict[str, Any]) -> Any:
     """Value by trial; speedup by number of skipped sublayers, as in figure 4 of the paper."""
     trials, best = data["trials"], data["best"]
     objective = data["settings"]["objective"]
     complete = [one for one in trials if one["state"] == "complete"]
     pruned = [one for one in trials if one["state"] == "pruned"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-
+    figure = new_figure(11, 4)
+    left, right = figure.subplots(1, 2)
     left.scatter(
         [t["number"] for t in complete], [t["value"] for t in complete], s=14, label="complete"
     )
@@ -91,22 +77,22 @@ def _search(plt: Any, data: dict[str, Any]) -> Any:
         title=f"of {2 * data['layers']} sublayers",
     )  # fmt: skip
     right.legend()
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
     return figure
 
 
-def _layers(plt: Any, data: dict[str, Any]) -> Any:
+def _layers(data: dict[str, Any]) -> Any:
     """A square per sublayer, skipped ones coloured, as in figure 6 of the paper."""
+    from matplotlib.patches import Rectangle
+
     count, best = data["layers"], data["best"]
-    figure, axes = plt.subplots(figsize=(max(4.0, 1.2 + 0.32 * count), 1.5))
+    figure = new_figure(max(4.0, 1.2 + 0.32 * count), 1.5)
+    axes = figure.subplots()
     for row, (layers, colour) in enumerate(
         ((best["skip_mlp"], MLP), (best["skip_attention"], ATTENTION))
     ):
         for layer in range(count):
             face = colour if layer in layers else KEPT
-            axes.add_patch(plt.Rectangle((layer + 0.06, row + 0.06), 0.88, 0.88, facecolor=face))
+            axes.add_patch(Rectangle((layer + 0.06, row + 0.06), 0.88, 0.88, facecolor=face))
     every = max(1, count // 20)
     axes.set(
         xlim=(0, count), ylim=(0, 2), yticks=(0.5, 1.5), yticklabels=("MLP", "attention"),

@@ -1,4 +1,4 @@
-"""Draws tuned trees and why they were chosen, from ``tree.json``. Imports matplotlib lazily."""
+"""Draws tuned trees and why they were chosen, from ``tree.json``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hf_spec.bench.figures import new_figure, save_figure
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.tuning.figures import save_figure
 from hf_spec.tuning.trees.sparse_tree import Array, chances_of
 
 TREE_PLOT, TUNE_PLOT = "tree.png", "tune.png"
@@ -39,11 +39,6 @@ def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
         setting: which of its settings.
         folder: for the image.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     chosen = entry["settings"][setting]
     states = TreeStates.from_json(chosen["states"]).states
     accuracies = np.array(entry["landed_accuracies"])
@@ -51,10 +46,9 @@ def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
     shown = [k for k, state in enumerate(states) if len(state.tree) > 1 and occurs[k]] or [0]
     probed = any(any(state.probes) for state in states)
     width = max(6.0, 0.32 * max(len(states[k].tree) for k in shown))
-    figure, axes = plt.subplots(
-        len(shown), 1, figsize=(width, sum(1.6 + 1.1 * states[k].tree.max_depth for k in shown)),
-        squeeze=False, height_ratios=[1.5 + states[k].tree.max_depth for k in shown],
-    )  # fmt: skip
+    depths = [states[k].tree.max_depth for k in shown]
+    figure = new_figure(width, sum(1.6 + 1.1 * depth for depth in depths))
+    axes = figure.subplots(len(shown), squeeze=False, height_ratios=[1.5 + d for d in depths])
     for k, one in zip(shown, axes[:, 0]):
         _tree(one, states[k], accuracies)
         share = chosen["visits"][k]
@@ -71,11 +65,7 @@ def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
         + ("; +n: probes under a node" if probed else ""),
         fontsize=10,
     )
-    figure.tight_layout()
-    try:
-        return save_figure(figure, folder / TREE_PLOT)
-    finally:
-        plt.close(figure)
+    return save_figure(figure, folder / TREE_PLOT)
 
 
 def positions(tree: TokenTree) -> Array:
@@ -134,7 +124,7 @@ def _tree(axes: Any, state: TreeState, accuracies: Array) -> None:
     axes.set_yticks(range(-tree.max_depth, 1), [str(d) for d in range(tree.max_depth, -1, -1)])
     axes.set_xticks([])
     axes.set_ylabel("depth")
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["bottom"].set_visible(False)
 
 
 def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
@@ -143,12 +133,8 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
     tau is the latest entry's, as it hardly depends on the device; times are those of every device,
     batch size and context length.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
+    figure = new_figure(14, 4)
+    left, middle, right = figure.subplots(1, 3)
     sizes = data["devices"][-1]["sizes"]
     counts = [one["size"] for one in sizes]
     for key, label in (("tau", "tuned"), ("static_tau", "static"), ("random_tau", "random")):
@@ -170,10 +156,4 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
     right.set(xlabel="rows per step", ylabel="predicted speedup", title="speedup (star: chosen)")
     right.axhline(1.0, color="0.4", linestyle=":")
     middle.legend(fontsize=7)
-    for axes in (left, middle, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    try:
-        return save_figure(figure, folder / TUNE_PLOT)
-    finally:
-        plt.close(figure)
+    return save_figure(figure, folder / TUNE_PLOT)
