@@ -18,7 +18,7 @@ from hf_spec.bench import runner
 from hf_spec.bench.contenders import Contender, contenders, parse_names
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run
-from hf_spec.cli.common import parse_kwargs
+from hf_spec.cli.options import parse_kwargs
 
 NEW = 24
 STOCK = "transformers:prompt_lookup"
