@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PAD, prompt, ragged
+from running import fingerprint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -263,12 +264,17 @@ def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_is_as_before_after_a_call(tiny: Tiny, spec: Spec, attention: str) -> None:
-    model = tiny("llama", attention)
-    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+def test_forwards_are_as_before_and_a_second_call_adds_nothing(
+    fresh: Tiny, spec: Spec, attention: str
+) -> None:
+    model = fresh("llama", attention)
+    plain, config = model(prompt()).logits, model.config.to_dict()
     model.generate(prompt(), **GREEDY, **spec)
-    assert model.config._attn_implementation == attention
-    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+    once = fingerprint(model)
+    assert model.config._attn_implementation == attention and model.config.to_dict() == config
+    assert torch.equal(model(prompt()).logits, plain)
+    model.generate(prompt(), **GREEDY, **spec)
+    assert fingerprint(model) == once and torch.equal(model(prompt()).logits, plain)
 
 
 def test_grouped_sdpa_is_sdpa() -> None:
@@ -287,8 +293,8 @@ def test_grouped_sdpa_is_sdpa() -> None:
     torch.testing.assert_close(ours, stock)  # the default tolerance of fp32
 
 
-@pytest.mark.parametrize("attention", ["sdpa", attention_masks.GROUPED_SDPA])
-def test_no_score_outweighs_the_mask(attention: str) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_no_score_outweighs_the_mask(tiny: Tiny, grouped: bool) -> None:
     """In float16 finite scores go beyond the smallest number that a mask could add."""
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal, module.training = 2, True, False
@@ -297,7 +303,7 @@ def test_no_score_outweighs_the_mask(attention: str) -> None:
     )
     k[:, :, 1:], v[:, :, 1:] = 6e4, 7.0
     seen = torch.tensor([True, False, False]).expand(1, 1, 2, 3)
-    mask = attention_masks.TreeAttention({"": None}, [], flex=False).convert({"": seen}, q.dtype)
-    attend = attention_masks.ALL_ATTENTION_FUNCTIONS[attention]
+    mask = attention_masks.TreeAttention(tiny()).convert({"": seen}, q.dtype)
+    attend = attention_masks.grouped_sdpa if grouped else ALL_ATTENTION_FUNCTIONS["sdpa"]
     output, _ = attend(module, q, k, v, mask, scaling=1.0)
     assert torch.equal(output, torch.ones_like(output))

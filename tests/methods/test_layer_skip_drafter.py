@@ -7,13 +7,13 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from conftest import prompt
-from running import running
+from running import fingerprint, running
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -27,7 +27,6 @@ from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
 from hf_spec.policy import memory
 from hf_spec.policy.memory import forget
-from modeling_patches.attention_masks import tree_attention
 from modeling_patches.layer_skip import LayerSkipper
 
 Tiny = Callable[..., PreTrainedModel]
@@ -149,8 +148,11 @@ def test_a_layer_that_the_model_lacks_is_named(tiny: Tiny) -> None:
 
 
 def test_empty_lists_skip_nothing(tiny: Tiny) -> None:
-    skipper = LayerSkipDrafter(tiny(), LayerSkipOptions(skip_attention=[])).skipper
-    assert (skipper.skip_attention, skipper.skip_mlp) == ((), ())
+    model, ids = tiny(), torch.tensor([[5, 6, 7]])
+    plain = model(ids).logits
+    for options, nothing in (({"skip_attention": []}, True), ({"skip_mlp": [1]}, False)):
+        drafting = LayerSkipDrafter(model, LayerSkipOptions(**options)).drafting
+        assert torch.equal(drafting.run(model, ids).logits, plain) == nothing
 
 
 # -- drafting ------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def rows_of(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
 class Setting:
     """A decoding state after a prefill of ``rows``, whose last tokens are the roots."""
 
-    def __init__(self, model: PreTrainedModel, rows: list[list[int]], stack: ExitStack):
+    def __init__(self, model: PreTrainedModel, rows: list[list[int]]):
         self.model, self.rows = model, rows
         width = max(map(len, rows)) - 1
         ids = torch.tensor([[0] * (width + 1 - len(row)) + row[:-1] for row in rows])
@@ -182,10 +184,7 @@ class Setting:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
         cache = TreeCache.pack(prefilled.past_key_values, mask, width + 16, "cpu")
-        windows: list[int | None] = [None] * len(cache)
-        attention = stack.enter_context(tree_attention(model, windows))
-        zero = torch.zeros(len(rows), dtype=torch.long)
-        forward = TreeForward(model, cache, attention, zero + 1000, zero)
+        forward = TreeForward(model, cache, torch.full((len(rows),), 1000))
         self.state = DecodingState(
             model, forward, cache, rows,
             root=torch.tensor([row[-1] for row in rows]), active=[True] * len(rows),
@@ -199,9 +198,9 @@ class Setting:
 
 @pytest.fixture
 def setting(tiny: Tiny):
-    with ExitStack() as stack, torch.no_grad():
+    with torch.no_grad():
         yield lambda lengths: Setting(
-            tiny("llama", dtype=torch.float64), rows_of(tiny("llama"), lengths), stack
+            tiny("llama", dtype=torch.float64), rows_of(tiny("llama"), lengths)
         )
 
 
@@ -505,14 +504,21 @@ def test_no_update_of_another_thread_is_lost() -> None:
     assert one.gamma == pytest.approx(0.0001 * 4000)
 
 
-def test_the_model_is_whole_again_after_drafting(setting: Callable[..., Setting]) -> None:
+def test_the_model_is_whole_outside_drafting(setting: Callable[..., Setting]) -> None:
     one = setting([5])
     ids = torch.tensor([one.rows[0]])
-    before = one.model(ids).logits
-    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**SKIPS["first two"]))
-    drafter.start(one.state)
-    drafter.propose(one.state)
-    assert torch.equal(one.model(ids).logits, before)
+    before, left = one.model(ids).logits, []
+    for fails in (False, False, True):
+        drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**SKIPS["first two"]))
+        drafter.start(one.state)
+        if fails:
+            one.state.process = lambda *_: 1 / 0
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            drafter.propose(one.state)
+        one.state.cache.rollback()
+        assert torch.equal(one.model(ids).logits, before)
+        left.append(fingerprint(one.model))
+    assert left == left[:1] * 3
 
 
 # -- stock assisted decoding ---------------------------------------------------------------------

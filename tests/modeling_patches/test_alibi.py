@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from running import added
+from running import added, fingerprint
 from transformers import (
     BloomConfig,
     FalconConfig,
@@ -17,7 +17,6 @@ from tree_oracle import (
     additive,
     assert_same,
     expected,
-    fingerprint,
     padded_prompt,
     random_tokens,
 )
@@ -147,29 +146,47 @@ def test_other_masks_run_the_original(model):
         assert all(torch.equal(got, plain) for got, plain in zip(logits, want))
 
 
-def test_exit_restores_the_model(model):
-    untouched = fingerprint(model)
-    with added(alibi.tree_positions, model) as set_positions:
-        Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
-        assert fingerprint(model) != untouched
-    assert fingerprint(model) == untouched
+def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
+    def outcome():
+        """Of a tree without the patch: an error, or logits that are wrong in the model's way."""
+        try:
+            return Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None).tolist()
+        except ValueError as error:
+            return str(error)
 
+    def use():
+        with added(alibi.tree_positions, model) as set_positions:
+            Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
 
-def test_an_exception_restores_the_model(model):
-    untouched = fingerprint(model)
+    config, before = model.config.to_dict(), outcome()
+    use()
+    once = fingerprint(model)
+    assert outcome() == before
+    use()
+    # Token 999 is not in the vocabulary of 128: the forward fails after the first changes ran.
     with pytest.raises(IndexError), added(alibi.tree_positions, model) as set_positions:
-        # Token 999 is not in the vocabulary of 128: the forward fails after the hooks ran.
         Decoding(model).tree(torch.full((2, 7), 999), set_positions)
-    assert fingerprint(model) == untouched
+    assert outcome() == before
+    assert fingerprint(model) == once and model.config.to_dict() == config
 
 
-def test_an_attribute_the_instance_had_is_put_back():
+def test_a_method_the_instance_had_still_runs():
     model = build("mpt")
     attention = model.transformer.blocks[0].attn
-    attention.forward = own = attention.forward
-    with added(alibi.tree_positions, model):
-        assert attention.forward is not own
-    assert attention.forward is own
+    own, calls = attention.forward, []
+
+    def spy(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    attention.forward = spy
+    with added(alibi.tree_positions, model) as set_positions:
+        decoding = Decoding(model)
+        assert len(calls) == 1
+        decoding.tree(random_tokens(2, 7, seed=2), set_positions)
+        assert len(calls) == 1
+    Decoding(model)
+    assert len(calls) == 2
 
 
 def test_another_instance_is_not_touched(model):

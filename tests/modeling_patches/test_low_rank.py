@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, prompt
 from peft import LoraConfig, get_peft_model
-from running import added
+from running import added, fingerprint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -147,38 +147,50 @@ def test_gradients(tiny: Tiny, checkpointing: bool) -> None:
 # -- on and off ----------------------------------------------------------------------------------
 
 
-def state_of(model: nn.Module) -> list[Any]:
-    """All that hooks and patches can leave behind."""
-    return [
-        (name, type(m), sorted(vars(m)), dict(m._forward_hooks), dict(m._forward_pre_hooks))
-        for name, m in model.named_modules()
-    ]
-
-
 def test_switching_leaves_no_trace(tiny: Tiny) -> None:
-    model = tiny("llama")
-    before, plain = state_of(model), logits(model)
+    model = copy.deepcopy(tiny("llama"))
+    before, plain = fingerprint(model), logits(model)
     modules = linear_modules(model)
     one, two = (LowRank(modules, random_factors(modules, seed=s).get) for s in (0, 1))
-    with one:
-        first = logits(model)
-        one.enabled = False
-        assert torch.equal(logits(model), plain)
-        one.enabled = True
-        with one, two:  # nested, and a second update on the same modules
-            both = logits(model)
-        assert torch.equal(logits(model), first)
-    assert not torch.equal(first, plain) and not torch.equal(both, first)
-    assert state_of(model) == before
     one.attach()
+    first = logits(model)
+    assert not torch.equal(first, plain)
     one.attach()  # once is enough
+    assert torch.equal(logits(model), first)
+    one.enabled = False
+    assert torch.equal(logits(model), plain)
+    one.enabled = True
+    two.attach()  # a second update on the same modules
+    assert not torch.equal(logits(model), first)
+    two.detach()
     assert torch.equal(logits(model), first)
     one.detach()
     one.detach()
-    assert state_of(model) == before
-    with pytest.raises(RuntimeError), one:
+    assert torch.equal(logits(model), plain) and fingerprint(model) == before
+
+
+def test_updates_of_one_call(tiny: Tiny) -> None:
+    """Other forwards run without them; a second use adds nothing to the model."""
+    model = copy.deepcopy(tiny("llama"))
+    plain, modules = logits(model), linear_modules(model)
+    one, two = (LowRank(modules, random_factors(modules, seed=s).get) for s in (0, 1))
+    with added(LowRank.add_to, one):
+        first, once = logits(model), fingerprint(model)
+        one.enabled = False
+        assert torch.equal(logits(model), plain)
+        one.enabled = True
+        with added(LowRank.add_to, two):
+            both = logits(model)
+        assert torch.equal(logits(model), first)
+    assert not torch.equal(first, plain) and not torch.equal(both, first)
+    with pytest.raises(RuntimeError), added(LowRank.add_to, two):
         raise RuntimeError
-    assert state_of(model) == before
+    assert torch.equal(logits(model), plain) and fingerprint(model) == once
+    one.attach()
+    with added(LowRank.add_to, two):  # beside what is attached
+        torch.testing.assert_close(logits(model), both)
+    one.detach()
+    assert torch.equal(logits(model), plain) and fingerprint(model) == once
 
 
 def test_factors_are_asked_for_at_every_call(tiny: Tiny) -> None:
@@ -218,7 +230,7 @@ def pickled(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 def test_a_copied_model_has_updates_of_its_own(tiny: Tiny, duplicate: Callable[..., Any]) -> None:
     model = copy.deepcopy(tiny("llama"))
-    modules = linear_modules(model)
+    modules, plain = linear_modules(model), logits(model)
     model.extra = Source(random_factors(modules))
     LowRank(modules, functools.partial(Source.get, model.extra)).attach()
     expected = logits(model)
@@ -229,9 +241,12 @@ def test_a_copied_model_has_updates_of_its_own(tiny: Tiny, duplicate: Callable[.
             parameter.zero_()
     assert not torch.equal(logits(other), expected)
     assert torch.equal(logits(model), expected)
-    hook = next(iter(other.model.layers[0].mlp.up_proj._forward_hooks.values()))
-    hook.owner.detach()
-    assert not any(m._forward_hooks for m in other.modules())
+    hooks = other.model.layers[0].mlp.up_proj._forward_hooks.values()
+    next(hook.owner for hook in hooks if hasattr(hook, "owner")).detach()
+    with torch.no_grad():
+        for parameter in other.extra.parameters():
+            parameter.fill_(1.0)
+    assert torch.equal(logits(other), plain)
     assert torch.equal(logits(model), expected)
 
 
