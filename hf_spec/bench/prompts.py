@@ -172,6 +172,28 @@ def encode_within(tokenizer: Any, text: str, limit: int | None) -> tuple[list[in
     return ids, cut
 
 
+def encode_prompts(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
+) -> tuple[list[list[int]], int]:
+    """Token ids of prompts that leave room for new tokens in the model's context.
+
+    Returns:
+        The ids of each prompt, and how many had to be cut; see :func:`encode_within`.
+
+    Raises:
+        ValueError: there is no room for a prompt.
+    """
+    limit = context_limit(model, tokenizer)
+    room = None if limit is None else limit - new_tokens
+    if room is not None and room < 1:
+        raise ValueError(
+            f"max_new_tokens={new_tokens} leaves no room for a prompt in the model's context of "
+            f"{limit} tokens; lower it"
+        )
+    encoded = [encode_within(tokenizer, prompt.text, room) for prompt in prompts]
+    return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
+
+
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
     """Indices of consecutive prompts, ``size`` at a time, never across categories.
 

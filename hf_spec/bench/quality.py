@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_spec.bench.contenders import PLAIN, Contender
-from hf_spec.bench.prompts import Prompt, context_limit, encode_answer, encode_within
+from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
 from hf_spec.bench.runner import Session, own_generation_config
 
 #: Numbers as answers to sums end with them: 1,234.50.
@@ -82,11 +82,8 @@ def quality(
             )
     references = [prompt.reference or "" for prompt in prompts]
     wanted = [encode_answer(tokenizer, text) for text in references]
-    limit = context_limit(model, tokenizer)
-    room = None if limit is None else limit - max(max_new_tokens, *map(len, wanted))
-    if room is not None and room < 1:
-        raise ValueError(f"the model's context of {limit} tokens has no room for the answers")
-    asked = [encode_within(tokenizer, prompt.text, room)[0] for prompt in prompts]
+    longest = max(max_new_tokens, *map(len, wanted))
+    asked, _ = encode_prompts(model, tokenizer, prompts, longest)
     parts = [range(i, min(i + batch_size, len(asked))) for i in range(0, len(asked), batch_size)]
     scores: list[Quality] = []
     texts: dict[str, list[str]] = {}

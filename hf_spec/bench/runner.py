@@ -19,7 +19,7 @@ import hf_spec
 from hf_spec.bench import report
 from hf_spec.bench.agreement import Agreement, classify
 from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names
-from hf_spec.bench.prompts import Prompt, batches, context_limit, encode_within
+from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.core.stats import SpecStats
 
 #: New tokens of a warm-up call: enough for several steps of every strategy.
@@ -132,20 +132,11 @@ def run(
     }
     result = BenchResult(list(prompts), lineup, settings)
 
-    limit = context_limit(model, tokenizer)
-    room = None if limit is None else limit - max_new_tokens
-    if room is not None and room < 1:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's context "
-            f"of {limit} tokens; lower it"
-        )
-    encoded = [encode_within(tokenizer, prompt.text, room) for prompt in prompts]
-    token_ids = [ids for ids, _ in encoded]
-    result.truncated_prompts = sum(cut for _, cut in encoded)
+    token_ids, result.truncated_prompts = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if result.truncated_prompts:
         result.notes.append(
-            f"{result.truncated_prompts} of {len(prompts)} prompts did not fit the context of "
-            f"{limit} tokens and were cut at their beginning"
+            f"{result.truncated_prompts} of {len(prompts)} prompts did not fit the model's context "
+            "and were cut at their beginning"
         )
 
     plan = []
@@ -294,7 +285,7 @@ class Session:
         self.activate(contender)
         model, forwards = self.model, 0
         before = hf_spec.last_stats(model)
-        inputs = _pad_left(prompts, model.generation_config.pad_token_id, model.device)
+        inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
         kwargs = {**self.options, **contender.kwargs, **overrides}
 
         def count(*_: Any) -> None:
@@ -342,10 +333,12 @@ class Session:
             ]
 
 
-def _pad_left(rows: Sequence[list[int]], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+def pad_left(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Rows as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
     width = max(map(len, rows))
-    ids = [[pad] * (width - len(row)) + row for row in rows]
+    ids = [[pad] * (width - len(row)) + [*row] for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
     return {
         "input_ids": torch.tensor(ids, device=device),

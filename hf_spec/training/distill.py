@@ -23,7 +23,7 @@ import torch
 
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.contenders import Contender
-from hf_spec.bench.prompts import Prompt, context_limit, encode_within, read_prompts, spread
+from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts, spread
 from hf_spec.bench.report import environment
 from hf_spec.bench.runner import Session, own_generation_config
 from hf_spec.files import write_atomically
@@ -349,7 +349,7 @@ def distill(
     Raises:
         ValueError: the folder was made with other settings, or the prompts do not fit the model.
     """
-    token_ids, truncated = _encoded(model, tokenizer, questions, settings.max_new_tokens)
+    token_ids, truncated = encode_prompts(model, tokenizer, questions, settings.max_new_tokens)
     with own_generation_config(model, tokenizer, greedy=not settings.do_sample):
         defaults = model.generation_config.to_diff_dict()
         defaults = {name: defaults[name] for name in defaults if name[0] != "_"}
@@ -406,21 +406,6 @@ def distill(
         folder.finish(len(work), len(questions), provenance)
     state.wait_for_everyone()
     return read_provenance(folder.path)
-
-
-def _encoded(
-    model: Any, tokenizer: Any, questions: Sequence[Question], max_new_tokens: int
-) -> tuple[list[list[int]], int]:
-    """Token ids of the prompts, and how many had to be cut."""
-    limit = context_limit(model, tokenizer)
-    room = None if limit is None else limit - max_new_tokens
-    if room is not None and room < 1:
-        raise ValueError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in the model's context "
-            f"of {limit} tokens; lower it"
-        )
-    encoded = [encode_within(tokenizer, question.text, room) for question in questions]
-    return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
 
 
 def _row(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import hf_spec
+from hf_spec.bench.runner import pad_left
 from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import IGNORED
@@ -47,14 +48,8 @@ class Served:
         model.eval()
         for start in range(0, len(prompts), self.batch_size):
             rows = prompts[start : start + self.batch_size]
-            width = max(map(len, rows))
-            ids = torch.zeros(len(rows), width, dtype=torch.long, device=model.device)
-            mask = torch.zeros_like(ids)
-            for row, tokens in enumerate(rows):
-                ids[row, width - len(tokens) :] = torch.tensor(tokens)
-                mask[row, width - len(tokens) :] = 1
             model.generate(
-                input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1,
+                **pad_left(rows, 0, model.device), do_sample=False, num_beams=1,
                 max_new_tokens=self.max_new_tokens, assistant_strategy=self.strategy,
                 assistant_kwargs={**self.options, **untimed},
             )  # fmt: skip

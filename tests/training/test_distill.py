@@ -803,7 +803,7 @@ def test_no_room_for_a_prompt(
 ) -> None:
     assert distill(root, tmp_path, "--max-new-tokens", str(CONTEXT)) == 2
     error = capsys.readouterr().err
-    assert f"--max-new-tokens {CONTEXT} leaves no room for a prompt" in error
+    assert f"max_new_tokens={CONTEXT} leaves no room for a prompt" in error
     assert error.count("\n") == 1
 
 

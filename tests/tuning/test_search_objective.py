@@ -14,6 +14,7 @@ from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.core.stats import SpecStats
 from hf_spec.tuning.layers import costs as costs_module
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
@@ -71,11 +72,11 @@ def test_counts_of_a_run() -> None:
     assert counts.tau == 1.5 and counts.acceptance == pytest.approx(2 / 7)
     both = counts + Counts(1, 2, 2, 4, 1, 4, {4: 1})
     assert both == Counts(2, 8, 6, 11, 3, 11, {0: 1, 3: 1, 4: 2})
-    assert Counts.from_dict(json.loads(json.dumps(both.to_dict()))) == both
+    assert Counts.from_dict(json.loads(json.dumps(dataclasses.asdict(both)))) == both
 
 
 def test_costs_survive_json() -> None:
-    assert StepCosts.from_dict(json.loads(json.dumps(COSTS.to_dict()))) == COSTS
+    assert StepCosts.from_dict(json.loads(json.dumps(dataclasses.asdict(COSTS)))) == COSTS
 
 
 def test_modelled_value_is_the_same_every_time(evaluator: Evaluator) -> None:
@@ -121,10 +122,10 @@ def test_measured_value_is_wall_clock_time(
     order: list[str] = []
     original = Evaluator.decode
 
-    def timed(self: Evaluator, prompt: int, **kwargs: Any) -> tuple[float, list[int]]:
-        ours = "assistant_strategy" in kwargs
+    def timed(self: Evaluator, prompt: int, contender: Contender = PLAIN, **_: Any) -> Any:
+        ours = contender is not PLAIN
         order.append(f"{'ours' if ours else 'plain'}{prompt}")
-        return 3.0 if ours else 2.0, original(self, prompt, **kwargs)[1]
+        return 3.0 if ours else 2.0, *original(self, prompt, contender)[1:]
 
     monkeypatch.setattr(Evaluator, "decode", timed)
     values = list(evaluator.evaluate("measured", PLANTED, SETTINGS.stop))

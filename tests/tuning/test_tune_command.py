@@ -189,7 +189,10 @@ def test_plots(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--dtype", "int3"], "--dtype 'int3'"),
         (["--batch-size", "0"], "--batch-size '0'"),
         (["--context", "many"], "--context 'many'"),
-        (["--context", "500"], "contexts up to 500 do not fit the model's context of 256"),
+        (
+            ["--context", "500"],
+            "a context of 500 tokens, with a tree behind it, does not fit",
+        ),
         (["--adapter", "/nowhere"], "there is no folder with adapter_model.safetensors"),
         (["--prompts", "/nowhere"], "cannot read prompt file"),
         (["--max-size", "1"], "--max-size"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -92,20 +92,15 @@ def _layer_types(model: Any, count: int) -> list[Any]:
     return list(types) if types is not None and len(types) == count else [None] * count
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """Seconds of everything that one row's decoding consists of.
+@dataclass(frozen=True, kw_only=True)
+class ForwardCosts:
+    """Seconds of forwards alone, without what surrounds them.
 
     Attributes:
         verify: full forward over n nodes, by n.
         draft_base: drafting forward with everything left out.
         layer: what a layer costs beside its sublayers, if it computes at all.
         attention, mlp: by layer; 0 where it cannot be skipped (it is in the base then).
-        draft_overhead: the drafter's work per drafted token, outside the forward.
-        step_overhead: acceptance, commit and the rest of a step, outside the forward.
-        prefill: a prompt, up to its first new token.
-        plain: a token of plain ``generate`` after the first.
-        context: cached tokens at which forwards were measured.
         measured: the medians that the prices were fitted to, for the record.
     """
 
@@ -114,11 +109,6 @@ class StepCosts:
     layer: float
     attention: tuple[float, ...]
     mlp: tuple[float, ...]
-    draft_overhead: float
-    step_overhead: float
-    prefill: float
-    plain: float
-    context: int = 0
     measured: dict[str, Any] = field(default_factory=dict)
 
     def verify_seconds(self, nodes: int) -> float:
@@ -134,30 +124,31 @@ class StepCosts:
             total += self.layer * any(kept) + attention * kept[0] + mlp * kept[1]
         return total
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
-        data = asdict(self)
-        data["verify"] = {str(nodes): seconds for nodes, seconds in sorted(self.verify.items())}
-        return {key: list(v) if isinstance(v, tuple) else v for key, v in data.items()}
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts(ForwardCosts):
+    """Seconds of everything that one row's decoding consists of.
+
+    Attributes:
+        draft_overhead: the drafter's work per drafted token, outside the forward.
+        step_overhead: acceptance, commit and the rest of a step, outside the forward.
+        prefill: a prompt, up to its first new token.
+        plain: a token of plain ``generate`` after the first.
+        context: cached tokens at which forwards were measured.
+    """
+
+    draft_overhead: float
+    step_overhead: float
+    prefill: float
+    plain: float
+    context: int = 0
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> StepCosts:
-        """Inverse of :meth:`to_dict`."""
+        """From what JSON makes of the fields."""
         verify = {int(nodes): seconds for nodes, seconds in data["verify"].items()}
         prices = {name: tuple(data[name]) for name in ("attention", "mlp")}
         return cls(**{**data, "verify": verify, **prices})
-
-
-@dataclass(frozen=True)
-class ForwardCosts:
-    """Forwards alone, without what surrounds them; see :class:`StepCosts`."""
-
-    verify: dict[int, float]
-    draft_base: float
-    layer: float
-    attention: tuple[float, ...]
-    mlp: tuple[float, ...]
-    patterns: list[dict[str, Any]]
 
 
 class ForwardTimer:
@@ -218,8 +209,10 @@ class ForwardTimer:
             {"skipped": len(skip), **skip.options(), "seconds": spent}
             for skip, spent in zip(self.patterns, drafted)
         ]
-        verify = dict(zip(self.counts, rising(verified)))
-        return ForwardCosts(verify, base, layer, attention, mlp, rows)
+        return ForwardCosts(
+            verify=dict(zip(self.counts, rising(verified))), draft_base=base, layer=layer,
+            attention=attention, mlp=mlp, measured={"draft": rows},
+        )  # fmt: skip
 
 
 def _patterns(sublayers: Sublayers) -> list[Skip]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-import hf_spec
-from hf_spec.bench.prompts import Prompt, context_limit, encode_within
-from hf_spec.bench.runner import own_generation_config
+from hf_spec.bench.contenders import PLAIN, Contender
+from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
+from hf_spec.bench.runner import Session, own_generation_config
 from hf_spec.core.stats import SpecStats
 from hf_spec.policy.memory import forget
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
@@ -103,14 +103,9 @@ class Counts:
         """The paper's AR: accepted share of drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
-        lengths = {str(depth): count for depth, count in self.draft_lengths.items()}
-        return {**asdict(self), "draft_lengths": lengths}
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Counts:
-        """Inverse of :meth:`to_dict`."""
+        """From what JSON makes of the fields."""
         lengths = {int(depth): count for depth, count in data["draft_lengths"].items()}
         return cls(**{**data, "draft_lengths": lengths})
 
@@ -129,7 +124,7 @@ class Evaluation:
             "speedup": 1.0 / self.value if self.value else 0.0,
             "tau": self.counts.tau,
             "acceptance": self.counts.acceptance,
-            "counts": self.counts.to_dict(),
+            "counts": asdict(self.counts),
         }
 
 
@@ -178,49 +173,37 @@ class Evaluator:
     ):
         if not prompts:
             raise ValueError("nothing to search on: no prompts")
-        limit = context_limit(model, tokenizer)
-        room = None if limit is None else limit - max_new_tokens
-        if room is not None and room < 1:
-            raise ValueError(
-                f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's "
-                f"context of {limit} tokens; lower it"
-            )
+        self.ids, _ = encode_prompts(model, tokenizer, prompts, max_new_tokens)
         self.model = model
         self.tokenizer = tokenizer
         self.sublayers = Sublayers.of(model)
         self.seed = seed
-        self.max_new_tokens = max_new_tokens
-        self.options = {"do_sample": False, **(sampling or {}), "max_new_tokens": max_new_tokens}
-        self.ids = [encode_within(tokenizer, prompt.text, room)[0] for prompt in prompts]
+        options = {"do_sample": False, **(sampling or {}), "max_new_tokens": max_new_tokens}
+        self.session = Session(model, options, managed=False)
         self.costs: StepCosts | None = None
 
     def own_defaults(self) -> AbstractContextManager[None]:
         """For a block, defaults of the model that name no strategy and fit the sampling."""
-        greedy = not self.options["do_sample"]
+        greedy = not self.session.options["do_sample"]
         return own_generation_config(self.model, self.tokenizer, greedy=greedy)
 
     # -- decoding ----------------------------------------------------------------------------
 
-    def decode(self, prompt: int, **kwargs: Any) -> tuple[float, list[int]]:
-        """Seconds and new tokens of one prompt."""
-        ids = torch.tensor([self.ids[prompt]], device=self.model.device)
+    def decode(
+        self, prompt: int, contender: Contender = PLAIN, **overrides: Any
+    ) -> tuple[float, list[int], SpecStats | None]:
+        """Seconds, new tokens and, of a strategy, statistics of one prompt."""
         torch.manual_seed(self.seed + prompt)
-        _synchronize(self.model.device)
-        start = time.perf_counter()
-        output = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **{**self.options, **kwargs}
-        )
-        _synchronize(self.model.device)
-        return time.perf_counter() - start, output[0, ids.shape[1] :].tolist()
+        seconds, rows, _, stats = self.session.generate(contender, [self.ids[prompt]], **overrides)
+        return seconds, rows[0], stats
 
     def speculate(self, prompt: int, skip: Skip, stop: Exit) -> tuple[float, SpecStats]:
         """Seconds and statistics of one prompt decoded with these sublayers left out."""
         # Every step drafts, or bad choices would look like plain decoding.
         options = {**skip.options(), **stop.options(), "fallback": False}
-        seconds, _ = self.decode(prompt, assistant_strategy=STRATEGY, assistant_kwargs=options)
-        stats = hf_spec.last_stats(self.model)
-        if stats is None:
-            raise RuntimeError("generate() left no statistics: the strategy did not run")
+        strategy = {"assistant_strategy": STRATEGY, "assistant_kwargs": options}
+        seconds, _, stats = self.decode(prompt, Contender(STRATEGY, strategy))
+        assert stats is not None
         return seconds, stats
 
     # -- judging -----------------------------------------------------------------------------
@@ -248,7 +231,7 @@ class Evaluator:
                     spent, stats = self.speculate(prompt, skip, stop)
                     seconds, total = seconds + spent, total + Counts.of(stats)
                 else:
-                    spent, tokens = self.decode(prompt)
+                    spent, tokens, _ = self.decode(prompt)
                     plain, plain_tokens = plain + spent, plain_tokens + len(tokens)
             yield Evaluation((seconds / total.tokens) / (plain / plain_tokens), total)
 
@@ -282,8 +265,8 @@ class Evaluator:
             if turn >= FEWEST_ROUNDS and time.perf_counter() - begin > PATIENCE:
                 break
             for prompt in timed:
-                one, _ = self.decode(prompt, max_new_tokens=1)
-                seconds, tokens = self.decode(prompt)
+                one, *_ = self.decode(prompt, max_new_tokens=1)
+                seconds, tokens, _ = self.decode(prompt)
                 prefills.append(one)
                 if len(tokens) > 1:
                     plains.append((seconds - one) / (len(tokens) - 1))
@@ -299,17 +282,10 @@ class Evaluator:
                 "to speed up; give other prompts"
             )
         forwards = timer.result()
-        whole = forwards.patterns[0]["seconds"]  # a drafting forward with nothing left out
+        whole = forwards.measured["draft"][0]["seconds"]  # a drafting forward with nothing left out
         return StepCosts(
-            verify=forwards.verify, draft_base=forwards.draft_base, layer=forwards.layer,
-            attention=forwards.attention, mlp=forwards.mlp,
+            **vars(forwards),
             draft_overhead=max(statistics.median(drafts) - whole, 0.0) if drafts else 0.0,
             step_overhead=statistics.median(steps), prefill=statistics.median(prefills),
             plain=max(statistics.median(plains), 1e-9), context=len(context),
-            measured={"draft": forwards.patterns},
         )  # fmt: skip
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize()

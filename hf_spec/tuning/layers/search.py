@@ -121,7 +121,7 @@ class SearchResult:
             "identity": self.identity,
             "layers": self.sublayers.count,
             "sublayers": {"attention": self.sublayers.attention, "mlp": self.sublayers.mlp},
-            "costs": None if self.costs is None else self.costs.to_dict(),
+            "costs": None if self.costs is None else asdict(self.costs),
             "best": self.best.to_dict(),
             "draft_exit": self.exits,
             "baselines": self.baselines,

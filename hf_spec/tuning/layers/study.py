@@ -25,7 +25,14 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
-from hf_spec.tuning.layers.objective import OBJECTIVES, STRATEGY, Evaluation, Evaluator, Exit
+from hf_spec.tuning.layers.objective import (
+    OBJECTIVES,
+    STRATEGY,
+    Counts,
+    Evaluation,
+    Evaluator,
+    Exit,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -81,9 +88,7 @@ class Settings:
     def evaluator(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> Evaluator:
         """An evaluator of choices under these settings."""
         sampling = {"do_sample": self.do_sample, **self.sampling}
-        return Evaluator(
-            model, tokenizer, prompts, self.max_new_tokens, sampling, self.seed
-        )  # fmt: skip
+        return Evaluator(model, tokenizer, prompts, self.max_new_tokens, sampling, self.seed)
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,7 @@ class LayerStudy:
         if stored is not None:
             return StepCosts.from_dict(stored)
         costs = measure()
-        self.study.set_user_attr("costs", costs.to_dict())
+        self.study.set_user_attr("costs", asdict(costs))
         return costs
 
     def cached(self, skip: Skip, stop: Exit, make: Callable[[], Evaluation]) -> Evaluation:
@@ -251,7 +256,7 @@ class LayerStudy:
                         pruned = True
                         break
         assert evaluation is not None
-        trial.set_user_attr("counts", evaluation.counts.to_dict())
+        trial.set_user_attr("counts", asdict(evaluation.counts))
         trial.set_user_attr("about", {
             "origin": origin, "repeat": before is not None, "prompts": prompts,
             "seconds": time.perf_counter() - start, **skip.options(),
@@ -329,8 +334,6 @@ def _trial(number: int, frozen: Any) -> Trial:
 
 
 def _evaluation(data: dict[str, Any]) -> Evaluation:
-    from hf_spec.tuning.layers.objective import Counts
-
     return Evaluation(data["value"], Counts.from_dict(data["counts"]))
 
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from hf_spec.bench.prompts import Prompt, context_limit, encode_within
-from hf_spec.bench.runner import own_generation_config
+from hf_spec.bench.contenders import Contender
+from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
+from hf_spec.bench.runner import Session, own_generation_config
 from hf_spec.core.checks import check_count
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.options import TreeOptions
@@ -138,22 +138,19 @@ class TreeTuner:
             )
         self.drafter = drafter
         limit = context_limit(model, tokenizer)
-        room = None if limit is None else limit - settings.max_new_tokens
         longest = max((one for one in settings.contexts if one is not None), default=1)
         # Nodes of a deep tree stand behind the context, a probe behind the deepest of them.
-        furthest = longest + 2 * drafter.distances + 1
-        if limit is not None and (room is None or room < 1 or furthest > limit):
+        if limit is not None and longest + 2 * drafter.distances + 1 > limit:
             raise ValueError(
-                f"max_new_tokens={settings.max_new_tokens} and contexts up to {longest} do not fit "
-                f"the model's context of {limit} tokens; lower them"
+                f"a context of {longest} tokens, with a tree behind it, does not fit the model's "
+                f"of {limit}; lower it"
             )
-        self.limit = limit
         if settings.max_size <= drafter.per_distance:
             raise ValueError(
                 f"max_size={settings.max_size}: a step that predicts one token has "
                 f"{1 + drafter.per_distance} rows with this adapter; raise it"
             )
-        self.prompts = [encode_within(tokenizer, prompt.text, room)[0] for prompt in prompts]
+        self.prompts, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.answers: list[list[int]] = []
 
     # -- accuracies --------------------------------------------------------------------------
@@ -166,16 +163,14 @@ class TreeTuner:
         """
         found: list[Ranks] = []
         self.answers = []
+        greedy = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
+        session = Session(self.model, greedy, managed=False)
+        strategy = {"assistant_strategy": self.method.name, "assistant_kwargs": self.options}
         with own_generation_config(self.model, self.tokenizer, greedy=True):
             for prompt in self.prompts:
-                ids = torch.tensor([prompt], device=self.model.device)
-                output = self.model.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                    max_new_tokens=self.settings.max_new_tokens, num_beams=1,
-                    assistant_strategy=self.method.name, assistant_kwargs=self.options,
-                )  # fmt: skip
-                self.answers.append(output[0, len(prompt) :].tolist())
-                found.append(measure(self.drafter, prompt, self.answers[-1]))
+                _, (answer,), *_ = session.generate(Contender(self.method.name, strategy), [prompt])
+                self.answers.append(answer)
+                found.append(measure(self.drafter, prompt, answer))
                 done()
         ranks = FutureRanks(tuple(found), self.drafter.per_distance)
         if not len(ranks.places):
@@ -196,9 +191,7 @@ class TreeTuner:
         most = max(largest)
         counts = [n for n in largest if n == most or n in TIMED]
         shapes = {n: largest[n] for n in sorted(counts)}
-        return StepTimer(
-            self.model, self.drafter, self._text(context), batch_size, shapes
-        ).run()  # fmt: skip
+        return StepTimer(self.model, self.drafter, self._text(context), batch_size, shapes).run()
 
     def context(self, wanted: int | None) -> int:
         """A context length in tokens; None: of a prompt with half its answer, the median."""
@@ -297,12 +290,8 @@ def tune(
     for batch_size, wanted in pairs:
         context = tuner.context(wanted)
         times = tuner.times(built, batch_size, context)
-        seconds = {
-            n: mean_seconds(times, built[n], replays[n], batch_size) for n in built
-        }  # fmt: skip
-        speedups = {
-            n: replays[n].tau_after_prefill * times.plain / seconds[n] for n in built
-        }  # fmt: skip
+        seconds = {n: mean_seconds(times, built[n], replays[n], batch_size) for n in built}
+        speedups = {n: replays[n].tau_after_prefill * times.plain / seconds[n] for n in built}
         size = choose(speedups)
         results.append(
             {
