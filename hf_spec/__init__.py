@@ -6,6 +6,7 @@ nothing else: a call that names no strategy runs as if hf_spec were not there.
 
 from __future__ import annotations
 
+from hf_spec.adapters.active import merge_adapter, unmerge_adapter
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.config import SpecConfig
@@ -13,8 +14,16 @@ from hf_spec.decoding.config import note_source as _note_source
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
-from hf_spec.methods.active_adapter import merge_adapter, unmerge_adapter
-from hf_spec.methods.base import methods as _methods
+from hf_spec.drafting.drafter import Draft, Drafter
+from hf_spec.drafting.options import StrategyOptions
+from hf_spec.methods.bita.config import BitaConfig
+from hf_spec.methods.layer_skip.config import LayerSkipConfig
+from hf_spec.methods.medusa.config import MedusaConfig
+from hf_spec.methods.ppd.config import PPDConfig
+from hf_spec.methods.propd.config import ProPDConfig
+from hf_spec.methods.registry import Method, register_method
+from hf_spec.methods.registry import methods as _methods
+from hf_spec.methods.space.config import SpaceConfig
 from modeling_patches import generation_mode as _generation_mode
 
 __version__ = "0.1.0"
@@ -26,14 +35,7 @@ _generation_mode.register(
     _validate_call,
     loaded=_note_source,
 )
-
-# Adapter configs (LayerSkipConfig, ...): each method's own, under its class name.
-_configs = {
-    method.adapter_config.__name__: method.adapter_config
-    for method in _methods().values()
-    if method.adapter_config is not None
-}
-globals().update(_configs)
+_methods()  # registers their adapter types with PEFT
 
 
 def strategies() -> dict[str, str]:
@@ -42,13 +44,23 @@ def strategies() -> dict[str, str]:
 
 
 __all__ = [
+    "BitaConfig",
+    "Draft",
+    "Drafter",
+    "LayerSkipConfig",
+    "MedusaConfig",
+    "Method",
+    "PPDConfig",
+    "ProPDConfig",
+    "SpaceConfig",
     "SpecConfig",
     "SpecGenerateOutput",
     "SpecStats",
+    "StrategyOptions",
     "TokenTree",
     "last_stats",
     "merge_adapter",
+    "register_method",
     "strategies",
     "unmerge_adapter",
-    *_configs,
 ]

@@ -1,9 +1,9 @@
 """Add low-rank updates to linear modules: y + scale * B(A(x)) (Hu et al., "LoRA", 2021, eq. (3)).
 
 PEFT's own LoRA layers replace the modules that they update, and are saved under a type of their
-own. Here a module stays what and where it is and carries a forward hook while its update is
-attached, so that an update can be switched for a block of code and leaves no trace afterwards. Of
-a module only input and output are used: quantised linear modules work as plain ones do.
+own. Here a module stays what and where it is: it carries a forward hook while its update is
+attached, or is updated in the forwards of one call only. Of a module only input and output are
+used: quantised linear modules work as plain ones do.
 
 Updates can also be merged into the weights of plain modules, and be taken out again bit for bit.
 This file knows neither adapters nor files: where the factors come from is the caller's business.
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.per_call import Changes
+from modeling_patches.ranks import own_share, summed
 
 #: PEFT's word for the linear modules of all decoder layers.
 ALL_LINEAR = "all-linear"
@@ -149,7 +151,7 @@ def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 class LowRank:
-    """Low-rank updates of some modules, while attached: by `attach`, or for a `with` block.
+    """Low-rank updates of some modules: while attached, or as `changes` of a call.
 
     A model with updates attached can be copied (deeply) and pickled if `factors` can.
 
@@ -170,7 +172,6 @@ class LowRank:
         self.factors = factors
         self.enabled = True
         self._handles: list[Any] = []
-        self._entries = 0
         # While merged: weights as they were, and a sum over the bits of what replaced them.
         self._originals: dict[str, tuple[Tensor, int]] = {}
 
@@ -188,15 +189,10 @@ class LowRank:
             handle.remove()
         self._handles = []
 
-    def __enter__(self) -> "LowRank":
-        self.attach()
-        self._entries += 1
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._entries -= 1
-        if not self._entries:
-            self.detach()
+    def add_to(self, changes: Changes) -> None:
+        """Let the modules' calls be updated where `changes` run."""
+        for name, module in self.modules.items():
+            changes.after(module, _Hook(self, name).within_call)
 
     # -- merging -----------------------------------------------------------------------------------
 
@@ -265,19 +261,34 @@ class _Hook:
         self.owner = owner
         self.name = name
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def within_call(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
+        return self(None, args, output)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         owner = self.owner
         if not owner.enabled or owner.merged:
             return None
         factors = owner.factors(self.name)
-        return None if factors is None else _updated(args[0], output, *factors)
+        if factors is None:
+            return None
+        return _updated(args[0], output, *factors, self.owner.modules[self.name])
 
 
-def _updated(inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features)."""
+def _updated(
+    inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float, module: nn.Module
+) -> Tensor:
+    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features).
+
+    Of a module that is split (tensor parallelism) either may be this rank's share.
+    """
     # Both are no-ops but for models spread over devices and factors more precise than the model.
     down, up = down.to(output.device), up.to(output.device)
+    whole = down.shape[1]
+    down = own_share(down, inputs.shape[-1], 1, module)
+    up = own_share(up, output.shape[-1], 0, module)
     inner = nn.functional.linear(inputs.to(output.device, down.dtype), down)  # (..., rank)
+    if inputs.shape[-1] != whole:
+        inner = summed(inner, module)
     update = nn.functional.linear(inner, up)  # (..., out_features)
     return torch.add(output, update, alpha=scale).to(output.dtype)
 

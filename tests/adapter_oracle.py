@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.methods.active_adapter import find_active
+from hf_spec.adapters.active import find_active
 
 
 def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:

@@ -205,6 +205,7 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
         (["--batch-size", "two"], "--batch-size 'two'"),
         (["--limit", "0"], "--limit"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),
+        (["--do-sample", "--top-p", "1.5"], "--top-p=1.5: must be a number in (0.0, 1.0]"),
         (["--strategy-kwargs", "prompt_lookup={"], "not JSON"),
         (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
         (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),
@@ -279,9 +280,11 @@ def test_serve_says_what_is_missing(monkeypatch, capsys):
 
 
 def test_serve_hands_all_arguments_over(monkeypatch):
-    given = fake_transformers_cli(monkeypatch)
+    given, checks = fake_transformers_cli(monkeypatch), []
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
+    monkeypatch.setattr(cli, "answer_refusals", checks.append)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
+    assert checks == [cli.check_request]
     assert cli.main(["serve", "--help"]) == 0
     assert given == [["serve", "some/model", "--port", "1"], ["serve", "--help"]]
 

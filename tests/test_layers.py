@@ -1,7 +1,8 @@
-"""Imports flow one way, as CONTRIBUTING and the design say; every import statement is looked at.
+"""Imports flow one way, as CONTRIBUTING says; every import statement is looked at.
 
-``modeling_patches``, ``core`` -> shared files of ``methods`` -> ``methods.<name>`` -> ``decoding``
--> the package itself -> ``training``, ``tuning``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
+``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
+``tuning``, ``bench``, ``hub``, ``demo`` -> ``cli``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ ROOT = Path(__file__).parent.parent
 
 #: Layers from the bottom up. Packages of one layer may import each other, but not in a circle.
 LAYERS: list[set[str]] = [
-    {"modeling_patches", "hf_spec.core"},
-    {"hf_spec.methods"},  # what methods share: base, forward, peft_bridge, ...
+    {"modeling_patches", "hf_spec.core", "hf_spec.files"},
+    {"hf_spec.model"},  # all that touches a model of Transformers
+    {"hf_spec.adapters"},
+    {"hf_spec.drafting"},
+    {"hf_spec.policy"},
+    {"hf_spec.methods"},  # the registry
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},
     {"hf_spec"},  # the public names
@@ -178,7 +183,7 @@ def test_no_module_names_a_method_but_its_own_folder() -> None:
 # -- this test -----------------------------------------------------------------------------------
 
 MODULES = {
-    "hf_spec", "hf_spec.core.tree", "hf_spec.methods", "hf_spec.methods.base",
+    "hf_spec", "hf_spec.core.tree", "hf_spec.methods", "hf_spec.methods.registry",
     "hf_spec.methods.one", "hf_spec.methods.one.drafter", "hf_spec.methods.two",
     "hf_spec.methods.two.drafter", "hf_spec.decoding.loop", "hf_spec.bench.runner",
     "hf_spec.demo.demo", "hf_spec.cli", "modeling_patches", "modeling_patches.alibi",
@@ -191,11 +196,11 @@ MODULES = {
         ("modeling_patches.alibi", "import hf_spec"),
         ("modeling_patches.alibi", "from hf_spec.core.tree import TokenTree"),
         ("hf_spec.core.tree", "from modeling_patches.alibi import bias"),
-        ("hf_spec.core.tree", "from ..methods import base"),
+        ("hf_spec.core.tree", "from ..methods import registry"),
         ("hf_spec.core.tree", "def f():\n    from hf_spec.decoding import loop"),
-        ("hf_spec.methods.base", "from hf_spec.methods import one"),
-        ("hf_spec.methods.base", "from hf_spec.methods.one.drafter import D"),
-        ("hf_spec.methods.base", "import hf_spec.methods.two.drafter as d"),
+        ("hf_spec.methods.registry", "from hf_spec.methods import one"),
+        ("hf_spec.methods.registry", "from hf_spec.methods.one.drafter import D"),
+        ("hf_spec.methods.registry", "import hf_spec.methods.two.drafter as d"),
         ("hf_spec.methods.one.drafter", "from hf_spec.methods.two import METHOD"),
         ("hf_spec.methods.one.drafter", "from ..two.drafter import D"),
         ("hf_spec.methods.one.drafter", "from hf_spec.decoding.loop import decode"),
@@ -214,11 +219,11 @@ def test_a_backward_import_is_detected(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("hf_spec.methods.one.drafter", "from hf_spec.methods.base import Drafter"),
+        ("hf_spec.methods.one.drafter", "from hf_spec.methods.registry import Method"),
         ("hf_spec.methods.one.drafter", "from .drafter import D"),
-        ("hf_spec.methods.one.drafter", "from ..base import Drafter"),
-        ("hf_spec.methods.base", "import hf_spec.methods as package"),
-        ("hf_spec.decoding.loop", "from hf_spec.methods.base import get_method"),
+        ("hf_spec.methods.one.drafter", "from ..registry import Method"),
+        ("hf_spec.methods.registry", "import hf_spec.methods as package"),
+        ("hf_spec.decoding.loop", "from hf_spec.methods.registry import get_method"),
         ("hf_spec.bench.runner", "import hf_spec\nfrom hf_spec.core.tree import TokenTree"),
         ("hf_spec.demo.demo", "from hf_spec.bench.runner import run"),
         ("hf_spec.cli", "from hf_spec.demo.demo import run_demo\nimport torch"),

@@ -7,12 +7,14 @@ compared with rounding, so a single differing token is a bug.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,64 +23,34 @@ from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
+from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache
-from hf_spec.methods.base import Method, methods
+from hf_spec.methods.registry import Method, methods
 
-#: Options worth a run of their own; a strategy that is not named here runs with its defaults.
+
+def variants(method: Method) -> Any:
+    """``variants.py`` beside the method's options; without one it runs its defaults."""
+    name = f"{method.package}.variants"
+    if importlib.util.find_spec(name) is None:
+        return SimpleNamespace(VARIANTS={"default": {}})
+    return importlib.import_module(name)
+
+
+#: Options worth a run of their own.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "prompt_lookup": {
-        "tree": {},
-        "chain": {"max_matches": 1, "max_ngram": 2, "max_depth": 4},
-    },
-    "layer_skip": {
-        "first_layer": {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"},
-        "adaptive": {"skip_attention": [1], "skip_mlp": [2], "threshold": 0.2, "max_draft": 4},
-        "merged": {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "retrieval": True},
-    },
+    name: variants(method).VARIANTS for name, method in methods().items()
 }
-VARIANTS["bita"] = {
-    "efficient": {},
-    "full": {"tree": "full", "top_k": 2, "retrieval": True},
-    "chain": {"tree": "chain", "max_depth": 2},
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
-}
-VARIANTS["medusa"] = {
-    "sparse": {},
-    "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
-}
-VARIANTS["propd"] = {
-    "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
-    "online": {},
-    "probability": {
-        "tree": "chain",
-        "prune_criterion": "probability",
-        "prune_keep": 2,
-        "retrieval": True,
-    },
-    "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
-}
-VARIANTS["space"] = {
-    "auto": {},
-    "match": {"acceptance": "match", "num_candidates": 2, "retrieval": True},
-}
-VARIANTS["ppd"] = {
-    "static": {},
-    "dynamic": {
-        "tree": [
-            {"paths": [], "probes": [3]},
-            {"paths": [[0], [1]], "probes": [2, 1, 3]},
-            {"paths": [[0], [2], [0, 0]], "probes": [1, 3, 0, 2]},
-            {"paths": [[0], [0, 0], [0, 1], [0, 0, 0]], "probes": [0, 2, 1, 3, 0]},
-        ],
-        "retrieval": True,
-    },
-    "wide": {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1},
+#: Options whose candidates are sampled, verified by rejection; only tests of sampling need them.
+SAMPLED: dict[str, dict[str, dict[str, Any]]] = {
+    name: getattr(variants(method), "SAMPLED", {}) for name, method in methods().items()
 }
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING = {"bita": "wide", "space": "auto", "ppd": "wide", "medusa": "wide", "propd": "wide"}
-CASES = [(name, variant) for name in methods() for variant in VARIANTS.get(name, {"default": {}})]
+HITTING: dict[str, str] = {
+    name: variants(method).HITTING
+    for name, method in methods().items()
+    if hasattr(variants(method), "HITTING")
+}
+CASES = [(name, variant) for name in methods() for variant in VARIANTS[name]]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.
 FIRST = [next(case for case in CASES if case[0] == name) for name in methods()]
@@ -93,7 +65,7 @@ NEW = 20
 
 
 def options(name: str, variant: str) -> dict[str, Any]:
-    return VARIANTS.get(name, {"default": {}})[variant]
+    return {**VARIANTS[name], **SAMPLED[name]}[variant]
 
 
 def strategy(name: str, variant: str) -> dict[str, Any]:
@@ -321,14 +293,6 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
-def matching(name: str, variant: str) -> dict[str, Any]:
-    """The strategy with the match rule, for which drafts must not be sampled."""
-    chosen = strategy(name, variant)
-    if methods()[name].options.samples_drafts:
-        chosen["assistant_kwargs"] = {**chosen["assistant_kwargs"], "acceptance": "match"}
-    return chosen
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt"])
 @every_case
 def test_seeded_sampling_equals_plain(
@@ -340,7 +304,7 @@ def test_seeded_sampling_equals_plain(
         settings = {**settings, "do_sample": True, "max_new_tokens": NEW}
         with adapted(model, methods()[name]):
             torch.manual_seed(seed)
-            ours = model.generate(prompt(), **settings, **matching(name, variant))
+            ours = model.generate(prompt(), **settings, **strategy(name, variant))
         torch.manual_seed(seed)
         assert ours.tolist() == model.generate(prompt(), **settings).tolist()
 
@@ -361,13 +325,31 @@ FALSE_ALARM = 1e-6
         for warper in WARPERS
         if variant == HITTING.get(name, variant)
         and (name in HITTING or (name, variant) in FIRST or warper == "all")
+    ]
+    + [
+        (name, variant, warper)
+        for name, variants in SAMPLED.items()
+        for variant in variants
+        for warper in WARPERS
     ],
 )
 def test_sampling_follows_the_plain_distribution(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str, warper: str
+    tiny: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    variant: str,
+    warper: str,
 ) -> None:
     """Chi-square of the first three tokens' joint distribution, 64 cells, against enumeration."""
+    rules, rule = [], verify.rejection
+
+    def noted(*args: Any) -> Any:
+        rules.append("rejection")
+        return rule(*args)
+
+    monkeypatch.setattr(verify, "rejection", noted)
     assert chi_square_of_run(tiny("llama_tied"), name, variant, warper) > FALSE_ALARM
+    assert bool(rules) == (variant in SAMPLED[name])  # the rule that is meant
 
 
 def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: str) -> float:
@@ -394,10 +376,9 @@ def test_the_chi_square_test_sees_a_biased_rule(
     tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling from p instead of the residual after a rejection, as in SPACE's algorithm 1."""
-    from hf_spec.core import verify
-
     plain_multinomial, rule = torch.multinomial, verify.rejection
-    right = chi_square_of_run(tiny("llama_tied"), "layer_skip", "first_layer", "top_p")
+    name, variant = next((name, v) for name in methods() for v in SAMPLED[name])
+    right = chi_square_of_run(tiny("llama_tied"), name, variant, "top_p")
     assert right > FALSE_ALARM
 
     def biased(tree: Any, tokens: Any, draft: Any, scores: Any, **kwargs: Any) -> Any:
@@ -414,7 +395,7 @@ def test_the_chi_square_test_sees_a_biased_rule(
             return rule(tree, tokens, draft, seen, **kwargs)
 
     monkeypatch.setattr(verify, "rejection", biased)
-    assert chi_square_of_run(tiny("llama_tied"), "layer_skip", "first_layer", "top_p") < FALSE_ALARM
+    assert chi_square_of_run(tiny("llama_tied"), name, variant, "top_p") < FALSE_ALARM
 
 
 def enumerate_three(

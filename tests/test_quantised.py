@@ -19,9 +19,9 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 import hf_spec
-from hf_spec.methods.active_adapter import find_active
-from hf_spec.methods.base import methods
-from hf_spec.methods.fingerprint import fingerprint
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.methods.registry import methods
 from hf_spec.training.train import TrainSettings, bit_sums, train
 from modeling_patches.support import check_unquantised, quantised_as
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hf_spec
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 
 PLAIN_NAME = "plain"
 STOCK_LOOKUP = "transformers:prompt_lookup"
@@ -87,40 +86,6 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
 def strategy_of(name: str) -> str:
     """The strategy of a contender's name: ``bita`` of ``bita:chain``."""
     return name if name.startswith("transformers:") else name.partition(":")[0]
-
-
-def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options such as ``prompt_lookup={"max_ngram": 3}``, by strategy.
-
-    Raises:
-        ValueError: not of that form, or the strategy does not take part.
-    """
-    result: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        name = next((name for name in names if text.startswith(f"{name}=")), None)
-        if name is None:
-            raise ValueError(
-                f"--strategy-kwargs {text!r} must be NAME=JSON with a NAME that takes part: "
-                f"{', '.join(names) or 'none does'}"
-            )
-        options = json_object(f"--strategy-kwargs {text!r}", text[len(name) + 1 :])
-        result.setdefault(name, {}).update(options)
-    return result
-
-
-def json_object(option: str, text: str | None) -> dict[str, Any]:
-    """The JSON object that a command-line option gives; empty if it is not given.
-
-    Raises:
-        ValueError: naming ``option``; it is no JSON, or no object.
-    """
-    try:
-        value = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: not JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{option}: must be a JSON object, such as {{}}")
-    return value
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:

@@ -6,11 +6,9 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,8 @@ import torch
 import hf_spec
 from hf_spec.bench.agreement import Agreement
 from hf_spec.core.stats import SpecStats
-from hf_spec.methods.devices import cpu_name, device_name
+from hf_spec.files import write_atomically
+from hf_spec.policy.devices import cpu_name, device_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -177,23 +176,6 @@ def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) 
     write_atomically(
         path, json.dumps({"environment": environment, "runs": result.runs()}, indent=1)
     )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file through a temporary file in the same folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        # mkstemp makes the file private; give it the mode that open() would have given.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:

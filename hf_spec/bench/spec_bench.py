@@ -9,8 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.report import write_atomically
 from hf_spec.bench.runner import BenchResult, Measurement
+from hf_spec.files import write_atomically
 
 
 def answer_path(path: Path, strategy: str) -> Path:

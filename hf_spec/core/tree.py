@@ -7,6 +7,7 @@ knows shapes only; the tokens that sit on the nodes are the draft's.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -236,23 +237,16 @@ class TreeBatch:
         if all(tree is first for tree in trees):
             return first.batch(len(trees), device)
         nodes = max(len(tree) for tree in trees)
-        rows = [_single(tree, "cpu") for tree in trees]
-        parents = torch.zeros(len(trees), nodes, dtype=torch.long)
-        depths = torch.ones_like(parents)
-        valid = torch.zeros(len(trees), nodes, dtype=torch.bool)
-        ancestors = torch.eye(nodes, dtype=torch.bool).repeat(len(trees), 1, 1)
-        for row, one in enumerate(rows):
-            n = one.num_nodes
-            parents[row, :n] = one.parents[0]
-            depths[row, :n] = one.depths[0]
-            valid[row, :n] = True
-            ancestors[row, :n, :n] = one.ancestors[0]
+        rows = [_padded(tree, nodes, str(device)) for tree in trees]
         return TreeBatch(
-            parents.to(device), depths.to(device), ancestors.to(device), valid.to(device),
-            row_depths=tuple(one.max_depth for one in rows),
-            row_candidates=tuple(one.num_nodes - 1 for one in rows),
+            parents=torch.cat([one.parents for one in rows]),
+            depths=torch.cat([one.depths for one in rows]),
+            ancestors=torch.cat([one.ancestors for one in rows]),
+            valid=torch.cat([one.valid for one in rows]),
+            row_depths=tuple(one.row_depths[0] for one in rows),
+            row_candidates=tuple(one.row_candidates[0] for one in rows),
             is_chain=all(one.is_chain for one in rows),
-        )  # fmt: skip
+        )
 
 
 def merge(
@@ -364,6 +358,21 @@ def _batch(tree: TokenTree, batch_size: int, device: str) -> TreeBatch:
         row_candidates=one.row_candidates * batch_size,
         is_chain=one.is_chain,
     )
+
+
+@lru_cache(maxsize=4096)
+def _padded(tree: TokenTree, nodes: int, device: str) -> TreeBatch:
+    """One tree with padding up to so many nodes."""
+    one, more = _single(tree, device), nodes - len(tree)
+    if not more:
+        return one
+    pad = torch.constant_pad_nd
+    ancestors = pad(one.ancestors, (0, more, 0, more))
+    ancestors[0].fill_diagonal_(True)
+    return dataclasses.replace(
+        one, parents=pad(one.parents, (0, more)), depths=pad(one.depths, (0, more), value=1),
+        ancestors=ancestors, valid=pad(one.valid, (0, more)),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

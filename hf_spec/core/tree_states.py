@@ -41,16 +41,15 @@ class TreeState:
                 "first, its number of probes, from 0."
             )
         object.__setattr__(self, "probes", counts)
-        if self.num_rows > MAX_ROWS:
+        if self.num_rows() > MAX_ROWS:
             raise ValueError(
                 f"{len(counts)} nodes with {sum(counts)} probes: a step has at most {MAX_ROWS} of "
                 "both. Give fewer."
             )
 
-    @property
-    def num_rows(self) -> int:
-        """Nodes and probes."""
-        return len(self.tree) + sum(self.probes)
+    def num_rows(self, per_distance: int = 1) -> int:
+        """Nodes and probes, of which each distance has so many."""
+        return len(self.tree) + per_distance * sum(self.probes)
 
     def truncate(self, max_depth: int) -> TreeState:
         """The state without the nodes below ``max_depth`` and their probes."""
@@ -114,11 +113,6 @@ class TreeStates:
     def max_rank(self) -> int:
         """Largest rank of a candidate."""
         return max(max(state.tree.ranks) for state in self.states)
-
-    @property
-    def max_rows(self) -> int:
-        """Nodes and probes of the largest state."""
-        return max(state.num_rows for state in self.states)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The states as JSON types; :meth:`from_json` gives back equal ones."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.bench import report
-from hf_spec.bench.command import load_model
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
+from hf_spec.bench.figures import new_figure, save_figure
 from hf_spec.bench.runner import BenchResult, Measurement, run
 from hf_spec.demo.prompts import demo_prompts
+from hf_spec.model.loading import load_model
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
 #: Needs neither training nor an adapter.
@@ -108,13 +109,9 @@ def _variety(item: Measurement) -> float:
 
 def write_chart(path: Path, bench: BenchResult) -> None:
     """Tokens per second of every contender as bars, with speedup and tau written on them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = [row for row in bench.runs() if row["task"] == report.ALL]
-    figure, axes = plt.subplots(figsize=(1.6 + 1.5 * len(rows), 4))
+    figure = new_figure(1.6 + 1.5 * len(rows), 4)
+    axes = figure.subplots()
     plain = [row["strategy"] == row["baseline"] for row in rows]
     colours = ["tab:gray" if one else "tab:blue" for one in plain]
     bars = axes.bar(
@@ -123,7 +120,4 @@ def write_chart(path: Path, bench: BenchResult) -> None:
     axes.bar_label(bars, [f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows])
     axes.set(ylabel="tokens per second", title="hf-spec demo: same text, fewer forward passes")
     axes.margins(y=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    save_figure(figure, path)

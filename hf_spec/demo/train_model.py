@@ -17,6 +17,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from hf_spec.bench.figures import new_figure, save_figure
+
 #: Modules kept out of the training data; the demo takes its prompts from them.
 HELD_OUT = (
     "bisect", "calendar", "colorsys", "configparser", "fractions", "heapq",
@@ -185,12 +187,8 @@ def learning_rate_factor(step: int) -> float:
 
 
 def plot_losses(history: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
     train = [(row["step"], row["loss"]) for row in history if "loss" in row]
     held = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
     for rows, label, style in ((train, "training modules", "-"), (held, "held-out modules", "o-")):
@@ -199,7 +197,7 @@ def plot_losses(history: list[dict], path: Path) -> None:
     axes.set_ylim(1, 5)
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    save_figure(figure, path)
 
 
 def main(output: str) -> None:

@@ -1,6 +1,5 @@
 """Adapter repositories: what belongs into one, its card, and its way onto the Hub.
 
 ``folder`` writes and checks an adapter folder, ``card`` renders its ``README.md``, ``push`` uploads
-it, ``transfer`` reads others' checkpoints and writes adapters for other programs; ``command`` and
-``transfer_command`` are what ``hf-spec`` runs.
+it, ``transfer`` reads others' checkpoints and writes adapters for other programs.
 """

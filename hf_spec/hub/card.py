@@ -9,25 +9,24 @@ folder gives the same card, always.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.report import write_atomically
+from hf_spec.drafting.options import TUNED
+from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
     CARD,
     CONFIG,
-    TREE,
     is_repository,
     read_json,
     read_spec_config,
+    read_tree_file,
     write_shim,
 )
-from hf_spec.methods.base import Method
-from hf_spec.methods.tuned_trees import TUNED, read_trees
+from hf_spec.methods.registry import Method
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 
@@ -111,9 +110,7 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
 
 def _section(method: Method, **values: Any) -> str:
     """The method's own section; empty if it has none."""
-    # A method lives where its options are defined: hf_spec.methods.<name>.
-    package = sys.modules[method.options.__module__].__package__ or ""
-    source = files(package) / "card.md"
+    source = files(method.package) / "card.md"
     return _render(source.read_text(encoding="utf-8"), **values) if source.is_file() else ""
 
 
@@ -136,11 +133,9 @@ def _render(source: str, **values: Any) -> str:
 
 def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     """What ``tree.json`` says of the trees chosen; empty where none are used."""
-    if TUNED not in options.values() or not (folder / TREE).is_file():
-        return []
-    read_trees(folder / TREE)  # raises if it is no such file
+    data = read_tree_file(folder) if TUNED in options.values() else None
     rows = []
-    for entry in read_json(folder / TREE)["devices"]:
+    for entry in data["devices"] if data else ():
         threads = entry["threads"]
         device = entry["device"] + (f", {threads} threads" if threads else "")
         for one in entry["settings"]:

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import hf_spec
-from hf_spec.bench.report import write_atomically
-from hf_spec.methods.base import Method, get_method
-from hf_spec.methods.companions import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.methods.stored_weights import WEIGHTS, StoredWeights
-from hf_spec.methods.tuned_trees import TREE_FILE, TUNED, read_trees
+from hf_spec.adapters.checkpoint import WEIGHTS, StoredWeights
+from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
+from hf_spec.drafting.options import TUNED
+from hf_spec.files import write_atomically
+from hf_spec.methods.registry import Method, get_method
+from hf_spec.policy.tuned_trees import TREE_FILE, read_trees
 
 CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
-REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD, SHIM)
-#: What is uploaded beside the required files, where it is there.
+REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
+#: What is uploaded, too, where it is there; the shim is written anew.
 OPTIONAL = (TREE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
@@ -123,7 +124,13 @@ def write_shim(folder: Path, repository: str | None = None) -> None:
         repository: where it goes on the Hub; the shim loads the adapter from there.
     """
     method, options = read_spec_config(folder)
-    write_atomically(folder / SHIM, shim_text(method.name, options, repository).rstrip("\n"))
+    write_atomically(
+        folder / SHIM, shim_text(method.name, options, _peft_type(method), repository).rstrip("\n")
+    )
+
+
+def _peft_type(method: Method) -> str | None:
+    return getattr(method.adapter_config, "type_name", None)
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
@@ -158,6 +165,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_tree_file(folder: Path) -> dict[str, Any] | None:
+    """The content of the folder's ``tree.json``; None if there is none.
+
+    Raises:
+        ValueError: it is none that this release can read.
+    """
+    path = folder / TREE
+    if not path.is_file():
+        return None
+    read_trees(path)
+    return read_json(path)
+
+
 def check_complete(folder: Path) -> None:
     """Raise unless the folder holds a whole adapter repository whose parts fit together.
 
@@ -167,10 +187,8 @@ def check_complete(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
-    remedy = ""
-    if CARD in missing or SHIM in missing:
-        remedy = f"; 'hf-spec card {folder}' writes {CARD} and {SHIM}"
     if missing:
+        remedy = f"; 'hf-spec card {folder}' writes {CARD}" if CARD in missing else ""
         raise ValueError(f"{str(folder)!r} is no complete adapter: no {', '.join(missing)}{remedy}")
     unsafe = sorted(path.name for kind in UNSAFE for path in folder.glob(kind))
     if unsafe:
@@ -180,22 +198,22 @@ def check_complete(folder: Path) -> None:
         )
     method, options = read_spec_config(folder)
     peft_type = read_json(folder / CONFIG).get("peft_type")
-    expected = getattr(method.adapter_config, "type_name", None)
+    expected = _peft_type(method)
     if peft_type != expected:
         raise ValueError(
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
             f"whose adapters are of type {expected!r}"
         )
-    if TUNED in options.values():
-        if not (folder / TREE).is_file():
-            raise ValueError(
-                f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
-            )
-        read_trees(folder / TREE)
+    if TUNED in options.values() and read_tree_file(folder) is None:
+        raise ValueError(
+            f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
+        )
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
-    shim = (folder / SHIM).read_text(encoding="utf-8")
-    if not says_the_same(shim, method.name, options):
+    shim = folder / SHIM
+    if shim.is_file() and not says_the_same(
+        shim.read_text(encoding="utf-8"), method.name, options, expected
+    ):
         raise ValueError(
             f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"
         )

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.report import write_atomically
+from hf_spec.files import write_atomically
 from hf_spec.hub.card import render_card
 from hf_spec.hub.folder import (
     CARD,

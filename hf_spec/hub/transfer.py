@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import require_active
+from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
+from hf_spec.adapters.layer import placement
 from hf_spec.core.limits import MAX_SHARED
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
-from hf_spec.methods.active_adapter import require_active
-from hf_spec.methods.base import Method, Published, get_method, methods
-from hf_spec.methods.spec_adapter import placement
-from hf_spec.methods.stored_weights import StoredWeights, check_numbers, complaints, tensor_facts
+from hf_spec.methods.registry import Method, Published, get_method, methods
 
 #: End of the name of a file that says which tensors are in which of several files.
 INDEX = ".index.json"

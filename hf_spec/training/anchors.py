@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-from hf_spec.methods.probing import IGNORED
+from hf_spec.model.sequences import IGNORED
 
 
 class AnswerDataset(Dataset[dict[str, Tensor]]):

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.adapters.layer import CONTAINER
 from hf_spec.hub.folder import staging
-from hf_spec.methods.fingerprint import fingerprint
-from hf_spec.methods.spec_adapter import CONTAINER
 
 #: File of a checkpoint, and folder beside an adapter, that hold the trained base.
 CHECKPOINT, MODEL = "base_model.safetensors", "model"

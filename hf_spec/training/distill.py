@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt, context_limit, encode_within, read_prompts, spread
-from hf_spec.bench.report import environment, write_atomically
+from hf_spec.bench.report import environment
 from hf_spec.bench.runner import Session, own_generation_config
+from hf_spec.files import write_atomically
 from hf_spec.hub.folder import read_json, staging
-from hf_spec.methods.fingerprint import fingerprint
 from hf_spec.training.dataset import DATA, PARTS, PROVENANCE, read_provenance
 
 if TYPE_CHECKING:

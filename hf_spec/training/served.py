@@ -10,8 +10,8 @@ import torch
 
 import hf_spec
 from hf_spec.core.stats import SpecStats
-from hf_spec.methods.base import get_method
-from hf_spec.methods.probing import IGNORED
+from hf_spec.methods.registry import get_method
+from hf_spec.model.sequences import IGNORED
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hf_spec.bench.report import write_atomically
-from hf_spec.methods.base import Method, get_method, methods
+from hf_spec.files import write_atomically
+from hf_spec.methods.registry import Method, get_method, methods
 
 #: Files that training leaves in the adapter folder, beside the adapter.
 RECORD, LOSS_PLOT, TAU_PLOT = "training.json", "loss.png", "tau.png"
@@ -73,7 +73,7 @@ def trainable_method(name: str) -> Method:
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
-    from hf_spec.methods.spec_adapter import SpecPeftConfig
+    from hf_spec.adapters.config import SpecPeftConfig
 
     inherited = {item.name for item in dataclasses.fields(SpecPeftConfig)}
     assert method.adapter_config is not None
@@ -319,16 +319,14 @@ def _record(
 
 def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
     """Loss and tau over the steps as PNG files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from hf_spec.bench.figures import new_figure, save_figure
 
     for name, label, series in (
         (LOSS_PLOT, "loss (nats)", {"loss": "training", "eval_loss": "held-out answers"}),
         (TAU_PLOT, "tau (tokens per forward pass)", {"eval_tau": "held-out prompts, decoded"}),
     ):
-        figure, axes = plt.subplots(figsize=(6, 4))
+        figure = new_figure(6, 4)
+        axes = figure.subplots()
         for key, title in series.items():
             points = [(row["step"], row[key]) for row in history if key in row]
             style = "o-" if key.startswith("eval") else "-"
@@ -336,8 +334,7 @@ def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
         axes.set(xlabel="step", ylabel=label)
         axes.legend()
         axes.grid(alpha=0.3)
-        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
-        plt.close(figure)
+        save_figure(figure, folder / name)
 
 
 def check_base(model: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
-from hf_spec.methods.active_adapter import find_active
-from hf_spec.methods.spec_adapter import SpecPeftConfig
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.training.served import Served, TopKCounts, served_metrics
 

@@ -1,19 +1,19 @@
 """Draws what decoding decided for itself, from the ``results.json`` of a benchmark.
 
 Online trees: their size, the step times behind it, and expected beside measured speed. All
-strategies: what the controller expected of them. Imports matplotlib where it is used.
+strategies: what the controller expected of them.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from hf_spec.bench.figures import new_figure, save_figure
 from hf_spec.bench.report import ALL
-from hf_spec.tuning.plots import save_figure
+from hf_spec.hub.card import RESULTS
+from hf_spec.hub.folder import read_json
 
-RESULTS_FILE = "results.json"
 ESTIMATE, MEASURED = "tab:red", "tab:blue"
 
 
@@ -26,13 +26,12 @@ def read_decisions(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is none, it is none, or no run has decisions.
     """
-    path = path / RESULTS_FILE if path.is_dir() else path
-    try:
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    except FileNotFoundError:
-        raise ValueError(f"there is no {str(path)!r}: run hf-spec bench --output DIR") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(path)!r} is no result of hf-spec bench: {error!r}") from error
+    path = path / RESULTS if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there is no {str(path)!r}: run hf-spec bench --output DIR")
+    runs = read_json(path).get("runs")
+    if not isinstance(runs, list):
+        raise ValueError(f"{str(path)!r} is no result of hf-spec bench: it has no runs")
     chosen = [one for one in runs if one["task"] == ALL and _details(one)]
     if not chosen:
         raise ValueError(
@@ -55,15 +54,10 @@ def plot_decisions(runs: list[dict[str, Any]], path: Path) -> Path:
         runs: from :func:`read_decisions`.
         path: of the image.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     online = [run for run in runs if "online" in _details(run)]
     paused = [run for run in runs if "controller" in _details(run)]
     count = len(online) + bool(paused)
-    figure = plt.figure(figsize=(13, 3.6 * count), layout="constrained")
+    figure = new_figure(13, 3.6 * count)
     parts = figure.subfigures(count, 1, squeeze=False)[:, 0]
     for run, part in zip(online, parts):
         part.suptitle(_title(run), fontsize=10)
@@ -74,12 +68,7 @@ def plot_decisions(runs: list[dict[str, Any]], path: Path) -> Path:
         _speeds(right, details)
     if paused:
         _controller(parts[-1].subplots(1, 1), paused)
-    for axes in figure.get_axes():
-        axes.spines[["top", "right"]].set_visible(False)
-    try:
-        return save_figure(figure, path)
-    finally:
-        plt.close(figure)
+    return save_figure(figure, path)
 
 
 def _title(run: dict[str, Any]) -> str:

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import runner
-from hf_spec.bench.contenders import Contender, contenders, parse_kwargs, parse_names
+from hf_spec.bench.contenders import Contender, contenders, parse_names
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run
+from hf_spec.cli.options import parse_kwargs
 
 NEW = 24
 STOCK = "transformers:prompt_lookup"

@@ -19,7 +19,8 @@ TWO = TreeState(TokenTree.from_paths([[0], [1], [0, 0], [0, 2]]), (2, 1, 0, 2, 1
 def test_counts() -> None:
     states = TreeStates((ROOT, ONE, TWO))
     assert states.max_probes == 2
-    assert [state.num_rows for state in states.states] == [3, 8, 11] and states.max_rows == 11
+    assert [state.num_rows() for state in states.states] == [3, 8, 11]
+    assert [state.num_rows(3) for state in states.states] == [7, 18, 23]  # 3 EPTs
 
 
 def test_truncate_keeps_the_probes_of_the_nodes_kept() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import PAD, prompt, ragged
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
 from modeling_patches import attention_masks
@@ -233,13 +234,21 @@ def test_flash_is_switched_to_sdpa_for_the_call(
     monkeypatch.setattr(attention_masks, "_warned", set())
     model = fresh("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
+    called: list[str] = []
+    monkeypatch.setattr(attention_masks, "grouped_sdpa", lambda *args: called.append("ours"))
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "flash_attention_2", lambda *args: called.append("own")
+    )
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            with attention_masks.tree_attention(model, [None] * 3) as attention:
-                assert model.config._attn_implementation == attention_masks.GROUPED_SDPA
-                converted = attention.convert({"": torch.tensor([[[[True, False]]]])}, torch.half)
-                assert converted.tolist() == [[[[0, -torch.inf]]]]
-            assert model.config._attn_implementation == "flash_attention_2"
+            attention = attention_masks.TreeAttention(model)
+            flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+            attention.changes.run(flash)
+            flash()
+            converted = attention.convert({"": torch.tensor([[[[True, False]]]])}, torch.half)
+            assert converted.tolist() == [[[[0, -torch.inf]]]]
+    assert called == ["ours", "own"] * 2
+    assert model.config._attn_implementation == "flash_attention_2"
     warnings = [r.getMessage() for r in caplog.records if "flash_attention_2" in r.getMessage()]
     assert len(warnings) == 1 and "use sdpa instead" in warnings[0]
 
@@ -247,11 +256,10 @@ def test_flash_is_switched_to_sdpa_for_the_call(
 def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
     model = fresh("gptj")
     model.config._attn_implementation_internal = "flash_attention_2"
-    with (
-        pytest.raises(ValueError, match="flash_attention_2.*attn_implementation='eager'"),
-        attention_masks.tree_attention(model, [None] * 3),
+    with pytest.raises(
+        ValueError, match="flash_attention_2.*attn_implementation='sdpa' or 'eager'"
     ):
-        pass
+        attention_masks.TreeAttention(model)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -24,7 +24,9 @@ import hf_spec
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, loop
-from hf_spec.methods.base import DecodingState, Drafter, methods
+from hf_spec.drafting.drafter import DecodingState, Drafter
+from hf_spec.methods.registry import methods
+from hf_spec.policy.tree_source import TunedSource
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -497,17 +499,15 @@ def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Mon
     init = method.drafter.__init__
 
     class Tuned:
-        def __init__(self, states: TreeStates):
-            self.states = states
+        max_probes = 3
 
         def select(self, device: Any, batch_size: int, context: int) -> TreeStates:
             asked.append(batch_size)
-            most = self.states.max_probes
-            return TreeStates.uniform(TokenTree.chain(1 + batch_size % 2), most)
+            return TreeStates.uniform(TokenTree.chain(1 + batch_size % 2), self.max_probes)
 
     def made(self: Any, model: Any, options: Any) -> None:
         init(self, model, options)
-        self.tuned = Tuned(self.states)
+        self.source = TunedSource(model, Tuned())
 
     monkeypatch.setattr(method.drafter, "__init__", made)
     model = fresh("llama_tied")
@@ -518,7 +518,7 @@ def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Mon
 
 def test_costs_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller moves to the costs of the smaller batch, and finds them in the next call."""
-    from hf_spec.decoding import controller
+    from hf_spec.policy import controller
 
     settings: list[Any] = []
     move = controller.Controller.move
@@ -538,7 +538,7 @@ def test_costs_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPat
 
 
 def test_lent_costs_are_replaced_by_own() -> None:
-    from hf_spec.decoding.controller import KEPT, TRUSTED, Costs
+    from hf_spec.policy.controller import KEPT, TRUSTED, Costs
 
     costs = Costs()
     for _ in range(KEPT):

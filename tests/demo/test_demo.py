@@ -11,6 +11,7 @@ from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
 from hf_spec.demo import demo, prompts
 from hf_spec.demo.train_model import HELD_OUT, library_files
+from hf_spec.hub.folder import check_complete
 
 
 def words(text: str) -> int:
@@ -97,6 +98,14 @@ def test_the_shipped_model_and_adapters(tmp_path, capsys):
     baselines = {row["strategy"]: row["baseline"] for row in data["runs"]}
     assert baselines["bita"] == "plain" and baselines["space"] == "plain@space"
     assert not any(row["diverged"] for row in data["runs"])
+
+
+def test_the_shipped_adapters_are_complete():
+    """But for what `hf-spec push` renders; their weights are files of the package."""
+    folders = demo.adapter_folders()
+    assert len(folders) >= 6
+    for folder in folders:
+        check_complete(folder)
 
 
 def test_a_missing_model_is_explained(tmp_path, monkeypatch, capsys):

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.adapters.repo_files import shim_text
 from hf_spec.hub import folder as folder_module
 from hf_spec.hub.card import render_card, write_card
 from hf_spec.hub.folder import check_complete, save_spec_config, save_weightless
 from hf_spec.hub.push import push
-from hf_spec.methods import companions
 
 OPTIONS = {"draft_exit": "fixed", "max_draft": 3}
 
@@ -370,7 +370,7 @@ def test_the_shim_loads_its_adapter(
         model.peft_config = {k: SimpleNamespace(peft_type=v) for k, v in loaded.items()}
     path = tmp_path / commit / "custom_generate" / "generate.py"
     path.parent.mkdir(parents=True)
-    path.write_text(companions.shim_text("layer_skip", OPTIONS, "org/skip"))
+    path.write_text(shim_text("layer_skip", OPTIONS, "LAYER_SKIP", "org/skip"))
     scope = shim(path)
     scope["generate"](model, assistant_strategy="prompt_lookup")
     assert calls == []  # a call that names a strategy itself is left alone
@@ -429,6 +429,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     (adapter / "study.db").write_text("stays here")
     (adapter / "layers.png").write_bytes(b"png")
     write_card(adapter)
+    shutil.rmtree(adapter / "custom_generate")  # is rendered on the way
     before = {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()}
     more = ["--private", "--revision", "v2", "--base-model", "org/base"]
     assert cli.main(["push", str(adapter), "org/skip", *more]) == 0
@@ -442,6 +443,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "custom_generate/generate.py", "results.json", "layers.png",
     }  # fmt: skip
+    assert b"= 'org/skip'" in files["custom_generate/generate.py"]
     card = files["README.md"].decode()
     assert 'model.load_adapter("org/skip")' in card and "base_model: org/base" in card
     assert "![skipped sublayers](layers.png)" in card and str(adapter.parent) not in card

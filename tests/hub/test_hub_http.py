@@ -42,8 +42,9 @@ REQUIRED = {
 
 def toy() -> Any:
     """An adapter type with weights, registered with PEFT."""
-    from hf_spec.methods.peft_bridge import register
-    from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
+    from hf_spec.adapters.config import SpecPeftConfig
+    from hf_spec.adapters.layer import SpecAdapterLayer
+    from hf_spec.adapters.tuner import register_type
 
     @dataclass
     class ToyConfig(SpecPeftConfig):
@@ -54,7 +55,7 @@ def toy() -> Any:
         def build(self, config: Any, model: Any) -> dict[str, torch.Tensor]:
             return {"masks": torch.randn(config.num_masks, model.config.hidden_size)}
 
-    register(ToyConfig, ToyAdapter)
+    register_type(ToyConfig, ToyAdapter)
     return ToyConfig
 
 
@@ -118,8 +119,8 @@ def read(first: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     import hf_spec
+    from hf_spec.adapters.active import find_active
     from hf_spec.decoding import loop
-    from hf_spec.methods.active_adapter import find_active
 
     # As conftest.py does: times on models of this size are noise, and steps are looked at here.
     loop.switched_on = lambda *_: False

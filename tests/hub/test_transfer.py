@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import import_adapter, read_published
-from hf_spec.methods.active_adapter import find_active
-from hf_spec.methods.base import methods
+from hf_spec.methods.registry import methods
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
 
@@ -386,8 +386,8 @@ class VllmMedusa(nn.Module):
 def test_export_for_vllm_and_back(
     checkpoint: Path, tmp_path: Path, layers: int, projection: str
 ) -> None:
+    from hf_spec.drafting.heads import draft_logits
     from hf_spec.hub.transfer import export_adapter
-    from hf_spec.methods.heads import draft_logits
 
     base = load(checkpoint)
     config = hf_spec.MedusaConfig(num_heads=2, num_layers=layers, projection=projection)

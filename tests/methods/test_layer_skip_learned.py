@@ -18,6 +18,7 @@ from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
+from running import running
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
 from torch import Tensor
@@ -25,9 +26,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.methods.active_adapter import find_active
-from hf_spec.methods.base import get_method
+from hf_spec.adapters.active import find_active
 from hf_spec.methods.layer_skip import objective
+from hf_spec.methods.registry import get_method
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.train import TrainSettings, bit_sums, split, train
 from modeling_patches.layer_skip import LayerSkipper
@@ -75,12 +76,13 @@ def test_drafts_are_those_of_the_updated_model(tiny: Tiny, architecture: str) ->
     drafter = get_method("layer_skip").drafter(model, options)
     candidates, _ = drafter.get_candidates(ids)
     wanted = ids
-    with LayerSkipper(oracle, **SKIP), torch.no_grad():
+    with running(LayerSkipper(oracle, **SKIP).changes), torch.no_grad():
         for _ in range(4):
             following = oracle(wanted, use_cache=False).logits[:, -1:].argmax(-1)
             wanted = torch.cat([wanted, following], dim=1)
     assert candidates.tolist() == wanted.tolist()
-    with LayerSkipper(model, **SKIP), torch.no_grad():  # without the updates others are drafted
+    # Without the updates others are drafted.
+    with running(LayerSkipper(model, **SKIP).changes), torch.no_grad():
         assert not torch.equal(oracle(ids).logits, model(ids).logits)
     assert hooked(model) == 0
 
@@ -155,7 +157,7 @@ def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
             cache = DynamicCache()
             with torch.no_grad():
                 model(ids[None, : anchor + 1], past_key_values=cache, use_cache=True)
-            with LayerSkipper(oracle, **SKIP):
+            with running(LayerSkipper(oracle, **SKIP).changes):
                 drafted = oracle(
                     piece[None], past_key_values=cache,
                     position_ids=torch.arange(anchor + 1, anchor + 1 + len(piece))[None],

@@ -14,14 +14,15 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding import prefill
-from hf_spec.methods import forward
-from hf_spec.methods.active_adapter import find_active
-from hf_spec.methods.base import DecodingState, methods
-from hf_spec.methods.heads import draft_logits
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.heads import draft_logits
 from hf_spec.methods.medusa.options import MedusaOptions
-from hf_spec.methods.probing import token_hidden
+from hf_spec.methods.registry import methods
+from hf_spec.model import tree_forward
+from hf_spec.model.sequences import token_hidden
 
 NEW = 16
 
@@ -292,7 +293,7 @@ def test_models_that_run_no_hooks(
     model = fresh()
     expected = run(model)
     trained_like(model)
-    for module in (forward, prefill):
+    for module in (tree_forward, prefill):
         monkeypatch.setattr(module, "final_hidden", lambda *args: nullcontext([]))
     rows: list[int] = []
     handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
@@ -345,7 +346,7 @@ def test_plain_steps_keep_the_hidden_state(
     fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that do not draft stand between those that do; these draft at their full depth."""
-    from hf_spec.decoding.controller import Controller
+    from hf_spec.policy.controller import Controller
 
     model = fresh()
     trained_like(model)

@@ -20,16 +20,17 @@ from tiny_checkpoint import make_model
 from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.card import write_card
-from hf_spec.methods.active_adapter import find_active
-from hf_spec.methods.base import get_method
 from hf_spec.methods.ppd import published
 from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.ppd.objective import loss as objective
 from hf_spec.methods.ppd.options import PPDOptions
 from hf_spec.methods.ppd.probes import ept_group
+from hf_spec.methods.registry import get_method
+from hf_spec.policy.tree_source import tree_source
 from hf_spec.training.train import TrainSettings, train
 
 NEW = 16
@@ -298,17 +299,20 @@ DYNAMIC: list[dict[str, Any]] = [
 ]
 
 
-def test_trees() -> None:
-    none: Any = None  # static trees need no adapter
-    static = PPDOptions().make_states(none, 3)
+def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
+    def states(distances: int, **options: Any) -> TreeStates:
+        none: Any = None  # static trees need no adapter
+        found = tree_source(PPDOptions(**options), tiny("llama"), none, distances, probes=1)
+        return found.states(none)
+
+    static = states(3)
     assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}
-    assert PPDOptions().make_states(none, 5).states[5].tree.max_depth == 5
-    assert PPDOptions(max_depth=1).make_states(none, 3) == TreeStates.uniform(
-        TokenTree.from_paths([[rank] for rank in range(5)]), 1
-    )
-    assert PPDOptions(tree="chain").make_states(none, 3).states[3].tree == TokenTree.chain(3)
-    assert PPDOptions(tree=[[0], [0, 0]]).make_states(none, 3).states[3].tree == TokenTree.chain(2)
-    assert PPDOptions(tree=DYNAMIC).make_states(none, 3).to_json() == DYNAMIC
+    assert states(5).states[5].tree.max_depth == 5
+    flat = TokenTree.from_paths([[rank] for rank in range(5)])
+    assert states(3, max_depth=1) == TreeStates.uniform(flat, 1)
+    assert states(3, tree="chain").states[3].tree == TokenTree.chain(3)
+    assert states(3, tree=[[0], [0, 0]]).states[3].tree == TokenTree.chain(2)
+    assert states(3, tree=DYNAMIC).to_json() == DYNAMIC
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from tiny_checkpoint import make_model
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.transfer import import_adapter
-from hf_spec.methods.active_adapter import find_active
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.base import get_method
-from hf_spec.methods.prompt_lookup.drafter import PromptLookupDrafter
-from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
-from hf_spec.methods.retrieval import (
+from hf_spec.drafting.ngram import (
     WEIGHT_PER_NGRAM,
     Confidence,
     NgramIndex,
     continuation_tree,
 )
+from hf_spec.methods.prompt_lookup.drafter import PromptLookupDrafter
+from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
+from hf_spec.methods.registry import get_method
 
 Matches = list[tuple[int, int]]
 Path = tuple[int, ...]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB
+from running import added
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -15,11 +16,9 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.pruning import Survivors, connected, survive
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.methods.forward import ProbeInputs, TreeForward, TreeOutput
-from modeling_patches.attention_masks import tree_attention
+from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
 from modeling_patches.early_pruning import early_pruning, layer_input
 from modeling_patches.layer_skip import num_layers
-from modeling_patches.support import sliding_windows
 
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])
 
@@ -50,13 +49,9 @@ def run(
     takes = {} if model.config.model_type in ("bloom", "mpt") else {"position_ids": positions}
     model(input_ids=ids, attention_mask=mask, past_key_values=source, use_cache=True, **takes)
     cache = TreeCache.pack(source, mask, width + 64, "cpu")
-    with tree_attention(model, sliding_windows(model)) as attention:
-        last = torch.full((len(prompts),), 1000)
-        forward = TreeForward(
-            model, cache, attention, last, torch.zeros_like(last), probe_inputs=probe_inputs,
-            wants_hidden=wants_hidden,
-        )  # fmt: skip
-        return forward(tokens, tree, pruning=pruning, probes=probes), cache
+    last = torch.full((len(prompts),), 1000)
+    forward = TreeForward(model, cache, last, probe_inputs=probe_inputs, wants_hidden=wants_hidden)
+    return forward(tokens, tree, pruning=pruning, probes=probes), cache
 
 
 def setting(seed: int, rows: int) -> tuple[list[list[int]], Tensor, Tensor]:
@@ -197,7 +192,7 @@ def test_a_model_whose_hooks_do_not_run(tiny: Callable[..., PreTrainedModel]) ->
 def test_layer_input(fresh: Callable[..., PreTrainedModel]) -> None:
     model = fresh("llama")  # transformers leaves its hooks for hidden states behind
     ids = torch.tensor([[5, 6, 7]])
-    with layer_input(model, 2) as seen:
+    with added(layer_input, model, 2) as seen:
         hidden = model(ids, output_hidden_states=True).hidden_states
     assert torch.equal(seen[0], hidden[2])
     model(ids)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt
+from running import added
 from transformers import PreTrainedModel
 
 from modeling_patches.exits import averaged_exits
@@ -42,7 +43,7 @@ def test_rows_leave_the_layers_as_a_mean(
     norm = getattr(model.get_decoder(), NORMS[architecture])
     expected = model.get_output_embeddings()(norm(mean))
     plain = model(ids).logits
-    with averaged_exits(model, count, lambda: 4):
+    with added(averaged_exits, model, count, lambda: 4):
         for _ in range(2):  # nothing is left over from the forward before
             logits = model(ids).logits
             assert torch.equal(logits[:, :4], plain[:, :4])

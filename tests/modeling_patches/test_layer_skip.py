@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from running import running
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -173,7 +174,7 @@ def test_equals_zeroed_outputs(architecture, choice):
     skipper = LayerSkipper(model, skip_attention, skip_mlp)
     for _ in range(2):  # the second entry takes the learnt path of emptied layers
         cache = DynamicCache(config=model.config)
-        with skipper:
+        with running(skipper.changes):
             logits = model(tokens(), past_key_values=cache, use_cache=True).logits
         # fp32 rounding only: zero contributions are exact, the orders of summation are the same.
         torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
@@ -189,7 +190,7 @@ def test_equals_zeroed_outputs(architecture, choice):
 def test_all_skipped_leaves_embeddings_norm_and_head(architecture):
     model = build(architecture)
     every = range(LAYERS)
-    with LayerSkipper(model, every, every):
+    with running(LayerSkipper(model, every, every).changes):
         model(tokens())
         logits = model(tokens()).logits
     if architecture in NORM_IN_RESIDUAL:  # their norms are part of the residual stream
@@ -213,7 +214,7 @@ def test_a_step_after_a_full_prefill(architecture):
     model(tokens(), past_key_values=expected_cache)
     step = tokens()[:, :1]
     expected = reference(model, *skip)(step, past_key_values=expected_cache).logits
-    with LayerSkipper(model, *skip):
+    with running(LayerSkipper(model, *skip).changes):
         logits = model(step, past_key_values=cache).logits
     torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
     assert [layer.get_seq_length() for layer in cache.layers] == [10, 9, 10, 9]
@@ -224,7 +225,7 @@ def test_restores_after_an_exception():
     layer = decoder_layers(model)[1]
     layer.mlp.forward = hooked = type(layer.mlp).forward.__get__(layer.mlp)
     skipper = LayerSkipper(model, [1], [1, 2])
-    with pytest.raises(RuntimeError, match="stop"), skipper:
+    with pytest.raises(RuntimeError, match="stop"), running(skipper.changes):
         assert layer.mlp.__dict__["forward"] is not hooked
         raise RuntimeError("stop")
     assert forwards(model) == {"model.layers.1.mlp": hooked}
@@ -253,7 +254,7 @@ def test_keeps_accelerate_hooks():
     expected = reference(build("llama"), [1, 2], [2])(tokens()).logits
     skipper = LayerSkipper(model, [1, 2], [2])
     for _ in range(2):
-        with skipper:
+        with running(skipper.changes):
             torch.testing.assert_close(model(tokens()).logits, expected, atol=1e-6, rtol=1e-5)
     assert forwards(model) == before and len(before) == 2 * LAYERS
 
@@ -274,7 +275,7 @@ def test_compiled_models(whole_model):
     skipper = LayerSkipper(compiled, *skip)
     for _ in range(2):
         torch.testing.assert_close(compiled(tokens()).logits, plain, atol=1e-6, rtol=1e-5)
-        with skipper:
+        with running(skipper.changes):
             torch.testing.assert_close(compiled(tokens()).logits, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -284,7 +285,7 @@ def test_peft_model_and_hidden_states():
     model = build("llama")
     expected = reference(model, [1, 2], [2])(tokens(), output_hidden_states=True)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "down_proj"]))
-    with LayerSkipper(wrapped, [1, 2], [2]) as skipper:
+    with running((skipper := LayerSkipper(wrapped, [1, 2], [2])).changes):
         wrapped(tokens())
         output = wrapped(tokens(), output_hidden_states=True)
     assert num_layers(wrapped) == skipper.num_layers == LAYERS
@@ -301,7 +302,7 @@ def test_entering_is_cheap():
     for _ in range(5):  # the best of five, since the machine is shared
         start = time.perf_counter()
         for _ in range(rounds):
-            with skipper:
+            with running(skipper.changes):
                 pass
         seconds.append(time.perf_counter() - start)
     assert min(seconds) / rounds / 32 < 5e-6  # per sublayer; measured 0.4 microseconds
@@ -354,7 +355,7 @@ def test_more_than_attention_and_mlp_is_no_identity():
     """Cross-attention stays when both other sublayers go."""
     model = build("gpt2", add_cross_attention=True)
     encoded = torch.randn(2, 5, 32)
-    with LayerSkipper(model, range(LAYERS), range(LAYERS)) as skipper:
+    with running((skipper := LayerSkipper(model, range(LAYERS), range(LAYERS))).changes):
         model(tokens(), encoder_hidden_states=encoded)
         logits = model(tokens(), encoder_hidden_states=encoded).logits
         other = model(tokens(), encoder_hidden_states=2 * encoded).logits

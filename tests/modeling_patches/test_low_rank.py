@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, prompt
 from peft import LoraConfig, get_peft_model
+from running import added
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -69,7 +70,7 @@ def test_equals_dense_updates(tiny: Tiny, architecture: str) -> None:
     assert len(modules) >= 2 * len(decoder_layers(model))
     factors = random_factors(modules, dtype)
     plain, expected = logits(model), logits(dense(model, factors))
-    with LowRank(modules, factors.get):
+    with added(LowRank.add_to, LowRank(modules, factors.get)):
         updated = logits(model)
     # Another order of operations, in fp32 for mixtral, gpt_neo's scores and some norms.
     torch.testing.assert_close(updated, expected, rtol=1e-4, atol=1e-4)
@@ -84,7 +85,7 @@ def test_factors_more_precise_than_the_model(tiny: Tiny) -> None:
     factors = random_factors(modules)
     module = modules["model.layers.0.self_attn.q_proj"]
     inputs = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with LowRank(modules, factors.get):
+    with added(LowRank.add_to, LowRank(modules, factors.get)):
         output = module(inputs)
         assert logits(model).dtype == torch.bfloat16
     down, up, scale = factors["model.layers.0.self_attn.q_proj"]
@@ -110,7 +111,7 @@ def test_only_input_and_output_of_a_module_are_used() -> None:
     factors = random_factors({"": module})
     update = LowRank({"": module}, factors.get)
     plain = module(x)
-    with update:
+    with added(LowRank.add_to, update):
         down, up, scale = factors[""]
         torch.testing.assert_close(module(x), plain + scale * x @ down.T @ up.T)
     with pytest.raises(ValueError, match=r"cannot merge into .* is a Packed.*unmerged"):
@@ -185,7 +186,7 @@ def test_factors_are_asked_for_at_every_call(tiny: Tiny) -> None:
     modules = linear_modules(model)
     shown: dict[str, Factors] = {}
     plain = logits(model)
-    with LowRank(modules, shown.get):
+    with added(LowRank.add_to, LowRank(modules, shown.get)):
         assert torch.equal(logits(model), plain)
         shown |= random_factors(modules)
         assert not torch.equal(logits(model), plain)

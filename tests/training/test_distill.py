@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench import runner
-from hf_spec.methods.fingerprint import fingerprint
 from hf_spec.training import distill as work
 
 datasets = pytest.importorskip("datasets")
@@ -768,11 +768,11 @@ def test_a_strategy_that_needs_an_adapter(
 ) -> None:  # fmt: skip
     import dataclasses
 
-    from hf_spec.methods import base
+    from hf_spec.methods import registry
 
-    found = base.methods()
+    found = registry.methods()
     needy = dataclasses.replace(found["layer_skip"], needs_adapter=True)
-    monkeypatch.setattr(base, "methods", lambda: {**found, "layer_skip": needy})
+    monkeypatch.setattr(registry, "methods", lambda: {**found, "layer_skip": needy})
     assert distill(root, tmp_path, "--strategy", "layer_skip") == 2
     assert (
         "strategy 'layer_skip' needs a trained adapter: give --adapter" in capsys.readouterr().err

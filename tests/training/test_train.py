@@ -20,7 +20,7 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.methods.base import get_method
+from hf_spec.methods.registry import get_method
 from hf_spec.training.checkpoints import last_whole
 from hf_spec.training.train import TrainSettings, bit_sums, config_fields, train, trainable
 

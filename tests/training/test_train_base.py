@@ -18,8 +18,8 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.methods.base import get_method
-from hf_spec.methods.fingerprint import fingerprint
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.methods.registry import get_method
 from hf_spec.training.base_weights import base_state, load_checkpoint
 from hf_spec.training.train import TrainSettings, bit_sums, train, training_arguments
 

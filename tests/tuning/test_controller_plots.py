@@ -78,8 +78,9 @@ def test_the_start_of_a_call_can_be_drawn(results: Path, tmp_path: Path) -> None
     ("content", "message"),
     [
         (None, "run hf-spec bench"),
-        ("{", "is no result of hf-spec bench"),
-        ("[]", "is no result of hf-spec bench"),
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "is no result of hf-spec bench"),
         ({"runs": [{"task": "all", "stats": {}}]}, "has no run with decisions"),
     ],
 )

@@ -14,17 +14,17 @@ import pytest
 import torch
 from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 
-from hf_spec.tuning import study
-from hf_spec.tuning.costs import Skip, Sublayers
-from hf_spec.tuning.objective import Evaluator
-from hf_spec.tuning.search import (
+from hf_spec.tuning.layers import study
+from hf_spec.tuning.layers.costs import Skip, Sublayers
+from hf_spec.tuning.layers.objective import Evaluator
+from hf_spec.tuning.layers.search import (
     SearchResult,
     baseline_choices,
     exit_choices,
     search,
     starting_points,
 )
-from hf_spec.tuning.study import LayerStudy, Settings
+from hf_spec.tuning.layers.study import LayerStudy, Settings
 
 pytest.importorskip("optuna")
 
@@ -136,8 +136,8 @@ import torch
 torch.set_num_threads({threads})
 from pathlib import Path
 from planted import COSTS, PROMPTS, SETTINGS, planted_model
-from hf_spec.tuning.objective import Evaluator
-from hf_spec.tuning.search import search
+from hf_spec.tuning.layers.objective import Evaluator
+from hf_spec.tuning.layers.search import search
 original, calls = Evaluator.speculate, 0
 def speculate(self, *args):
     global calls

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.tuning import command
-from hf_spec.tuning.objective import Evaluator
+from hf_spec.tuning.layers.objective import Evaluator
 
 pytest.importorskip("optuna")
 
@@ -145,7 +144,7 @@ def test_plots_show_something(made: Path, tmp_path: Path) -> None:
 def test_plot_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plot", "search", str(tmp_path)]) == 2
     assert "has no search.json: run hf-spec search" in capsys.readouterr().err
-    for text, message in (("{", "cannot read"), ("{}", "is not the result of hf-spec search")):
+    for text, message in (("{", "is not JSON"), ("{}", "is not the result of hf-spec search")):
         (tmp_path / "search.json").write_text(text)
         assert cli.main(["plot", "search", str(tmp_path)]) == 2
         error = capsys.readouterr().err
@@ -214,13 +213,14 @@ def test_without_optuna(
 
 def test_progress_tells_of_better_choices(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where there is no terminal: a line for each, and nothing else."""
-    from hf_spec.tuning.costs import Skip
-    from hf_spec.tuning.objective import Counts, Evaluation
-    from hf_spec.tuning.study import Trial
+    from hf_spec.cli.search import search_bar
+    from hf_spec.tuning.layers.costs import Skip
+    from hf_spec.tuning.layers.objective import Counts, Evaluation
+    from hf_spec.tuning.layers.study import Trial
 
     counts = Counts(1, 12, 4)
     best = Trial(0, "complete", Skip((1,), ()), Evaluation(0.5, counts), "start", False, 1, 0.1)
-    with command.search_bar() as (progress, status):
+    with search_bar() as (progress, status):
         status("searching")
         progress(0, 3, None)
         progress(1, 3, best)

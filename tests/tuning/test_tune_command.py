@@ -13,19 +13,20 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from tiny_checkpoint import save_checkpoint, write_prompts
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.bench.prompts import Prompt
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.hub.folder import check_complete
-from hf_spec.methods import tuned_trees
-from hf_spec.methods.base import get_method
-from hf_spec.methods.tuned_trees import Device
-from hf_spec.tuning import trees as work
-from hf_spec.tuning.future_ranks import BEYOND, FutureRanks, measure
-from hf_spec.tuning.sparse_tree import SparseTrees
-from hf_spec.tuning.step_times import StepTimes
+from hf_spec.methods.registry import get_method
+from hf_spec.policy import tuned_trees
+from hf_spec.policy.tuned_trees import Device
+from hf_spec.tuning.trees import tune as work
+from hf_spec.tuning.trees.future_ranks import BEYOND, FutureRanks, measure
+from hf_spec.tuning.trees.sparse_tree import SparseTrees
+from hf_spec.tuning.trees.step_times import PLAIN, START, StepTimer, StepTimes
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,8 @@ def test_the_file(made: Path) -> None:
     assert settings == [(1, 8), (1, 40), (2, 8), (2, 40)]
     for one in entry["settings"]:
         states = TreeStates.from_json(one["states"])
-        assert states.max_probes == 2 and states.max_rows <= one["size"]
+        assert states.max_probes == 2
+        assert max(state.num_rows() for state in states.states) <= one["size"]
         best = max(one["speedups"])
         place = one["size"] - 2
         assert one["speedups"][place] >= 0.989 * best  # figures are rounded
@@ -123,7 +125,7 @@ def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
     drafter = get_method("bita").drafter(
         load(made), get_method("bita").parse_options({"tree": "tuned"})
     )
-    assert drafter.distances == 2 and len(drafter.tuned.entries) == 1
+    assert drafter.distances == 2 and len(drafter.source.trees.entries) == 1
 
 
 def test_options_of_static_trees_give_way(made: Path, tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_options_of_static_trees_give_way(made: Path, tmp_path: Path) -> None:
 def test_without_the_option_trees_stay_static(made: Path) -> None:
     model = load(made)
     options = get_method("bita").parse_options(None)
-    assert get_method("bita").drafter(model, options).tuned is None
+    assert not hasattr(get_method("bita").drafter(model, options).source, "trees")
 
 
 def test_the_same_device_replaces_its_entry_and_others_stay(made: Path, tmp_path: Path) -> None:
@@ -307,7 +309,7 @@ def test_mean_seconds_of_batches() -> None:
     trees = SparseTrees([[0.5, 0.2], [0.4, 0.1]], 10)
     states = trees.best(10)
     small, large = states.states[0], states.states[2]
-    assert times.seconds(small) == 2.5 and times.seconds(large) == large.num_rows
+    assert times.seconds(small) == 2.5 and times.seconds(large) == large.num_rows()
     visits = np.array([3.0, 0.0, 1.0])
     replay: Any = type("Replay", (), {"visits": visits})
     one = work.mean_seconds(times, states, replay, 1)
@@ -315,6 +317,36 @@ def test_mean_seconds_of_batches() -> None:
     two = work.mean_seconds(times, states, replay, 2)
     share = 0.75**2  # both rows in the small one
     assert two == pytest.approx(share * times.seconds(small) + (1 - share) * times.seconds(large))
+
+
+def test_ensembles_of_prompt_tokens_count_as_the_rows_they_are(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPD with three EPTs: sizes, timed steps and stored times are in rows of the forward."""
+    model, method = load(made, None), get_method("ppd")
+    torch.manual_seed(0)
+    model.add_adapter(hf_spec.PPDConfig(num_prompt_tokens=2, num_ept=3))
+    tokenizer = AutoTokenizer.from_pretrained(made / "m")
+    prompts = [Prompt("abab" * 4), Prompt("xyz xyz xyz"), Prompt("one one one")]
+    with pytest.raises(ValueError, match="max_size=3: a step that predicts one token has 4 rows"):
+        work.TreeTuner(model, tokenizer, prompts, method, {}, work.Settings(24, 3))
+    tuner = work.TreeTuner(model, tokenizer, prompts, method, {}, work.Settings(24, 16))
+    answer = np.array([[0, 0], [-1, 0], [0, 0], [0, 1], [1, 0], [0, 0], [-2, -2], [-2, -2]])
+    ranks = FutureRanks((answer,) * 3, tuner.drafter.per_distance)
+    monkeypatch.setattr(tuner, "measure", lambda done: ranks)
+    tuner.answers = [[5, 6, 7]] * 3
+    run, shapes = StepTimer.run, {}
+    monkeypatch.setattr(StepTimer, "run", lambda self: (shapes.update(self.shapes), run(self))[1])
+    entry = work.tune(tuner, {})
+    for rows, (_, tree, probes) in shapes.items():
+        forwarded = tree.num_nodes + (0 if probes is None else probes.num_probes)
+        assert forwarded == {PLAIN: 1, START: 1 + 2 * 3}.get(rows, rows)
+    (setting,) = entry["settings"]
+    assert {*map(int, setting["seconds"])} == {*shapes} - {PLAIN, START}
+    for one in entry["sizes"]:
+        assert max(one["rows"]) <= one["size"]
+    states = TreeStates.from_json(setting["states"])
+    assert max(state.num_rows(3) for state in states.states) <= setting["size"]
 
 
 # -- decoding with what the file holds ---------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The BITA adapter's parameters. Importing this registers the type."""
+"""The BITA adapter's parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.bita.config import BitaConfig
-from hf_spec.methods.bita.objective import loss
-from hf_spec.methods.peft_bridge import register
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 
 #: Standard deviation of fresh embeddings (section 4.1).
 INIT_STD = 0.02
@@ -35,6 +34,3 @@ class BitaAdapter(SpecAdapterLayer):
             tensors["prompt_keys"] = torch.randn(shape) * INIT_STD
             tensors["prompt_values"] = torch.randn(shape) * INIT_STD
         return tensors
-
-
-register(BitaConfig, BitaAdapter, loss)

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.base_model import check_recorded, record_shape
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE
-from hf_spec.methods.base import check_count
-from hf_spec.methods.base_facts import check_recorded, record_shape
-from hf_spec.methods.spec_adapter import SpecPeftConfig
 
 DEPTHS = ("deep", "shallow", "none")
 #: Models of more parameters than this get four mask tokens (section 4.1).

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.methods.active_adapter import ActiveAdapter
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.methods.bita.probes import probe_inputs
-from hf_spec.methods.forward import output_logits
-from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
+from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.sequences import future_labels, probe_sequences
 
 
 def loss(
@@ -39,8 +39,5 @@ def loss(
     hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs).probe_hidden
     wanted = future_labels(labels, anchors, group).to(hidden.device)
     logits = output_logits(model, hidden)
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 2).float(), wanted.flatten(), reduction="none", ignore_index=IGNORED
-    ).view(len(wanted), -1)
-    counts = (wanted != IGNORED).flatten(1).sum(-1).clamp(min=1)
-    return {"loss": (losses.sum(-1) / counts).mean(), "logits": logits, "labels": wanted}
+    means = wanted_mean(prediction_losses(logits, wanted), wanted, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": wanted}

@@ -1,10 +1,11 @@
 """``layer_skip``: draft with the model itself, leaving out layers (Draft & Verify)."""
 
-from hf_spec.methods.base import Method
-from hf_spec.methods.layer_skip import adapter as adapter  # registers LAYER_SKIP with PEFT
+from hf_spec.methods.layer_skip.adapter import LayerSkipAdapter
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
+from hf_spec.methods.layer_skip.objective import loss
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="layer_skip",
@@ -12,6 +13,8 @@ METHOD = Method(
     options=LayerSkipOptions,
     drafter=LayerSkipDrafter,
     adapter_config=LayerSkipConfig,
+    adapter_layer=LayerSkipAdapter,
+    objective=loss,
     # Of low-rank updates of the drafting path; the number of epochs is that of appendix F.
     training={
         "learning_rate": 1e-3,

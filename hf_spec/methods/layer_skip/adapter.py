@@ -1,18 +1,14 @@
-"""The LAYER_SKIP adapter: its config, and low-rank updates of the drafting path if it has any.
-
-Importing this registers the type.
-"""
+"""The LAYER_SKIP adapter: its config, and low-rank updates of the drafting path if it has any."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.low_rank import adapter_low_rank, fresh_factors
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
-from hf_spec.methods.layer_skip.objective import loss
-from hf_spec.methods.low_rank import adapter_low_rank, fresh_factors
-from hf_spec.methods.peft_bridge import register
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 from modeling_patches.low_rank import LowRank
 
 
@@ -42,6 +38,3 @@ class LayerSkipAdapter(SpecAdapterLayer):
     def delete_adapter(self, adapter_name: str) -> None:
         self.updates.pop(adapter_name, None)
         super().delete_adapter(adapter_name)
-
-
-register(LayerSkipConfig, LayerSkipAdapter, loss)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from hf_spec.methods.base import check_count
-from hf_spec.methods.low_rank import check_settings
-from hf_spec.methods.spec_adapter import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.low_rank import check_settings
+from hf_spec.core.checks import check_count
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.low_rank import linear_modules
 

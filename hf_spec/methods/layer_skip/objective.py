@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import ProbeInputs, model_logits
-from hf_spec.methods.layer_skip.drafting import DraftingModel
-from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.methods.layer_skip.drafting import drafting_model
+from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.sequences import future_labels, probe_sequences
+from hf_spec.model.tree_forward import ProbeInputs
 
 #: Tokens of a piece: about as many as are drafted in a step.
 PIECE = 4
@@ -49,7 +51,7 @@ def loss(
     config: Any = adapter.config
     if not config.draft_rank:
         raise ValueError("draft_rank=0: the adapter has no weights to train.")
-    drafting = DraftingModel(model, config.skip_attention, config.skip_mlp, adapter)
+    drafting = drafting_model(model, config.skip_attention, config.skip_mlp, adapter)
     # A piece sees the tokens up to its anchor, and itself, causally: as a group of probes does.
     group = ProbeGroup.causal(PIECE)
     wanted = future_labels(labels, anchors, group)
@@ -62,18 +64,12 @@ def loss(
     hidden = probe_sequences(
         model, input_ids, attention_mask, anchors, group, pieces, while_probing=drafting
     )
-    with drafting:
-        drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2))
+    drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2), drafting)
     with torch.no_grad():
         columns = places.to(drafted.device)[:, :, None]
         width = hidden.token_hidden.shape[-1]
         full = model_logits(model, hidden.token_hidden.gather(1, columns.expand(-1, -1, width)))
-    losses = torch.nn.functional.kl_div(
-        drafted.float().log_softmax(-1), full.float().log_softmax(-1),
-        reduction="none", log_target=True,
-    ).sum(-1)  # fmt: skip
-    real = (wanted != IGNORED).to(losses.device)  # (batch, anchors, PIECE)
-    counts = real.flatten(1).sum(-1).clamp(min=1)
-    mean = (losses * real.flatten(1)).sum(-1) / counts
-    logits = drafted.unflatten(1, (-1, PIECE))
-    return {"loss": mean.mean(), "logits": logits, "labels": wanted.to(logits.device)}
+    wanted, logits = wanted.to(drafted.device), drafted.unflatten(1, (-1, PIECE))
+    losses = prediction_losses(logits, wanted, full.view_as(logits))
+    means = wanted_mean(losses, wanted, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": wanted}

@@ -1,12 +1,12 @@
 """``medusa``: heads on the final hidden state predict the next tokens (Medusa)."""
 
-from hf_spec.methods.base import Method, Published
-from hf_spec.methods.medusa import adapter as adapter  # registers MEDUSA with PEFT
+from hf_spec.drafting.heads import HeadsAdapter, heads_loss
 from hf_spec.methods.medusa.config import MedusaConfig
 from hf_spec.methods.medusa.drafter import MedusaDrafter
 from hf_spec.methods.medusa.options import MedusaOptions
 from hf_spec.methods.medusa.published import convert, wants
 from hf_spec.methods.medusa.vllm import vllm_files
+from hf_spec.methods.registry import Method, Published
 
 METHOD = Method(
     name="medusa",
@@ -14,6 +14,8 @@ METHOD = Method(
     options=MedusaOptions,
     drafter=MedusaDrafter,
     adapter_config=MedusaConfig,
+    adapter_layer=HeadsAdapter,
+    objective=heads_loss,
     needs_adapter=True,
     training={
         "learning_rate": 3e-3,

@@ -4,7 +4,7 @@ with Multiple Decoding Heads" (2024), section 2.1.1."""
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.methods.heads import HeadsConfig
+from hf_spec.drafting.heads import HeadsConfig
 
 
 @dataclass

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_spec.methods.active_adapter import require_active
-from hf_spec.methods.head_drafter import HeadDrafter
-from hf_spec.methods.heads import WEIGHTS
+from hf_spec.adapters.active import require_active
+from hf_spec.drafting.head_drafter import HeadDrafter
+from hf_spec.drafting.heads import WEIGHTS
 from hf_spec.methods.medusa.options import MedusaOptions
+from hf_spec.policy.tree_source import tree_source
 
 
 class MedusaDrafter(HeadDrafter):
@@ -18,6 +19,5 @@ class MedusaDrafter(HeadDrafter):
     def __init__(self, model: Any, options: MedusaOptions):
         adapter = require_active(model, "MEDUSA", "medusa")
         weights = adapter.weights()
-        states = options.make_states(adapter, len(weights[WEIGHTS]))
-        online = options.online_trees(model, adapter, states.max_probes)
-        super().__init__(model, options, weights, states, online)
+        source = tree_source(options, model, adapter, len(weights[WEIGHTS]))
+        super().__init__(model, options, weights, source)

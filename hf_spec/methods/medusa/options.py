@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hf_spec.methods.head_options import HeadOptions
+from hf_spec.drafting.options import HeadOptions
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
-from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
 
 _PREFIX = r"(?:(?:.+\.)?medusa_heads?\.)?"
 #: Head, block and part.

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
 
 
 def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,11 +1,12 @@
 """``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
 
-from hf_spec.methods.base import Method, Published
-from hf_spec.methods.ppd import adapter as adapter  # registers PPD with PEFT
+from hf_spec.methods.ppd.adapter import PPDAdapter
 from hf_spec.methods.ppd.config import PPDConfig
 from hf_spec.methods.ppd.drafter import PPDDrafter
+from hf_spec.methods.ppd.objective import loss
 from hf_spec.methods.ppd.options import PPDOptions
 from hf_spec.methods.ppd.published import convert, wants
+from hf_spec.methods.registry import Method, Published
 
 METHOD = Method(
     name="ppd",
@@ -13,6 +14,8 @@ METHOD = Method(
     options=PPDOptions,
     drafter=PPDDrafter,
     adapter_config=PPDConfig,
+    adapter_layer=PPDAdapter,
+    objective=loss,
     needs_adapter=True,
     training={
         "learning_rate": 1e-2,

@@ -1,4 +1,4 @@
-"""The PPD adapter's parameters. Importing this registers the type."""
+"""The PPD adapter's parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.methods.peft_bridge import register
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.ppd.config import PPDConfig
-from hf_spec.methods.ppd.objective import loss
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 
 #: Standard deviation of fresh prefix tokens, which have no text to start from.
 INIT_STD = 0.02
@@ -60,6 +59,3 @@ def _text_embeddings(model: Any, count: int) -> Tensor:
         return torch.randn(count, embed.weight.shape[1]) * INIT_STD
     with torch.no_grad():
         return embed(ids.to(embed.weight.device)).float()
-
-
-register(PPDConfig, PPDAdapter, loss)

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.base_model import check_recorded, record_shape
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
-from hf_spec.methods.base import check_count, check_range
-from hf_spec.methods.base_facts import check_recorded, record_shape
-from hf_spec.methods.spec_adapter import SpecPeftConfig
 from modeling_patches.layer_skip import num_layers
 
 MASKS = ("ensemble", "decoder", "encoder")

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.methods.active_adapter import require_active
+from hf_spec.adapters.active import require_active
+from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.ppd.options import PPDOptions
 from hf_spec.methods.ppd.probes import PromptTokens
-from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.policy.tree_source import tree_source
 
 
 class PPDDrafter(ProbeDrafter):
@@ -25,11 +26,9 @@ class PPDDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: PPDOptions):
         adapter = require_active(model, "PPD", "ppd")
         config: Any = adapter.config
-        states = options.make_states(adapter, config.num_prompt_tokens)
-        self.prompts = PromptTokens(adapter, states.max_probes)
-        group = self.prompts.group
-        online = options.online_trees(model, adapter, states.max_probes, len(group))
-        super().__init__(model, options, self.prompts.inputs, states, group, online)
+        source = tree_source(options, model, adapter, config.num_prompt_tokens, config.num_ept)
+        self.prompts = PromptTokens(adapter, source.max_depth)
+        super().__init__(model, options, self.prompts.inputs, source, self.prompts.group)
 
     def predictions(self, hidden: Tensor) -> Tensor:
         return self.prompts.logits(self.model, hidden, exact=False)

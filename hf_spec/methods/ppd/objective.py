@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import model_logits, states_at
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.methods.ppd.probes import PromptTokens
-from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
+from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.sequences import future_labels, probe_sequences
 
 
 def loss(
@@ -50,19 +51,14 @@ def loss(
     wanted, anchors = wanted.to(device), anchors.to(device)
     logits = prompts.logits(model, states.probe_hidden.flatten(1, 2))
     logits = logits.unflatten(1, wanted.shape[1:])
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    log_p = logits.to(precision).log_softmax(-1)
     offsets, _ = group_tensors(group, str(device))
+    own = None
     if config.loss == "distillation":
         at = (anchors[:, :, None] + offsets).clamp(max=labels.shape[1] - 1)
         with torch.no_grad():
             own = model_logits(model, states_at(states.token_hidden, at.flatten(1)))
-            log_q = own.to(precision).log_softmax(-1).view_as(log_p)
-        losses = (log_q.exp() * (log_q - log_p)).sum(-1)
-    else:
-        losses = -log_p.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
-    real = wanted != IGNORED
-    share = config.decay ** (offsets - 1).to(precision)
-    sums = torch.where(real, losses * share, 0.0).flatten(1).sum(-1)
-    counts = real.flatten(1).sum(-1).clamp(min=1)
-    return {"loss": (sums / counts).mean(), "logits": logits, "labels": wanted}
+            own = own.view_as(logits)
+    losses = prediction_losses(logits, wanted, own)
+    share = config.decay ** (offsets - 1).to(losses.dtype)
+    means = wanted_mean(losses * share, wanted, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": wanted}

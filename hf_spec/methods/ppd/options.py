@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.tree_options import TreeOptions
+from hf_spec.drafting.options import TreeOptions
 
 #: Candidates of the static tree: many where they are sure to be looked at, few below.
 STATIC: tuple[tuple[int, ...], ...] = (

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import ProbeInputs, model_logits, output_logits
+from hf_spec.model.hidden_states import model_logits, output_logits
+from hf_spec.model.tree_forward import ProbeInputs
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,8 @@
 """``prompt_lookup``: n-gram matches in prompt and output, several continuations in one tree."""
 
-from hf_spec.methods.base import Method
 from hf_spec.methods.prompt_lookup.drafter import PromptLookupDrafter
 from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="prompt_lookup",

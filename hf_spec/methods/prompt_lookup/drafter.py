@@ -6,14 +6,14 @@ Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.methods.base import DecodingState, Draft, Drafter
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.ngram import NgramIndex, Retrieval, continuation_tree
 from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
-from hf_spec.methods.retrieval import Retrieval, continuation_tree
 
 
 class PromptLookupDrafter(Drafter):
@@ -46,14 +46,8 @@ class PromptLookupDrafter(Drafter):
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        if not hasattr(self, "rows"):
-            self.rows = [Retrieval(self.options)]
-        tokens = input_ids[0].tolist()
-        index = self.rows[0].index
+    def chain(self, input_ids: Tensor) -> list[int]:
+        tokens, depth = input_ids[0].tolist(), self.options.max_depth
+        index = NgramIndex(self.options.min_ngram, self.options.max_ngram)
         index.update(tokens)
-        depth = self.options.max_depth
-        _, chain = continuation_tree(tokens, index.matches(tokens, 1), depth, depth)
-        return torch.cat([input_ids, input_ids.new_tensor([chain])], dim=1), None  # type: ignore
+        return continuation_tree(tokens, index.matches(tokens, 1), depth, depth)[1]

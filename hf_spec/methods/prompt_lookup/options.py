@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
-from hf_spec.methods.base import StrategyOptions, check_count, check_range
-from hf_spec.methods.retrieval import Limits
+from hf_spec.drafting.ngram import Limits
+from hf_spec.drafting.options import StrategyOptions
 
 
 @dataclass(frozen=True)

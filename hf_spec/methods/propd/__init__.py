@@ -1,10 +1,11 @@
 """``propd``: trees whose unlikely candidates end behind the first layers (ProPD)."""
 
-from hf_spec.methods.base import Method
-from hf_spec.methods.propd import adapter as adapter  # registers PROPD with PEFT
+from hf_spec.methods.propd.adapter import ProPDAdapter
 from hf_spec.methods.propd.config import ProPDConfig
 from hf_spec.methods.propd.drafter import ProPDDrafter
+from hf_spec.methods.propd.objective import loss
 from hf_spec.methods.propd.options import ProPDOptions
+from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="propd",
@@ -12,6 +13,8 @@ METHOD = Method(
     options=ProPDOptions,
     drafter=ProPDDrafter,
     adapter_config=ProPDConfig,
+    adapter_layer=ProPDAdapter,
+    objective=loss,
     needs_adapter=True,
     training={
         "learning_rate": 3e-3,

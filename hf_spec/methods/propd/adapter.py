@@ -1,4 +1,4 @@
-"""Registers the PROPD type: heads, and the early head that prunes."""
+"""The PROPD adapter's parameters: heads, and the early head that prunes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.methods.heads import WEIGHTS, HeadsAdapter
-from hf_spec.methods.peft_bridge import register
-from hf_spec.methods.propd.config import ProPDConfig
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.drafting.heads import WEIGHTS, HeadsAdapter
 from hf_spec.methods.propd.early_head import BIAS, GAIN, MATRIX
-from hf_spec.methods.propd.objective import loss
-from hf_spec.methods.spec_adapter import SpecPeftConfig
 
 
 class ProPDAdapter(HeadsAdapter):
@@ -33,6 +30,3 @@ class ProPDAdapter(HeadsAdapter):
             GAIN: torch.ones(hidden),
         }
         return {**tensors, **early}
-
-
-register(ProPDConfig, ProPDAdapter, loss)

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_spec.methods.base import check_count
-from hf_spec.methods.heads import HeadsConfig
+from hf_spec.core.checks import check_count
+from hf_spec.drafting.heads import HeadsConfig
 from modeling_patches.layer_skip import num_layers
 
 #: Section 5.3: pruning behind the fourth layer.

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from hf_spec.methods.active_adapter import require_active
-from hf_spec.methods.base import DecodingState, Draft, Drafter
-from hf_spec.methods.head_drafter import HeadDrafter
-from hf_spec.methods.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.adapters.active import require_active
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.head_drafter import HeadDrafter
+from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.early_head import EarlyPruning
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
-from hf_spec.methods.propd.switch import Switch, switch_for
-from hf_spec.methods.wrapped_drafter import WrappedDrafter
+from hf_spec.policy.switch import Switch, switch_for
+from hf_spec.policy.tree_source import tree_source
 
 
 class ProPDDrafter(WrappedDrafter):
     """The heads' trees, or another strategy's, with early pruning.
 
-    Candidates count as given, not as sampled: which of them are left depends on their tokens.
+    Candidates are given, never sampled: which of them are left depends on their tokens.
     """
+
+    runs_modules: ClassVar[bool] = True
 
     def __init__(self, model: Any, options: ProPDOptions):
         adapter = require_active(model, "PROPD", "propd")
@@ -29,15 +31,13 @@ class ProPDDrafter(WrappedDrafter):
         if options.drafter == HEADS:
             names = (WEIGHTS, BIASES, PROJECTION)
             heads = {name: weights[name] for name in names if name in weights}
-            states = options.make_states(adapter, len(heads[WEIGHTS]))
-            online = options.online_trees(model, adapter, states.max_probes)
-            inner = HeadDrafter(model, options, heads, states, online)
+            source = tree_source(options, model, adapter, len(heads[WEIGHTS]))
+            inner = HeadDrafter(model, options, heads, source)
         else:
             method = options.drafting_method()
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))
         super().__init__(inner)
         self.options = options
-        self._adapter = adapter.name
         self._early: EarlyPruning | None = None
         self._prunes = False
         self._switch: Switch | None = None
@@ -71,13 +71,12 @@ class ProPDDrafter(WrappedDrafter):
         if self.options.prune == "auto" and draft.tree.num_nodes > 1:
             longest = max(state.cache.host_lengths)
             setting = (
-                self._adapter, repr(self.options), state.batch_size, longest.bit_length(),
+                state.strategy, state.batch_size, longest.bit_length(),
                 draft.num_rows.bit_length(),
             )  # fmt: skip
             self._switch = switch_for(self.model, setting)
             self._prunes = self._switch.prunes()
-        # Which candidates are left depends on their tokens, and whether any go on the time.
-        return draft if self._early is None else dataclasses.replace(draft, distributions=None)
+        return draft
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         if self._switch is not None and draft.tree.num_nodes > 1:

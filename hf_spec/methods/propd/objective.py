@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import model_logits, states_at
-from hf_spec.methods.heads import loss_of_states, prediction_losses
-from hf_spec.methods.probing import IGNORED, token_hidden
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.drafting.heads import loss_of_states
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.methods.propd.early_head import early_states
+from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.sequences import IGNORED, token_hidden
 from modeling_patches.early_pruning import layer_input
+from modeling_patches.per_call import Changes
 
 
 def loss(
@@ -39,8 +41,9 @@ def loss(
         ``loss``, a scalar; ``logits`` and ``labels`` of the heads, as in Medusa's loss.
     """
     config: Any = adapter.config
-    with layer_input(model, config.prune_layer) as seen:
-        hidden = token_hidden(model, input_ids, attention_mask)
+    changes = Changes()
+    seen = layer_input(model, changes, config.prune_layer)
+    hidden = changes.run(token_hidden, model, input_ids, attention_mask)
     found = loss_of_states(model, adapter, hidden, labels, anchors)
     anchors, labels = anchors.to(hidden.device), labels.to(hidden.device)
     states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))
@@ -52,7 +55,5 @@ def loss(
     if config.loss == "distillation":
         with torch.no_grad():
             own = model_logits(model, states_at(hidden, anchors))
-    losses = prediction_losses(logits, wanted, own)
-    counts = (wanted != IGNORED).sum(-1).clamp(min=1)
-    early = (losses.sum(-1) / counts).mean()
-    return {**found, "loss": found["loss"] + early}
+    early = wanted_mean(prediction_losses(logits, wanted, own), wanted, 1)
+    return {**found, "loss": found["loss"] + early.mean()}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_spec.methods.base import Method, check_count, check_range, get_method
-from hf_spec.methods.head_options import HeadOptions
-from hf_spec.methods.online_trees import ONLINE
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.drafting.options import ONLINE, HeadOptions
+from hf_spec.methods.registry import Method, get_method
 
 CRITERIA = ("top_k", "probability")
 #: The drafter that the adapter brings along.

@@ -1,9 +1,10 @@
 """``space``: the model, fine-tuned to guess several tokens at once, corrects itself (SPACE)."""
 
-from hf_spec.methods.base import Method
-from hf_spec.methods.space import adapter as adapter  # registers SPACE with PEFT
+from hf_spec.methods.registry import Method
+from hf_spec.methods.space.adapter import SpaceAdapter
 from hf_spec.methods.space.config import SpaceConfig
 from hf_spec.methods.space.drafter import SpaceDrafter
+from hf_spec.methods.space.objective import loss
 from hf_spec.methods.space.options import SpaceOptions
 
 METHOD = Method(
@@ -12,6 +13,8 @@ METHOD = Method(
     options=SpaceOptions,
     drafter=SpaceDrafter,
     adapter_config=SpaceConfig,
+    adapter_layer=SpaceAdapter,
+    objective=loss,
     needs_adapter=True,
     # Section 4.1 and table 2. What is kept is the best model: one that repeats itself is guessed
     # easily, so that tau does not tell.

@@ -1,4 +1,4 @@
-"""The SPACE adapter's parameters, and how it changes the model. Importing this registers the type.
+"""The SPACE adapter's parameters, and how it changes the model.
 
 While an adapter is active, every call of the model is one of the fine-tuned model, as with LoRA.
 """
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_spec.methods.low_rank import adapter_low_rank, fresh_factors
-from hf_spec.methods.peft_bridge import register
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.low_rank import adapter_low_rank, fresh_factors
 from hf_spec.methods.space.config import SpaceConfig
-from hf_spec.methods.space.objective import loss
-from hf_spec.methods.spec_adapter import SpecAdapterLayer, SpecPeftConfig
 from modeling_patches.low_rank import LowRank
 from modeling_patches.support import check_unquantised
 
@@ -104,6 +103,3 @@ class SpaceAdapter(SpecAdapterLayer):
         for name in self.merged_adapters:
             self.updates[name].unmerge()
         self.merged_adapters = []
-
-
-register(SpaceConfig, SpaceAdapter, loss)

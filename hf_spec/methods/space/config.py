@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.low_rank import check_settings
+from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_FUTURE
-from hf_spec.methods.base import check_count, check_range
-from hf_spec.methods.low_rank import check_settings
-from hf_spec.methods.spec_adapter import SpecPeftConfig
 from modeling_patches.low_rank import linear_modules
 from modeling_patches.support import check_unquantised
 

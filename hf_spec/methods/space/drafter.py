@@ -12,15 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import require_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.methods.active_adapter import require_active
-from hf_spec.methods.base import DecodingState
-from hf_spec.methods.candidates import distribution
-from hf_spec.methods.forward import model_logits
-from hf_spec.methods.probe_drafter import ProbeDrafter
+from hf_spec.drafting.candidates import distribution
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.options import ONLINE
+from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.methods.space.options import SpaceOptions
+from hf_spec.model.hidden_states import model_logits
+from hf_spec.policy.online_policy import OnlineTrees
+from hf_spec.policy.online_trees import MAX_ROWS
 
 
 class SpaceDrafter(ProbeDrafter):
@@ -33,9 +37,10 @@ class SpaceDrafter(ProbeDrafter):
         inputs = mask_tokens(adapter)
         count = options.count(inputs.embeddings.shape[0])
         used = replace(inputs, embeddings=inputs.embeddings[:count])
-        chain = TreeStates.uniform(TokenTree.chain(count), count)
-        online = options.online_trees(model, adapter, count, count)
-        super().__init__(model, options, used, chain, online=online)
+        source = TreeSource(TreeStates.uniform(TokenTree.chain(count), count))
+        if options.tree == ONLINE:
+            source = OnlineTrees(model, adapter, count, 1, options.max_rows or MAX_ROWS)
+        super().__init__(model, options, used, source)
 
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int
@@ -44,8 +49,8 @@ class SpaceDrafter(ProbeDrafter):
 
         q is the whole distribution after the call's processors, which see the candidates before.
         """
-        samples = state.do_sample and self.options.acceptance in ("auto", "rejection")
-        if self.online is not None or (not samples and state.process.trivial):
+        samples = state.do_sample and self.options.samples
+        if self.options.tree == ONLINE or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert state.probe_hidden is not None
         logits = model_logits(self.model, state.probe_hidden[:, :depth])  # (batch, depth, vocab)

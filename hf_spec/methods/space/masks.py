@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import ProbeInputs
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.model.tree_forward import ProbeInputs
 
 
 def mask_tokens(adapter: ActiveAdapter) -> ProbeInputs:

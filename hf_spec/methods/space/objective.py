@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.methods.active_adapter import ActiveAdapter
-from hf_spec.methods.forward import model_logits
-from hf_spec.methods.probing import IGNORED, future_labels, probe_sequences
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.methods.space.masks import mask_tokens
+from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
 
 
 def loss(
@@ -57,14 +58,15 @@ def loss(
         anchors, wanted, useful = anchors[:, :0], wanted[:, :0], useful[:, :0]
     hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs, frozen)
 
-    device, precision = hidden.token_hidden.device, _precision(hidden.token_hidden)
+    device = hidden.token_hidden.device
+    precision = torch.promote_types(hidden.token_hidden.dtype, torch.float32)
     anchors, wanted, useful, share = (x.to(device) for x in (anchors, wanted, useful, share))
     output: dict[str, Tensor] = {}
     mask_losses = hidden.token_hidden.new_zeros(wanted.shape, dtype=precision)
     if wanted.shape[1]:
         logits = model_logits(model, hidden.probe_hidden.flatten(1, 2))
         output = {"logits": logits.unflatten(1, wanted.shape[1:]), "labels": wanted}
-        mask_losses = _cross_entropy(output["logits"], wanted)
+        mask_losses = prediction_losses(output["logits"], wanted)
     sums, counts = mask_losses.sum(-1), (wanted != IGNORED).sum(-1)  # (batch, anchors)
     ar_loss = sums.new_zeros(len(wanted))
     if not frozen:
@@ -72,8 +74,8 @@ def loss(
         real = following != IGNORED  # (batch, seq)
         predicted = model_logits(model, hidden.token_hidden[real][None])[0]
         losses = sums.new_zeros(real.shape)
-        losses = losses.masked_scatter(real, _cross_entropy(predicted, following[real]))
-        ar_loss = losses.sum(-1) / real.sum(-1).clamp(min=1)
+        losses = losses.masked_scatter(real, prediction_losses(predicted, following[real]))
+        ar_loss = wanted_mean(losses, following, 1)
         # The first sum of eq. (3): the tokens up to y_m, which the anchor itself predicts.
         sums = sums + losses.cumsum(-1).gather(1, anchors)
         counts = counts + real.cumsum(-1).gather(1, anchors)
@@ -100,16 +102,3 @@ def _sar_share(
         digest = hashlib.sha256(repr(parts).encode()).digest()
         draws.append(int.from_bytes(digest[:8], "big") / 2**64 >= config.p_ar)
     return torch.tensor(draws, dtype=torch.float32)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of ``logits`` (..., vocab) and ``labels`` (...), one value per label; 0 where ignored."""
-    flat = torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2).to(_precision(logits)), labels.flatten(),
-        reduction="none", ignore_index=IGNORED,
-    )  # fmt: skip
-    return flat.view(labels.shape)
-
-
-def _precision(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)

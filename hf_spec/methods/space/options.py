@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.methods.base import check_count
-from hf_spec.methods.online_trees import ONLINE
-from hf_spec.methods.tree_options import OnlineOptions
+from hf_spec.core.checks import check_count
+from hf_spec.drafting.options import ONLINE, OnlineOptions
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class SpaceOptions(OnlineOptions):
     tree: str = "chain"
     num_candidates: int | None = None
 
-    samples_drafts: ClassVar[bool] = True
+    can_sample: ClassVar[bool] = True
     trees: ClassVar[tuple[str, ...]] = ("chain",)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,115 @@
+"""Which adapter of a type is active on a model; what drafters, training and tuning read."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer, base_of, layer_of, layers_of
+
+
+class ActiveAdapter(NamedTuple):
+    """An active adapter: its name, its config, and the layer that holds its parameters."""
+
+    name: str
+    config: SpecPeftConfig
+    layer: SpecAdapterLayer
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Its parameters under the names that the method's `build` gave them."""
+        return self.layer.weights(self.name)
+
+
+def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
+    """The active adapter of `peft_type`, or None if there is none or adapters are disabled.
+
+    Args:
+        model: a `PeftModel`, the base model inside one, or a model that has loaded adapters itself;
+            compiled or not.
+        peft_type: "LAYER_SKIP".
+
+    Raises:
+        ValueError: several adapters of the type are active, or the weights of the active one have
+            not been loaded.
+    """
+    base = base_of(model)
+    layer: Any = layer_of(base, f"{peft_type.lower()}_")
+    if layer is None or layer.disable_adapters:
+        return None
+    # The base's dictionary holds the configs of all types; ours is told by the layer's containers.
+    available = layer._get_available_adapters()
+    active = [name for name in layer.active_adapters if name in available]
+    if len(active) > 1:
+        raise ValueError(
+            f"{len(active)} adapters of type {peft_type} are active ({', '.join(active)}), one is "
+            f"needed. Choose it with model.set_adapter({active[0]!r})."
+        )
+    if not active:
+        return None
+    unloaded = [name for name, weight in layer.weights(active[0]).items() if weight.is_meta]
+    if unloaded:
+        raise ValueError(
+            f"the {peft_type} adapter {active[0]!r} was attached without its weights "
+            f"({', '.join(unloaded)}): load it with model.load_adapter(...), or attach it without "
+            "low_cpu_mem_usage."
+        )
+    return ActiveAdapter(active[0], base.peft_config[active[0]], layer)
+
+
+def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAdapter:
+    """The active adapter of `peft_type`; see `find_active`.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    active = find_active(model, peft_type)
+    if active is None:
+        layer = layer_of(base_of(model), f"{peft_type.lower()}_")
+        inactive = [] if layer is None else sorted(layer._get_available_adapters())
+        remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
+        if inactive:
+            name = inactive[0]
+            remedy = f"activate {name!r} with enable_adapters() or set_adapter({name!r})"
+        raise ValueError(
+            f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: "
+            f"{remedy}."
+        )
+    return active
+
+
+def active_adapter_config(model: nn.Module, peft_type: str) -> SpecPeftConfig | None:
+    """The config of the active adapter of `peft_type`; see `find_active`."""
+    active = find_active(model, peft_type)
+    return None if active is None else active.config
+
+
+def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
+    """Put what the active adapters of hf_spec change of a model into its weights.
+
+    A SPACE adapter's updates otherwise cost time in every forward. Its mask tokens stay, and so
+    does what the model computes; :func:`unmerge_adapter`, disabling the adapter, deleting it or
+    switching to another one puts the weights back bit for bit, from a copy kept until then.
+
+    Args:
+        model: a `PeftModel`, or a model that has loaded adapters itself.
+        safe_merge: refuse results that are not finite.
+
+    Returns:
+        Whether there was anything to merge.
+
+    Raises:
+        ValueError: the weights cannot be changed, since they are quantised, offloaded or shared.
+    """
+    base = base_of(model)
+    layers = [layer for layer in layers_of(base) if layer.mergeable()]
+    for layer in layers:
+        layer.merge_into(base, safe_merge)
+    return bool(layers)
+
+
+def unmerge_adapter(model: nn.Module) -> None:
+    """Undo :func:`merge_adapter`; harmless where nothing is merged."""
+    base = base_of(model)
+    for layer in layers_of(base):
+        layer.unmerge_from(base)

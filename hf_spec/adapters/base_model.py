@@ -1,0 +1,167 @@
+"""Which base model is this? Its shape, and a short hash of its weights.
+
+Facts are about shapes: an adapter does not fit where they differ. The fingerprint is about weights:
+where only it differs (a fine-tuned base), the adapter fits but may draft worse. It reads a few
+entries of each parameter, so that it costs little for a model of any size.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from hf_spec.core.checks import check_count
+from hf_spec.core.limits import MAX_SHAPE
+from modeling_patches.support import kv_shape
+
+logger = logging.getLogger(__name__)
+
+#: Entries read per parameter, evenly spaced.
+ENTRIES = 64
+#: Types whose rounding to bfloat16 says what the entry is; anything else is a quantised format.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+#: What the config says about the shape of the model.
+CONFIG_FACTS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+#: Where PEFT keeps what a module of its own stands in for, by the kind of that module.
+WRAPPED: tuple[tuple[type, str], ...] = (
+    (BaseTunerLayer, "base_layer"),
+    (AuxiliaryTrainingWrapper, "original_module"),
+)
+
+
+def fingerprint(model: Any) -> str | None:
+    """16 hex digits that identify the base weights of ``model``, or None if it has none in memory.
+
+    Entries are rounded to bfloat16 before they are hashed: a checkpoint in bfloat16 or float32 has
+    the same fingerprint whether it is loaded in bfloat16, float32 or float64, on any device.
+    (float16 cannot hold all values of the others; loading in it may change the fingerprint.)
+    Adapters of PEFT, attached, active or not, do not count; merging one into the weights does.
+    Quantised parameters are skipped, so that a quantised model has a fingerprint of its own, made
+    from its embeddings, norms and whatever else stays in floating point.
+
+    It tells models apart, it does not prove them equal: a change to entries that are not read, or
+    smaller than bfloat16's rounding, goes unseen.
+
+    Args:
+        model: a causal language model, or a PEFT or ``torch.compile`` wrapper around one.
+
+    Returns:
+        None if weights are on the meta device, as those are that accelerate has offloaded.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    found = dict(_base_parameters(model))
+    if any(parameter.is_meta for parameter in found.values()):
+        return None
+    config = model.config.get_text_config()
+    digest = hashlib.sha256()
+    digest.update(repr([getattr(config, name, None) for name in CONFIG_FACTS]).encode())
+    for name, parameter in sorted(found.items()):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(_entries(parameter).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _base_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """The base's floating-point parameters under the names that they have without adapters.
+
+    Tied parameters come under each of their names, so that a tie that is broken changes nothing.
+    """
+    for kind, attribute in WRAPPED:
+        if isinstance(module, kind):
+            # Layers of ours wrap nothing.
+            inner = getattr(module, attribute, None)
+            if inner is not None:
+                yield from _base_parameters(inner, prefix)
+            return
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        # Quantisers' parameters have another dtype, or are tensors of a class of their own.
+        if type(parameter) is nn.Parameter and parameter.dtype in DTYPES:
+            yield prefix + name, parameter
+    for name, child in module.named_children():
+        yield from _base_parameters(child, f"{prefix}{name}.")
+
+
+def _entries(parameter: Tensor) -> Tensor:
+    """At most :data:`ENTRIES` entries of ``parameter``: ``(entries,)`` bfloat16 on the CPU."""
+    size = parameter.numel()
+    count = min(size, ENTRIES)
+    # The middle of each of ``count`` equal stretches.
+    flat = torch.tensor([(2 * i + 1) * size // (2 * count) for i in range(count)], dtype=torch.long)
+    places = torch.unravel_index(flat.to(parameter.device), parameter.shape)
+    return parameter.detach()[places].to(torch.bfloat16).cpu()
+
+
+# -- facts ---------------------------------------------------------------------------------------
+
+#: Fields of a model's config; their names are Transformers' own.
+FACTS = ("model_type", "hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size")
+
+
+def facts_of(model: Any) -> dict[str, Any]:
+    """`FACTS` of a causal language model, without those that its config does not tell."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return {}
+    config = config.get_text_config()
+    found = {name: getattr(config, name, None) for name in FACTS}
+    # Falcon has a name of its own; without grouped queries there are as many as heads.
+    for other in ("num_kv_heads", "num_attention_heads"):
+        if found["num_key_value_heads"] is None:
+            found["num_key_value_heads"] = getattr(config, other, None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model: Any) -> None:
+    """Raise unless `model` has the facts of the base that an adapter was made for.
+
+    Args:
+        adapter: the adapter's type, "BITA".
+        made_for: facts of its base; ones that the model's config does not tell are passed over.
+        base: the base's name.
+
+    Raises:
+        ValueError: naming the first fact that differs.
+    """
+    found = facts_of(model)
+    for name, value in made_for.items():
+        if name in found and found[name] != value:
+            where = f" ({base})" if base else ""
+            raise ValueError(
+                f"this {adapter} adapter was made for a model with {name}={value!r}{where}, "
+                f"{type(model).__name__} has {name}={found[name]!r}. Load it onto "
+                f"{base or 'the model it was made for'}, or make one for this model."
+            )
+
+
+def check_recorded(config: Any) -> None:
+    """Raise ValueError unless what a config has recorded of the base's cache are sizes."""
+    for name in ("num_layers", "num_kv_heads", "head_dim"):
+        if getattr(config, name) is not None:
+            check_count(name, getattr(config, name), high=MAX_SHAPE)
+
+
+def record_shape(config: Any, model: Any) -> None:
+    """Record the shape of the base's cache, unless an adapter that is loaded brings it along."""
+    if not (config.inference_mode and config.num_layers):
+        config.num_layers, config.num_kv_heads, config.head_dim = kv_shape(model)
+
+
+@functools.cache  # once per adapter and model, however often they meet
+def warn_of_other_weights(adapter: str, base: str | None, made_for: str, found: str) -> None:
+    """Log that a base of the right shape has other weights."""
+    logger.warning(
+        "this %s adapter was trained on other weights than this model has (%s: fingerprint %s, "
+        "here %s; quantised and float16 weights count as others): candidates may be accepted less "
+        "often; outputs stay exact.",
+        adapter, base or "its base model", made_for, found,
+    )  # fmt: skip

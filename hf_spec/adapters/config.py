@@ -1,0 +1,200 @@
+"""Base of the configs of our adapters: what is saved as `adapter_config.json`, and its checks."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from peft import PeftConfig
+from torch import nn
+
+from hf_spec.adapters.base_model import (
+    check_facts,
+    facts_of,
+    fingerprint,
+    warn_of_other_weights,
+)
+from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights
+from hf_spec.adapters.repo_files import write_companions
+
+#: Newest layout of adapter_config.json and weights this release reads and the one it writes.
+FORMAT_VERSION = 1
+
+
+class SpecPeftType(str):
+    """Name of one of our PEFT types: a string with the `name` and `value` of an enum member.
+
+    PEFT and Transformers read `.value`, compare with strings and write JSON. A real enum would have
+    to list all methods here, or could not be pickled.
+    """
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        return str(self)
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+@dataclass
+class SpecPeftConfig(PeftConfig):
+    """Base of our adapter configs: a dataclass whose fields all have defaults that work.
+
+    Subclasses set `type_name`, validate in `__post_init__` (calling this one) and may override
+    `check_base`.
+    """
+
+    #: PEFT type, in capitals: "BITA".
+    type_name: ClassVar[str] = ""
+    #: The strategy that decodes with such adapters; set when its method is registered.
+    strategy: ClassVar[str | None] = None
+    #: Whether the model computes something else while an adapter is active.
+    changes_model: ClassVar[bool] = False
+
+    format_version: int = field(
+        default=FORMAT_VERSION, metadata={"help": "Layout of the saved adapter."}
+    )
+    base_facts: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Shape of the base model; recorded when a fresh adapter is attached."},
+    )
+    base_fingerprint: str | None = field(
+        default=None, metadata={"help": "Hash of the base model's weights; recorded likewise."}
+    )
+
+    # Not fields: where a config was read from, what was found there and under which name it was
+    # attached are not saved.
+    _source = None  # type: StoredWeights | GivenWeights | None
+    _home = None  # type: StoredWeights | None
+    _downloaded = None  # type: dict[str, Path | None] | None
+    _adapter_name = None  # type: str | None
+
+    def __post_init__(self) -> None:
+        name = type(self).type_name
+        if self.task_type not in (None, "CAUSAL_LM"):
+            raise ValueError(
+                f"adapters of type {name} are for causal language models, got task_type="
+                f"{self.task_type!r}. Leave it out."
+            )
+        self.task_type: Any = "CAUSAL_LM"  # what AutoPeftModelForCausalLM looks for
+        super().__post_init__()
+        if self.peft_type not in (None, name):
+            raise ValueError(
+                f"{type(self).__name__} is of PEFT type {name}, got peft_type={self.peft_type!r}. "
+                "Load the config with PeftConfig.from_pretrained, which picks the class."
+            )
+        self.peft_type: Any = SpecPeftType(name)
+        check_version(name, self.format_version)
+        for key, kind in (("base_facts", dict), ("base_fingerprint", str)):
+            value = getattr(self, key)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(
+                    f"{key} must be a {kind.__name__} or None, got {value!r}. Leave it out: "
+                    "attaching the adapter records it."
+                )
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise ValueError if the adapter does not fit `model`; runs before anything is attached.
+
+        Facts about the base that the saved config should carry are recorded here, too; those of
+        `base_facts` have been checked and recorded before.
+        """
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether training changes the base model's own weights, which are then saved, too."""
+        return False
+
+    def training_defaults(self) -> dict[str, Any]:
+        """Fields of `TrainingArguments` that differ from the defaults of the adapter's method.
+
+        Raises:
+            ValueError: there is nothing to train with this config.
+        """
+        return {}
+
+    def untrained(self, progress: float) -> frozenset[str]:
+        """Parameters, by the names that `build` gives them, that are not trained yet.
+
+        Args:
+            progress: share of the optimiser's steps that are done, from 0.
+        """
+        return frozenset()
+
+    def match_base(self, model: nn.Module) -> None:
+        """Raise ValueError if `model` has another shape than the base the adapter was made for.
+
+        Other weights of the same shape are legitimate (a fine-tuned base) and only logged. A config
+        that has not been trained yet takes on what it does not know.
+        """
+        base, name = self.base_model_name_or_path, type(self).type_name
+        check_facts(name, self.base_facts or {}, base, model)
+        found = facts_of(model)
+        if not found:
+            return
+        weights = fingerprint(model)
+        if not self.inference_mode:
+            self.base_facts = {**found, **(self.base_facts or {})}
+            self.base_fingerprint = self.base_fingerprint or weights
+        if None not in (weights, self.base_fingerprint) and weights != self.base_fingerprint:
+            warn_of_other_weights(name, base, self.base_fingerprint, weights)
+
+    def take_source(self) -> "StoredWeights | GivenWeights | None":
+        """The weights that will be loaded; None for an adapter that starts fresh.
+
+        Raises:
+            ValueError: there are none to load, they are a pickle, or cannot be read.
+        """
+        source: Any = self._source
+        self._source = None
+        if source is None:
+            return None
+        if isinstance(source, StoredWeights):
+            self._home = source
+        if source.read() is not None:
+            return source
+        # A config read from a folder without weights may serve for a fresh adapter.
+        if self.inference_mode or source.has_pickle():
+            raise source.absent()
+        return None
+
+    def file_beside(self, name: str) -> Path | None:
+        """A file that lies where the adapter was loaded from; None if there is none.
+
+        A local folder is looked into each time, the Hub is asked once.
+
+        Raises:
+            OSError: the Hub cannot be reached, or refuses.
+        """
+        home: Any = self._home
+        if home is None:
+            return None
+        if os.path.isdir(home.place):
+            found: Path | None = home.find(name)
+            return found
+        known = self._downloaded or {}
+        if name not in known:
+            self._downloaded = known = {**known, name: home.find(name)}
+        return known[name]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Write `adapter_config.json`, and beside it what makes `SpecConfig` and
+        `custom_generate` work: the strategy with its default options, unless the folder names one.
+        """
+        super().save_pretrained(str(save_directory), **kwargs)
+        # PeftModel saves an adapter not named "default" into a folder of that name, which neither
+        # custom_generate nor push_to_hub looks into.
+        name = os.path.basename(os.path.normpath(save_directory))
+        inside = self._adapter_name not in (None, "default") and name == self._adapter_name
+        write_companions(save_directory, type(self), shim=not inside)
+
+
+def check_version(name: str, version: Any) -> None:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise ValueError(
+            f"this {name} adapter has format_version={version!r}; this hf_spec reads versions 1 to "
+            f"{FORMAT_VERSION}. Upgrade with `pip install -U hf_spec`."
+        )

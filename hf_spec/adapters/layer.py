@@ -1,0 +1,206 @@
+"""The layer under the base model that holds an adapter's parameters.
+
+It replaces no module of the base model: it hangs under it as `spec_modules`, and drafters read it
+(:mod:`hf_spec.adapters.active`). The base computes what it computed before, unless the type says
+otherwise by overriding `SpecAdapterLayer.connect`. How PEFT comes to know of it stands in
+:mod:`hf_spec.adapters.tuner`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from hf_spec.adapters.checkpoint import (
+    GivenWeights,
+    StoredWeights,
+    TensorFacts,
+    check_fit,
+    check_numbers,
+    tensor_facts,
+)
+from hf_spec.adapters.config import SpecPeftConfig
+
+#: Attribute of the base model under which our layers hang, one per PEFT type.
+CONTAINER = "spec_modules"
+
+
+class SpecAdapterLayer(BaseTunerLayer, nn.Module):
+    """The parameters of all adapters of one PEFT type on a model; replaces nothing.
+
+    Subclasses override `build`. Each tensor it names becomes a `ParameterDict` that is keyed by
+    adapter name and called `<type>_<name>`: only such flat keys survive PEFT's and Transformers'
+    renaming (`spec_modules.type_bita.bita_masks.default` in the model, without `.default` on disk).
+    """
+
+    # BaseTunerLayer's read them off a wrapped layer; there is none, and Transformers asks.
+    weight = None
+    bias = None
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.adapter_layer_names: tuple[str, ...] = ()  # containers of weights
+        # A weightless adapter saves this one number, else no safetensors file would be written and
+        # loading would look for one in vain.
+        marker = f"{prefix}format"
+        self.other_param_names: tuple[str, ...] = (marker,)
+        self.add_module(marker, BufferDict(persistent=True))
+
+    def build(self, config: SpecPeftConfig, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """The initial parameters of an adapter: name -> tensor. None by default.
+
+        Names are identifiers other than "format". Tensors are floating-point; they will be cast to
+        the dtype and moved to the device of the base's embeddings. `model` is the base model, to be
+        read (for an initialisation from its weights) and not to be changed. Loading a saved adapter
+        calls this as well, hence shapes follow from `config` and `model.config` alone. It is called
+        twice: with torch's default device set to "meta", for the shapes, and without.
+        """
+        return {}
+
+    def weights(self, adapter_name: str) -> dict[str, torch.Tensor]:
+        """The parameters of an adapter under the names that `build` gave them."""
+        containers = (
+            (n.removeprefix(self.prefix), getattr(self, n)) for n in self.adapter_layer_names
+        )
+        return {name: values[adapter_name] for name, values in containers if adapter_name in values}
+
+    def stored_facts(self, adapter_name: str) -> dict[str, TensorFacts]:
+        """What is stored of an adapter: names on disk, shapes and types."""
+        tensors: Mapping[str, torch.Tensor] = self.weights(adapter_name)
+        if not tensors:
+            tensors = {"format": getattr(self, f"{self.prefix}format")[adapter_name]}
+        return tensor_facts(names_on_disk(self.prefix, tensors))
+
+    def update_layer(
+        self,
+        adapter_name: str,
+        config: SpecPeftConfig,
+        model: nn.Module,
+        source: StoredWeights | GivenWeights | None = None,
+    ) -> None:
+        """Build the adapter `adapter_name` and add it to the containers.
+
+        Args:
+            adapter_name: its name.
+            config: its config.
+            model: the base model.
+            source: the weights that will be loaded into it, if any.
+
+        Raises:
+            ValueError: they do not fit, or are not finite.
+        """
+        with torch.device("meta"):  # nothing is allocated before it is known to fit
+            shapes = self.build(config, model)
+        for name in shapes:
+            if not name.isidentifier() or self.prefix in name or name == "format":
+                raise ValueError(
+                    f"{type(self).__name__}.build named a parameter {name!r}; names must be "
+                    f"identifiers that do not contain {self.prefix!r}, nor 'format'. Rename it."
+                )
+        marker = torch.tensor([config.format_version])
+        device, dtype = placement(model)
+        if source is not None:
+            expected = tensor_facts(names_on_disk(self.prefix, shapes or {"format": marker}))
+            check_fit(config.type_name, source.read() or {}, expected)
+            check_numbers(f"the {config.type_name} adapter {source}", source.tensors(), dtype)
+        if not shapes:
+            getattr(self, f"{self.prefix}format")[adapter_name] = marker
+        tensors = self.build(config, model)
+        for name, tensor in tensors.items():
+            attribute = f"{self.prefix}{name}"
+            if attribute not in self.adapter_layer_names:
+                self.add_module(attribute, nn.ParameterDict())
+                self.adapter_layer_names += (attribute,)
+            tensor = tensor.detach().clone().to(device=device, dtype=dtype)
+            getattr(self, attribute)[adapter_name] = nn.Parameter(tensor)
+
+    def _get_available_adapters(self) -> set[str]:  # PEFT's sees parameters only
+        return set(BaseTunerLayer._all_available_adapter_names(self))
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Nothing to do: a LoRA beside us is being merged (ours goes through `merge_into`)."""
+
+    def unmerge(self) -> None:
+        """Nothing to do."""
+
+    # A type whose adapters change what the base computes overrides these four.
+
+    def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
+        """Hook into `model` what an adapter changes of it, once attached. Nothing by default.
+
+        What is hooked in follows `active_adapters` and `disable_adapters`, and goes in
+        `delete_adapter`.
+        """
+
+    def disconnect(self, keep_merged: bool = False) -> None:
+        """Take off what `connect` has hooked in, and what was merged, as the layer is to go."""
+
+    def merge_into(
+        self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> None:
+        """Put what the active adapter changes of `model` into its weights."""
+        raise _no_merge(self.prefix)
+
+    def unmerge_from(self, model: nn.Module) -> None:
+        """Undo `merge_into`."""
+
+    def mergeable(self) -> list[str]:
+        """Active adapters that change weights of the base and are not merged."""
+        return []
+
+
+# -- where it hangs ------------------------------------------------------------------------------
+
+
+def base_of(model: nn.Module) -> Any:
+    """The base model itself: not compiled, without a `PeftModel` around it."""
+    base: Any = getattr(model, "_orig_mod", model)
+    return base.get_base_model() if hasattr(base, "get_base_model") else base
+
+
+def container_key(prefix: str) -> str:
+    # Not the bare type: ".bita." inside the keys would be taken for an adapter that is named so.
+    return f"type_{prefix.removesuffix('_')}"
+
+
+def layer_of(model: Any, prefix: str) -> SpecAdapterLayer | None:
+    container = getattr(model, CONTAINER, None)
+    return (
+        container[container_key(prefix)]
+        if container is not None and container_key(prefix) in container
+        else None
+    )
+
+
+def layers_of(base: Any) -> list[Any]:
+    """Our layers on a base model, one per type."""
+    return list(getattr(base, CONTAINER, nn.ModuleDict()).values())
+
+
+def names_on_disk(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter under their names on disk, without PEFT's prefix."""
+    return {f"{CONTAINER}.{container_key(prefix)}.{prefix}{name}": t for name, t in tensors.items()}
+
+
+def placement(model: Any) -> tuple[torch.device, torch.dtype]:
+    """Where and as what an adapter lives: like the embeddings, which quantisation leaves be."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(embeddings, "weight", None)
+    if weight is None:
+        weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    device = weight.device
+    if device.type == "meta":  # offloaded by accelerate, which brings it here to compute
+        device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None) or device
+    return torch.device(device), weight.dtype
+
+
+def _no_merge(prefix: str) -> ValueError:
+    name = prefix.removesuffix("_").upper()
+    return ValueError(
+        f"a {name} adapter cannot be merged: it does not change the weights of the base model. Use "
+        "unload() to take it off."
+    )

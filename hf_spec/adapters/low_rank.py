@@ -1,0 +1,104 @@
+"""Low-rank updates as part of an adapter: what methods that learn some share.
+
+The two factors of each linear module travel in the adapter's one file, under flat names made of
+the module's: `down__model__layers__0__mlp__up_proj` and `up__...`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_ALPHA, MAX_RANK
+from modeling_patches.low_rank import Factors, LowRank, compiled, features
+
+DOWN, UP = "down__", "up__"
+
+
+def check_settings(prefix: str, rank: Any, alpha: Any, target_modules: Any) -> None:
+    """Raise a ValueError unless these fields of a config, named ``<prefix>rank`` ..., are right."""
+    check_count(f"{prefix}rank", rank, high=MAX_RANK)
+    check_range(f"{prefix}alpha", alpha, 0.0, MAX_ALPHA, open_low=True)
+    names = target_modules
+    listed = isinstance(names, Sequence) and all(isinstance(name, str) and name for name in names)
+    if names is not None and not (listed and names):
+        raise ValueError(
+            f"{prefix}target_modules={names!r}: give a list of names of linear modules, a regular "
+            "expression, or None for all linear modules of the decoder layers."
+        )
+    if isinstance(names, str):
+        compiled(names)
+
+
+def fresh_factors(modules: Mapping[str, nn.Module], rank: int) -> dict[str, Tensor]:
+    """Initial factors by flat name, as in LoRA: random A, B = 0, so that nothing changes yet."""
+    tensors = {}
+    for name, module in modules.items():
+        inputs, outputs = features(module) or (0, 0)
+        down = torch.empty(rank, inputs)
+        nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+        tensors[_flat(DOWN, name)] = down
+        tensors[_flat(UP, name)] = torch.zeros(outputs, rank)
+    return tensors
+
+
+def adapter_low_rank(
+    layer: SpecAdapterLayer,
+    adapter_name: str,
+    modules: Mapping[str, nn.Module],
+    scale: float,
+    only_if_active: bool = True,
+) -> LowRank:
+    """The updates of an adapter, not yet attached.
+
+    Args:
+        layer: holds the adapter's parameters, those of `fresh_factors` among them.
+        adapter_name: the adapter.
+        modules: what is updated, by name.
+        scale: of the updates.
+        only_if_active: they count while the adapter is active and not disabled.
+    """
+    source = _AdapterFactors(layer, adapter_name, list(modules), scale, only_if_active)
+    return LowRank(modules, source)
+
+
+class _AdapterFactors:
+    """Gives `LowRank` an adapter's factors as they are at the time; a model can be pickled with it.
+
+    Only the containers are remembered: PEFT replaces the parameters in them.
+    """
+
+    def __init__(
+        self,
+        layer: SpecAdapterLayer,
+        adapter_name: str,
+        names: Sequence[str],
+        scale: float,
+        only_if_active: bool,
+    ):
+        self.layer = layer
+        self.adapter_name = adapter_name
+        self.scale = scale
+        self.only_if_active = only_if_active
+        self.containers = {
+            name: [getattr(layer, layer.prefix + _flat(part, name)) for part in (DOWN, UP)]
+            for name in names
+        }
+
+    def __call__(self, name: str) -> Factors | None:
+        layer: Any = self.layer
+        adapter = self.adapter_name
+        if self.only_if_active and (layer.disable_adapters or adapter not in layer.active_adapters):
+            return None
+        down, up = self.containers[name]
+        return Factors(down[adapter], up[adapter], self.scale)
+
+
+def _flat(part: str, name: str) -> str:
+    return part + name.replace(".", "__")

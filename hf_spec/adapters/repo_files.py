@@ -1,0 +1,91 @@
+"""What lies beside an adapter's weights and says how to decode with them.
+
+`generation_config.json` names the strategy and its options, for `SpecConfig.from_pretrained`;
+`custom_generate/generate.py` does the same for `generate(custom_generate=...)`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_spec.files import write_atomically
+
+GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
+
+
+def shim_text(
+    strategy: str, options: dict[str, Any], peft_type: str | None, repository: str | None = None
+) -> str:
+    """`custom_generate/generate.py` for a strategy with these options.
+
+    They are written into it, since Transformers runs a copy of it elsewhere.
+
+    Args:
+        strategy: name of the strategy.
+        options: its options.
+        peft_type: type of the adapter, if there is one.
+        repository: where the adapter is found on the Hub, if it is there.
+    """
+    text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
+    constants = {
+        "STRATEGY": strategy,
+        "OPTIONS": options,
+        "PEFT_TYPE": peft_type,
+        "REPOSITORY": repository,
+    }
+    for name, value in constants.items():
+        found = _constant(text, name)
+        if found is None:
+            raise RuntimeError(f"hub_cards/{SHIM} has no line for {name}")
+        text = text[: found.start(1)] + repr(value) + text[found.end(1) :]
+    return text
+
+
+def says_the_same(shim: str, strategy: str, options: dict[str, Any], peft_type: str | None) -> bool:
+    """Whether a shim's text is what `shim_text` gives, for whatever repository."""
+    found = _constant(shim, "REPOSITORY")
+    repository = found and re.fullmatch(r"'([\w./-]+)'", found[1])
+    expected = shim_text(strategy, options, peft_type, repository[1] if repository else None)
+    return shim.rstrip() == expected.rstrip()
+
+
+def _constant(text: str, name: str) -> re.Match[str] | None:
+    """The line of a shim that sets a constant; its group is the value."""
+    return re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
+
+
+def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bool = True) -> None:
+    """Write the companions of an adapter, with its strategy's default options.
+
+    Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that
+    names none, as Transformers saves a base model's, is completed.
+
+    Args:
+        folder: holds the adapter.
+        config_class: class of its config; one that belongs to no strategy gets no companions.
+        shim: whether to write `custom_generate/generate.py`, too.
+    """
+    if config_class.strategy is None:
+        return
+    path = Path(folder) / GENERATION
+    data = GenerationConfig().to_diff_dict()
+    if path.is_file():
+        data = json.loads(path.read_text(encoding="utf-8"))
+    if not data.get("assistant_strategy"):
+        # With _from_model_config=True, loading would drop the strategy.
+        data |= {
+            "_from_model_config": False, "assistant_strategy": config_class.strategy,
+            "assistant_kwargs": {},
+        }  # fmt: skip
+        write_atomically(path, json.dumps(data, indent=2, sort_keys=True))
+    if shim and not (Path(folder) / SHIM).is_file():
+        options = data.get("assistant_kwargs") or {}
+        text = shim_text(data["assistant_strategy"], options, config_class.type_name)
+        write_atomically(Path(folder) / SHIM, text.rstrip())

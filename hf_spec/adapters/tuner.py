@@ -1,0 +1,346 @@
+"""What a method has learned, as a PEFT type of our own: the one place touching `peft.mapping`.
+
+PEFT's own registration refuses types outside its enum, so this module writes PEFT's tables itself.
+A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`SpecAdapterLayer`) whose
+`build` makes its parameters; `register_type` does the rest. From then on `get_peft_model`,
+`PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
+
+What comes from outside is checked before anything is attached, through every way in: keys of the
+config, the base model, names and shapes of the stored weights, which are safetensors.
+
+Importing this costs what importing peft costs: 0.2 s on top of torch and transformers, which take
+3 s on the same machine, so `import hf_spec` can register eagerly.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from packaging.version import Version
+from peft import PeftConfig, PeftModel
+from peft import __version__ as peft_version
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.integrations import init_empty_weights
+from torch import nn
+from transformers.integrations.peft import PeftAdapterMixin
+
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.checkpoint import (
+    GivenWeights,
+    StoredWeights,
+    check_fit,
+    check_numbers,
+    tensor_facts,
+)
+from hf_spec.adapters.config import FORMAT_VERSION, SpecPeftConfig, SpecPeftType, check_version
+from hf_spec.adapters.layer import (
+    CONTAINER,
+    SpecAdapterLayer,
+    base_of,
+    container_key,
+    layer_of,
+    placement,
+)
+
+#: ``objective(base model, adapter, **batch)``: what training minimises, {"loss": scalar, ...}.
+Objective = Callable[..., dict[str, torch.Tensor]]
+
+
+class SpecTuner(BaseTuner):
+    """Attaches a `SpecAdapterLayer` to a base model; `register_type` derives one class per type."""
+
+    tuner_layer_cls: type[SpecAdapterLayer]
+    objective: ClassVar[Objective | None] = None
+    target_module_mapping: ClassVar[dict[str, list[str]]] = {}
+
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the adapter's parameters under `model.spec_modules` (PEFT calls this)."""
+        config = self.peft_config[adapter_name]
+        first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
+        layer = layer_of(model, self.prefix)
+        is_new = layer is None
+        config._adapter_name = adapter_name
+        try:
+            config.match_base(model)
+            config.check_base(model)
+            source = config.take_source()
+            layer = self.tuner_layer_cls(self.prefix) if layer is None else layer
+            with init_empty_weights() if low_cpu_mem_usage else nullcontext():
+                layer.update_layer(adapter_name, config, model, source)
+        except Exception:
+            _forget(self, model, adapter_name)
+            raise
+        if is_new:
+            _attach(model, self.prefix, layer)
+        layer.connect(adapter_name, config, model)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+        if first:  # as with PEFT's types, later adapters leave the trainability of others alone
+            self._mark_only_adapters_as_trainable(model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The base model's forward; with ``anchors`` among the inputs, the training loss.
+
+        Through here a loss is part of `PeftModel.forward`, where wrappers for several devices
+        (accelerate, DDP, FSDP) look for it.
+        """
+        if "anchors" not in kwargs:
+            return super().forward(*args, **kwargs)
+        name = self.prefix.removesuffix("_").upper()
+        if self.objective is None:
+            raise ValueError(f"adapters of type {name} are not trained with `anchors`.")
+        adapter = find_active(self.model, name)
+        if adapter is None:
+            raise ValueError(f"no adapter of type {name} is active: call set_adapter first.")
+        # PeftModel hands on every argument of a forward, most of them None.
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        # Trainer's count of tokens: our losses are means over sequences.
+        given.pop("num_items_in_batch", None)
+        return self.objective(self.model, adapter, *args, **given)
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("adapters of hf_spec replace no modules")
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        # PEFT would leave out what has no counterpart on either side.
+        base = base_of(model)
+        layer = layer_of(base, cls.prefix)
+        if layer is not None:
+            check_fit(config.type_name, tensor_facts(state_dict), layer.stored_facts(adapter_name))
+            given = GivenWeights(state_dict)
+            check_numbers(
+                f"the {config.type_name} adapter {given}", given.tensors(), placement(base)[1]
+            )
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+    def merge_adapter(
+        self, adapter_names: list[str] | None = None, safe_merge: bool = False
+    ) -> None:
+        """Merge our adapter, and no other; refused by types that change nothing of the base."""
+        self._own_layer.merge_into(self.model, safe_merge, adapter_names)
+
+    def unmerge_adapter(self) -> None:
+        """Undo `merge_adapter`, exactly; a LoRA beside us that is merged comes out, too."""
+        self._own_layer.unmerge_from(self.model)
+        super().unmerge_adapter()
+
+    @property
+    def _own_layer(self) -> SpecAdapterLayer:
+        layer = layer_of(self.model, self.prefix)
+        assert layer is not None
+        return layer
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = True,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
+        if merge:
+            self._own_layer.merge_into(self.model, safe_merge, adapter_names)
+        self._own_layer.disconnect(keep_merged=merge)
+        container = getattr(self.model, CONTAINER)
+        del container[container_key(self.prefix)]
+        if not container:
+            delattr(self.model, CONTAINER)
+        if hasattr(self.model, "peft_config"):
+            del self.model.peft_config
+        return self.model
+
+
+def register_type(
+    config_class: type[SpecPeftConfig],
+    adapter_class: type[SpecAdapterLayer],
+    objective: Objective | None = None,
+) -> None:
+    """Make `config_class.type_name` a PEFT type. Doing it again with the same classes is harmless.
+
+    Args:
+        config_class: its config.
+        adapter_class: its parameters.
+        objective: its training loss, which `PeftModel.forward` gives for batches with ``anchors``.
+
+    Raises:
+        ValueError: a name that is not in capitals, is taken, or would confuse PEFT's key mapping.
+    """
+    name = config_class.type_name
+    prefix = f"{name.lower()}_"
+    if not re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*", name) or prefix in f"{CONTAINER}.type_":
+        raise ValueError(
+            f"{config_class.__name__}.type_name must be capitals, digits and single underscores "
+            f"(LAYER_SKIP) and no part of {CONTAINER!r}, got {name!r}."
+        )
+    known = PEFT_TYPE_TO_CONFIG_MAPPING.get(name)
+    if known is config_class:
+        return
+    if known is not None and _path(known) != _path(config_class):  # equal paths: a reloaded module
+        raise ValueError(
+            f"the PEFT type {name} already belongs to {_path(known)}; choose another type_name for "
+            f"{_path(config_class)}."
+        )
+    tuner_class = type(
+        f"{adapter_class.__name__}Tuner",
+        (SpecTuner,),
+        {
+            "prefix": prefix,
+            "tuner_layer_cls": adapter_class,
+            "objective": None if objective is None else staticmethod(objective),
+            "__module__": adapter_class.__module__,
+        },
+    )
+    peft_type: Any = SpecPeftType(name)
+    PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_class
+    PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = tuner_class
+    PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = prefix
+
+
+# ------------------------------------------------------------------------------------- the ways in
+# What PEFT and Transformers offer no hook for; other adapters pass through untouched.
+
+
+def _enter(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the method `name` of `owner` by what `wrap` makes of it, unless that has happened."""
+    owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+    found = vars(owner)[name]
+    original = getattr(found, "__func__", found)
+    if hasattr(original, "_hf_spec"):
+        return
+    replacement: Any = functools.wraps(original)(wrap(original))
+    replacement._hf_spec = True
+    setattr(owner, name, classmethod(replacement) if original is not found else replacement)
+
+
+def _note_source(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftConfig.from_pretrained`: remember where the weights beside a config will be found."""
+
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any
+    ) -> Any:
+        config = original(cls, pretrained_model_name_or_path, subfolder, **kwargs)
+        if isinstance(config, SpecPeftConfig):
+            kwargs["subfolder"] = subfolder
+            config._source = _stored(pretrained_model_name_or_path, kwargs)
+        return config
+
+    return from_pretrained
+
+
+def _check_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftConfig.from_peft_type`: refuse unknown keys, which PEFT drops with a warning."""
+
+    def from_peft_type(cls: Any, **kwargs: Any) -> Any:
+        found = PEFT_TYPE_TO_CONFIG_MAPPING.get(kwargs.get("peft_type"), cls)
+        if issubclass(found, SpecPeftConfig):
+            check_version(found.type_name, kwargs.get("format_version", FORMAT_VERSION))
+            known = inspect.signature(found.__init__).parameters
+            unknown = sorted(kwargs.keys() - known.keys())
+            # A later PEFT may have fields for all configs; then its warning says enough.
+            later = Version(kwargs.get("peft_version") or "0") > Version(peft_version)
+            if unknown and not later:
+                raise ValueError(
+                    f"the config of this {found.type_name} adapter has unknown keys: "
+                    f"{', '.join(unknown)}. {found.__name__} has {', '.join(sorted(_own(found)))}. "
+                    "Correct adapter_config.json, or upgrade with `pip install -U hf_spec`."
+                )
+        return original(cls, **kwargs)
+
+    return from_peft_type
+
+
+def _check_before_reload(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.load_adapter`: check weights for an adapter that is attached already."""
+
+    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        config = self.peft_config.get(adapter_name)
+        if isinstance(config, SpecPeftConfig):
+            source = _stored(model_id, kwargs)
+            layer: Any = layer_of(base_of(self), f"{config.type_name.lower()}_")
+            found = source.read()
+            if found is None:
+                raise source.absent()
+            check_fit(config.type_name, found, layer.stored_facts(adapter_name))
+            config._home = source
+        return original(self, model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
+
+
+def _note_given(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.load_adapter`: weights that are given with a config, rather than a place."""
+    signature = inspect.signature(original)
+
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        config = given.get("peft_config")
+        if isinstance(config, SpecPeftConfig):
+            tensors, place = given.get("adapter_state_dict"), given.get("peft_model_id")
+            if tensors is not None:
+                config._source = GivenWeights(tensors)
+            elif place is not None:
+                config._source = _stored(place, {**kwargs, **(given.get("adapter_kwargs") or {})})
+        return original(self, *args, **kwargs)
+
+    return load_adapter
+
+
+_enter(PeftConfig, "from_pretrained", _note_source)
+_enter(PeftConfig, "from_peft_type", _check_keys)
+_enter(PeftModel, "load_adapter", _check_before_reload)
+_enter(PeftAdapterMixin, "load_adapter", _note_given)
+
+
+# --------------------------------------------------------------------------------------- internals
+
+
+def _stored(place: Any, kwargs: dict[str, Any]) -> StoredWeights:
+    """Weights at `place`; of the keywords, those that downloading takes."""
+    return StoredWeights(str(place), PeftConfig._split_kwargs(kwargs)[0])
+
+
+def _own(config_class: type[SpecPeftConfig]) -> set[str]:
+    """The keys that a config has beyond PEFT's."""
+    keys = inspect.signature(config_class.__init__).parameters.keys() - {"self"}
+    return set(keys - inspect.signature(PeftConfig.__init__).parameters.keys())
+
+
+def _attach(model: nn.Module, prefix: str, layer: SpecAdapterLayer) -> None:
+    if not hasattr(model, CONTAINER):
+        model.add_module(CONTAINER, nn.ModuleDict())
+    layer.train(model.training)
+    getattr(model, CONTAINER)[container_key(prefix)] = layer
+    # Loading puts tensors that the map of a model spread over devices does not name on the CPU.
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map and "" not in device_map:
+        device_map[CONTAINER] = str(placement(model)[0])
+
+
+def _forget(tuner: SpecTuner, model: nn.Module, adapter_name: str) -> None:
+    """Leave no trace of an adapter that could not be attached, so that the next try finds order."""
+    tuner.peft_config.pop(adapter_name, None)
+    if not getattr(model, "peft_config", None):
+        # Transformers' add_adapter sets this before it attaches anything.
+        model.__dict__.pop("_hf_peft_config_loaded", None)
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,152 @@
+"""``hf-spec bench``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
+from hf_spec.model.loading import load_model
+
+DEFAULT_OUTPUT = Path("hf-spec-bench")
+
+
+def bench(
+    model: opt.Model,
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines with turns, prompt or question, and category.")
+    ],
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
+            "transformers:assisted=MODEL; NAME:LABEL for a strategy with options of its own.  "
+            "[default: those of the adapters, else prompt_lookup]"
+        ),
+    ] = None,
+    adapter: opt.Adapters = None,
+    strategy_kwargs: opt.KwargsByName = None,
+    dtype: opt.Dtype = "bfloat16",
+    max_new_tokens: opt.NewTokens = 128,
+    batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
+    limit: opt.Limit = None,
+    output: Annotated[Path, typer.Option(help="Folder for results.json.")] = DEFAULT_OUTPUT,
+    do_sample: opt.DoSample = False,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="For greedy decoding and sampling.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    attn_implementation: Annotated[
+        str | None, typer.Option(help="eager, sdpa, ...  [default: the model's]")
+    ] = None,
+    spec_bench_output: Annotated[
+        Path | None,
+        typer.Option(help="Also write Spec-Bench answer files, FILE-STRATEGY.jsonl (batch 1)."),
+    ] = None,
+) -> None:
+    """Measure strategies against plain generate.
+
+    All generate in the same process, prompt by prompt in turns. Prints a table and writes
+    results.json. Prompts longer than the model's context are cut at their
+    beginning, and counted. With a batch size above one, batches never mix categories.
+
+    \b
+    Examples:
+      hf-spec bench --model Qwen/Qwen3-0.6B --prompts spec_bench.jsonl --limit 26
+      hf-spec bench --model M --prompts P.jsonl \\
+          --strategies prompt_lookup,transformers:prompt_lookup
+      hf-spec bench --model M --prompts P.jsonl --adapter ./layer-skip --batch-size 1,4
+      hf-spec bench --model M --prompts P.jsonl --do-sample --temperature 0.7 --seed 1
+      hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
+          --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
+      hf-spec bench --model LARGE --prompts P.jsonl \\
+          --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
+    """
+    from hf_spec.bench import contenders as lineup
+    from hf_spec.bench.prompts import read_prompts, spread
+
+    # Everything that can be checked without a model comes first.
+    sizes = opt.whole_numbers("--batch-size", batch_size)
+    if spec_bench_output is not None and 1 not in sizes:
+        raise ValueError("--spec-bench-output needs batch size 1: the format has a time per prompt")
+    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
+    adapters = lineup.read_adapters(adapter or ())
+    named = strategies or ",".join(dict.fromkeys(a.strategy for a in adapters)) or "prompt_lookup"
+    names = lineup.parse_names(named)
+    options = opt.parse_kwargs(strategy_kwargs or (), names)
+    # Only checks that every adapter is used; assistants are loaded later.
+    own = [name for name in names if not name.startswith(lineup.STOCK_ASSISTED)]
+    lineup.contenders(own, options, adapters)
+    chosen = spread(read_prompts(prompts), limit)
+    check_writable(output)
+
+    loaded, tokenizer = load_model(model, dtype, device, attn_implementation)
+    lineup.load_adapters(loaded, adapters)
+    assistants = {
+        name: _assistant(name.removeprefix(lineup.STOCK_ASSISTED), loaded, tokenizer)
+        for name in names
+        if name not in own
+    }
+    generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
+    if repetition_penalty is not None:
+        generate_kwargs["repetition_penalty"] = repetition_penalty
+
+    from rich.console import Console
+
+    from hf_spec.bench import report
+    from hf_spec.bench.runner import run
+
+    environment = report.environment(loaded, model, prompts)
+    with progress_bar("benchmark") as progress:
+        result = run(
+            loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
+            batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
+            seed=seed, progress=progress,
+        )  # fmt: skip
+    target = output / "results.json"
+    report.write_results(target, result, environment)
+    console = Console(highlight=False, emoji=False, markup=False)
+    report.print_table(result, console)
+    console.print(f"results: {target}", soft_wrap=True)
+    if spec_bench_output is not None:
+        from hf_spec.bench.spec_bench import write_answers
+
+        for path in write_answers(spec_bench_output, result, tokenizer, model):
+            console.print(f"answers: {path}", soft_wrap=True)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Keywords for ``generate`` that make ``path`` transformers' assistant model.
+
+    The folder of an adapter stands for its base model, which drafts with the adapter's strategy.
+    """
+    from hf_spec.bench.contenders import load_adapters, read_adapters
+
+    dtype, folder = str(model.dtype).removeprefix("torch."), Path(path)
+    adapters = read_adapters([path]) if (folder / "adapter_config.json").is_file() else []
+    if adapters:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        path = config.get("base_model_name_or_path") or path
+    assistant, assistant_tokenizer = load_model(path, dtype, str(model.device))
+    load_adapters(assistant, adapters)
+    for adapter in adapters:
+        assistant.generation_config.assistant_strategy = adapter.strategy
+        assistant.generation_config.assistant_kwargs = adapter.options
+    if assistant_tokenizer.get_vocab() == tokenizer.get_vocab():
+        return {"assistant_model": assistant}
+    return {
+        "assistant_model": assistant,
+        "tokenizer": tokenizer,
+        "assistant_tokenizer": assistant_tokenizer,
+    }

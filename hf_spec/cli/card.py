@@ -1,0 +1,34 @@
+"""``hf-spec card``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli import options as opt
+
+
+def card(
+    folder: opt.AdapterFolder,
+    repository: Annotated[
+        str | None, typer.Option(help="Name on the Hub.  [default: the folder's name]")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Name of the base model.  [default: that of the adapter]")
+    ] = None,
+) -> None:
+    """Write the card of an adapter folder.
+
+    README.md is rendered anew from the adapter's configs, search.json, and results.json as
+    'hf-spec bench' writes it; custom_generate/generate.py is renewed, too.
+
+    \b
+    Examples:
+      hf-spec card ./skip
+      hf-spec bench --model M --adapter ./skip --prompts P.jsonl --output ./skip
+      hf-spec card ./skip --repository org/name
+    """
+    from hf_spec.hub.card import write_card
+
+    typer.echo(f"card: {write_card(folder, repository, base_model)}")

@@ -1,0 +1,53 @@
+"""What several commands share: exit codes, checks of the surroundings, the progress bar."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+#: Exit codes: what the user wrote is wrong; interrupted (as shells report SIGINT).
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise an ImportError unless these optional packages are installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"this needs packages that are not installed ({', '.join(missing)}); run: "
+            f"pip install 'hf_spec[{extra}]'"
+        )
+
+
+def check_writable(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to --output {str(output)!r}: {error.strerror}") from error
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, if that is a terminal.
+
+    Gives ``update(done, total)``; ``note=text`` stands behind the bar, ``description=text`` in
+    place of the title.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
+    console, note = Console(stderr=True), TextColumn("{task.fields[note]}")
+    with Progress(
+        *columns, note, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=None, note="")
+
+        def update(done: int | None = None, total: int | None = None, **shown: Any) -> None:
+            bar.update(task, completed=done, total=total, **shown)
+
+        yield update

@@ -1,0 +1,167 @@
+"""``hf-spec distill``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
+from hf_spec.model.loading import load_model
+
+#: The name for plain ``generate``.
+NO_STRATEGY = "none"
+DEFAULT_STRATEGY = "prompt_lookup"
+#: Options that hold here unless --strategy-kwargs say otherwise, for all strategies: falling back
+#: to plain steps depends on time, and with it which row draws which number and how ties fall ...
+OPTIONS = {"fallback": False}
+#: ... and for the default one: in a batch a few candidates per row fill a step.
+DEFAULT_OPTIONS = {"max_nodes": 4}
+
+
+def distill(
+    model: opt.Model,
+    prompts: Annotated[
+        list[Path],
+        typer.Option(
+            help="JSON lines with turns, prompt or question, and category; may be given several "
+            "times."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the answers.")],
+    limit: opt.Limit = None,
+    max_new_tokens: opt.NewTokens = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="One of 'hf-spec strategies', or none for plain generate.  [default: that of the "
+            f"adapter, else {DEFAULT_STRATEGY}]"
+        ),
+    ] = None,
+    strategy_kwargs: Annotated[
+        str | None, typer.Option(help="Options of the strategy, a JSON object.")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="Adapter folder or repository that the strategy uses.")
+    ] = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    do_sample: opt.DoSample = False,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+) -> None:
+    """Let a model answer prompts: training data for its adapters.
+
+    Writes prompts and answers, as tokens and texts, to a parquet file for load_dataset, and beside
+    it provenance.json. Prompts longer than the model's context are cut at their beginning, and
+    counted. A run that was stopped, however it was, continues when the same command is repeated.
+    'accelerate launch' shares the work out over several processes.
+
+    \b
+    Examples:
+      hf-spec distill --model Qwen/Qwen3-0.6B --prompts train.jsonl --output ./answers
+      hf-spec distill --model M --prompts a.jsonl --prompts b.jsonl --output ./answers \\
+          --limit 4000 --max-new-tokens 256 --batch-size 16
+      hf-spec distill --model M --prompts P.jsonl --output ./answers --do-sample --temperature 0.7
+      accelerate launch --num_processes 2 -m hf_spec.cli \\
+          distill --model M --prompts P.jsonl --output ./answers
+    """
+    from hf_spec.bench import contenders as lineup
+    from hf_spec.training import distill as work
+
+    # Everything that can be checked without a model comes first.
+    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
+    contender, adapters = _contender(strategy, strategy_kwargs, adapter)
+    require("train", "accelerate", "datasets")
+    questions, files = work.read_questions(prompts, limit)
+    settings = work.Settings(
+        model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
+        batch_size=batch_size, strategy=contender.kwargs.get("assistant_strategy"),
+        strategy_kwargs=contender.kwargs.get("assistant_kwargs", {}), adapter=adapter,
+        dtype=dtype, seed=seed, do_sample=do_sample, **sampling,
+    )  # fmt: skip
+    check_writable(output)
+    folder = work.AnswerFolder(output)
+    finished = folder.check(vars(settings))
+
+    state = work.processes(device)
+    main = state.is_main_process
+    if finished:
+        if main:
+            folder.clear()
+            typer.echo(f"finished before, with the same settings: {output}")
+        state.destroy_process_group()
+        return
+    try:
+        with folder.locked() if main else nullcontext():
+            if state.num_processes > 1 and device is None:
+                device = str(state.device)
+            loaded, tokenizer = load_model(model, dtype, device)
+            opt.use_threads(threads)  # accelerate has chosen a number, too
+            lineup.load_adapters(loaded, adapters)
+            with progress_bar("answers") if main else nullcontext() as progress:
+                made = work.distill(
+                    loaded, tokenizer, questions, folder, settings, contender, state, progress
+                )
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command continues", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    state.destroy_process_group()
+    if main:
+        _print(made, output)
+
+
+def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
+    """How to generate, and the adapters to load.
+
+    Raises:
+        ValueError: strategy, options or adapter are unknown or do not go together.
+    """
+    import hf_spec
+    from hf_spec.bench import contenders as lineup
+    from hf_spec.methods.registry import get_method
+
+    adapters = lineup.read_adapters([adapter] if adapter else ())
+    name = strategy or (adapters[0].strategy if adapters else DEFAULT_STRATEGY)
+    if name == NO_STRATEGY:
+        unused = [("--strategy-kwargs", options), ("--adapter", adapter)]
+        for option, value in unused:
+            if value is not None:
+                raise ValueError(f"{option} needs a strategy: --strategy none is plain generate")
+        return lineup.PLAIN, []
+    known = [NO_STRATEGY, *hf_spec.strategies()]
+    if name not in known:
+        raise ValueError(f"unknown strategy {name!r}; choose from {', '.join(known)}")
+    if adapters and adapters[0].strategy != name:
+        raise ValueError(f"adapter {adapter!r} is for strategy {adapters[0].strategy!r}")
+    if get_method(name).needs_adapter and not adapters:
+        raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
+    given = opt.parse_kwargs([] if options is None else [f"{name}={options}"], [name])
+    own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
+    given[name] = {**OPTIONS, **own, **given.get(name, {})}
+    (contender,) = lineup.contenders([name], given, adapters)
+    if contender.lossy:
+        raise ValueError(
+            "acceptance='typical' changes the answers, which are to be the model's own: choose "
+            "another acceptance"
+        )
+    return contender, adapters
+
+
+def _print(made: dict[str, Any], output: Path) -> None:
+    measured = made["measured"]
+    cut = made["truncated_prompts"]
+    typer.echo(f"rows: {made['rows']:,}" + (f", {cut:,} of them with a cut prompt" if cut else ""))
+    typer.echo(f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer")
+    typer.echo(
+        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
+        f"generating, tau {measured['tau']:.2f}"
+    )
+    typer.echo(f"answers: {output}")

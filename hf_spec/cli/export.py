@@ -1,0 +1,44 @@
+"""``hf-spec export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable
+from hf_spec.model.loading import load_model
+
+
+def export(
+    folder: opt.AdapterFolder,
+    form: Annotated[str, typer.Option("--format", help="For what, such as vllm.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    model: Annotated[
+        str | None, typer.Option(help="Base model.  [default: that of the adapter]")
+    ] = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
+) -> None:
+    """Write an adapter as another program reads it.
+
+    'vllm', for 'medusa': a Medusa speculator, config.json and model.safetensors.
+
+    \b
+    Examples:
+      hf-spec export ./medusa --format vllm --output ./medusa-vllm
+      vllm serve M --speculative-config '{"method": "medusa", "model": "./medusa-vllm",
+          "num_speculative_tokens": 4}'
+    """
+    from hf_spec.hub import transfer as work
+    from hf_spec.hub.folder import CONFIG, read_json
+
+    work.exporter(folder, form)
+    name = model or read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{str(folder)!r} does not name its base model: give --model")
+    check_writable(output)
+    base, _ = load_model(name, dtype, device)
+    typer.echo(f"written: {work.export_adapter(folder, form, base, output)}")

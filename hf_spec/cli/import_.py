@@ -1,0 +1,50 @@
+"""``hf-spec import``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable
+from hf_spec.model.loading import load_model
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="A published checkpoint, .safetensors or .pt.")],
+    kind: Annotated[str, typer.Option("--type", help="What it holds, such as medusa.")],
+    model: Annotated[
+        str, typer.Option(help="Base model it was made for: a folder, or a repository on the Hub.")
+    ],
+    output: Annotated[Path, typer.Option(help="Adapter folder.")],
+    strategy_kwargs: opt.StoredKwargs = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
+) -> None:
+    """Turn a checkpoint that others have published into an adapter.
+
+    Nothing that such a file holds is run: of files of torch.save only tensors are read, and what is
+    written is safetensors. A checkpoint in several files is given by its .index.json. Published
+    layouts of 'medusa': heads with their own projections or a shared one, alone or among the
+    weights of a model; vLLM's.
+
+    \b
+    Examples:
+      hf download FasterDecoding/medusa-vicuna-7b-v1.3 --local-dir ./published
+      hf-spec import ./published/medusa_lm_head.pt --type medusa --model lmsys/vicuna-7b-v1.3 \\
+          --output ./medusa
+      hf-spec import ./model/pytorch_model.bin.index.json --type medusa --model ./model \\
+          --output ./medusa
+    """
+    from hf_spec.hub import transfer as work
+
+    chosen, _ = work.importable(kind)
+    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    chosen.parse_options(options)
+    if not file.is_file():
+        raise ValueError(f"there is no file {str(file)!r}")
+    check_writable(output)
+    base, _ = load_model(model, dtype, device)
+    typer.echo(f"adapter: {work.import_adapter(file, kind, base, output, options)}")

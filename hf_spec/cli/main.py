@@ -1,0 +1,110 @@
+"""``hf-spec``: wires the commands, each of which has a file of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli.bench import bench
+from hf_spec.cli.card import card
+from hf_spec.cli.common import BAD_INPUT, INTERRUPTED
+from hf_spec.cli.demo import demo
+from hf_spec.cli.distill import distill
+from hf_spec.cli.export import export
+from hf_spec.cli.import_ import import_
+from hf_spec.cli.plot import plot
+from hf_spec.cli.push import push
+from hf_spec.cli.quality import quality
+from hf_spec.cli.search import search
+from hf_spec.cli.serve import serve
+from hf_spec.cli.strategies import strategies
+from hf_spec.cli.train import train
+from hf_spec.cli.tune import tune
+
+#: Set to anything to see the whole traceback of an error.
+TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
+
+app = typer.Typer(
+    name="hf-spec",
+    rich_markup_mode=None,  # help texts are shown as written, examples on lines of their own
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command()(demo)
+app.command()(bench)
+app.command()(quality)
+app.command()(distill)
+# What it does not know are fields of the method's config.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command()(search)
+app.command()(tune)
+app.add_typer(plot, name="plot")
+app.command()(card)
+app.command()(push)
+app.command(name="import")(import_)
+app.command()(export)
+app.command()(strategies)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)(serve)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from hf_spec.bench.report import package_version
+
+        typer.echo(f"hf-spec {package_version('hf_spec')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Speculative decoding for Hugging Face Transformers: the same text, in fewer forward passes.
+
+    \b
+    Examples:
+      hf-spec demo
+      hf-spec strategies
+      hf-spec bench --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --strategies prompt_lookup
+
+    HF_SPEC_TRACEBACK=1 shows the whole traceback of an error.
+    """
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; bad input ends in one line on stderr and an exit code other than zero."""
+    try:
+        code = app(arguments, prog_name="hf-spec", standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        print("hf-spec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        # typer's own errors: usage, or the help of a command without arguments.
+        if hasattr(error, "format_message"):
+            return _usage(error)
+        expected = isinstance(error, ValueError | OSError | ImportError)
+        if not expected or os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"hf-spec: {line}", file=sys.stderr)
+        return BAD_INPUT
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Exception) -> int:
+    message = getattr(error, "format_message")().strip()  # noqa: B009
+    if message.startswith("Usage:"):
+        print(message)
+    elif message:
+        print(f"hf-spec: {message}", file=sys.stderr)
+    return int(getattr(error, "exit_code", BAD_INPUT))

@@ -1,0 +1,123 @@
+"""Options that several commands have, and what their values mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_spec.core.checks import check_count, check_range
+
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+
+
+def _known(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+    return dtype
+
+
+def use_threads(threads: int | None) -> int | None:
+    """Let torch use so many."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    return threads
+
+
+Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
+Dtype = Annotated[str, typer.Option(callback=_known, help=f"One of {', '.join(DTYPES)}.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Prompts in all, spread evenly over categories.")
+]
+NewTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
+AdapterFolder = Annotated[Path, typer.Argument(help="Adapter folder.")]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(help="Adapter folder or repository; may be given several times."),
+]
+KwargsByName = Annotated[
+    list[str] | None,
+    typer.Option(help="Options of a strategy, NAME=JSON; may be given several times."),
+]
+StoredKwargs = Annotated[
+    str | None,
+    typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
+]
+DoSample = Annotated[bool, typer.Option("--do-sample", help="Sample; default greedy.")]
+Temperature = Annotated[float | None, typer.Option(help="With --do-sample.")]
+TopK = Annotated[int | None, typer.Option(help="With --do-sample.")]
+TopP = Annotated[float | None, typer.Option(help="With --do-sample.")]
+
+
+def sampling(
+    do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
+) -> dict[str, Any]:
+    """The sampling options that are given, checked.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and not do_sample:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --do-sample")
+    if temperature is not None:
+        check_range("--temperature", temperature, 0.0, open_low=True)
+    if top_k is not None:
+        check_count("--top-k", top_k)
+    if top_p is not None:
+        check_range("--top-p", top_p, 0.0, 1.0, open_low=True)
+    return given
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as ``1,2,4``."""
+    sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(sizes) < 1:
+        raise ValueError(f"{option} {text!r}: must be numbers from 1, such as 1 or 1,2,4")
+    return list(dict.fromkeys(sizes))
+
+
+def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options such as ``prompt_lookup={"max_ngram": 3}``, by strategy.
+
+    Raises:
+        ValueError: not of that form, or the strategy does not take part.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name = next((name for name in names if text.startswith(f"{name}=")), None)
+        if name is None:
+            raise ValueError(
+                f"--strategy-kwargs {text!r} must be NAME=JSON with a NAME that takes part: "
+                f"{', '.join(names) or 'none does'}"
+            )
+        options = json_object(f"--strategy-kwargs {text!r}", text[len(name) + 1 :])
+        result.setdefault(name, {}).update(options)
+    return result
+
+
+def json_object(option: str, text: str | None) -> dict[str, Any]:
+    """The JSON object that a command-line option gives; empty if it is not given.
+
+    Raises:
+        ValueError: naming ``option``; it is no JSON, or no object.
+    """
+    try:
+        value = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option}: must be a JSON object, such as {{}}")
+    return value

@@ -1,0 +1,35 @@
+"""``hf-spec push``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli import options as opt
+
+
+def push(
+    folder: opt.AdapterFolder,
+    repository: Annotated[str, typer.Argument(help="owner/name on the Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Name of the base model on the Hub, if the adapter names a folder."),
+    ] = None,
+) -> None:
+    """Upload an adapter folder to the Hub.
+
+    The folder must be complete, as 'hf-spec search' writes it. A card that was edited by hand is
+    uploaded as it is. The study of a search stays here. Log in with 'hf auth login' before.
+
+    \b
+    Examples:
+      hf-spec push ./skip org/qwen3-0.6b-layer-skip
+      hf-spec push ./skip org/name --private --revision v2
+    """
+    from hf_spec.hub.push import push as upload
+
+    address = upload(folder, repository, private=private, revision=revision, base_model=base_model)
+    typer.echo(f"uploaded: {address}")

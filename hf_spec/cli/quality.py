@@ -1,0 +1,92 @@
+"""``hf-spec quality``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable, progress_bar, require
+from hf_spec.model.loading import load_model
+
+DEFAULT_OUTPUT = Path("hf-spec-quality")
+
+
+def quality(
+    model: opt.Model,
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines with turns, prompt or question, and answer.")
+    ],
+    adapter: opt.Adapters = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="As for 'hf-spec bench'.  [default: those of the adapters]"),
+    ] = None,
+    strategy_kwargs: opt.KwargsByName = None,
+    dtype: opt.Dtype = "bfloat16",
+    max_new_tokens: opt.NewTokens = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
+    limit: opt.Limit = None,
+    output: Annotated[Path, typer.Option(help="Folder for quality.json.")] = DEFAULT_OUTPUT,
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+) -> None:
+    """Score answers against references, where they may differ from the base model's.
+
+    That is so for adapters that fine-tune the model (space) and for lossy acceptance; exact
+    strategies give the model's own answers and are left out. Greedy. Prints, and writes to
+    quality.json: perplexity of the references, chrF of the answers, how often an answer's last
+    number is the reference's, and the share of answers that equal the base model's.
+
+    \b
+    Examples:
+      hf-spec quality --model M --adapter ./space --adapter ./sft --prompts gsm8k.jsonl
+      hf-spec quality --model M --adapter ./bita --prompts P.jsonl --limit 100 \\
+          --strategy-kwargs 'bita={"acceptance": "typical"}'
+    """
+    from hf_spec.bench import contenders as lineup
+    from hf_spec.bench import quality as work
+    from hf_spec.bench import report
+    from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.files import write_atomically
+
+    require("quality", "sacrebleu")
+    adapters = lineup.read_adapters(adapter or ())
+    named = strategies or ",".join(dict.fromkeys(one.strategy for one in adapters))
+    names = lineup.parse_names(named) if named else []
+    options = opt.parse_kwargs(strategy_kwargs or (), names)
+    everyone = lineup.contenders(names, options, adapters)
+    chosen = spread(read_prompts(prompts), limit)
+    check_writable(output)
+    loaded, tokenizer = load_model(model, dtype, device)
+    lineup.load_adapters(loaded, adapters)
+    taking_part = work.measured(everyone)
+    environment = report.environment(loaded, model, prompts)
+    with progress_bar("quality") as progress:
+        scores = work.quality(
+            loaded, tokenizer, chosen, taking_part, max_new_tokens, batch_size, progress
+        )
+    data = {"environment": environment, "quality": [one.to_dict() for one in scores]}
+    write_atomically(output / "quality.json", json.dumps(data, indent=1))
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    table = Table(title=f"{len(chosen)} prompts, {max_new_tokens} new tokens at most")
+    table.add_column("answers of")
+    for head in ("perplexity", "chrF", "last number", "identical"):
+        table.add_column(head, justify="right")
+    for one in scores:
+        share = "-" if one.last_number is None else f"{one.last_number:.1%}"
+        table.add_row(
+            one.strategy, f"{one.perplexity:.3f}", f"{one.chrf:.1f}", share, f"{one.identical:.0%}"
+        )
+    console.print(table)
+    left_out = [one.name for one in everyone if one not in taking_part]
+    if left_out:
+        console.print(f"exact, so that their answers are plain decoding's: {', '.join(left_out)}")
+    console.print(f"results: {output / 'quality.json'}", soft_wrap=True)

@@ -1,0 +1,159 @@
+"""``hf-spec train``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import check_writable
+from hf_spec.model.loading import load_model
+
+
+def train(
+    context: typer.Context,
+    method: Annotated[str, typer.Argument(help="What to train, such as bita.")],
+    model: Annotated[
+        str | None, typer.Option(help="Base model: a folder, or a repository on the Hub. Needed.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder that 'hf-spec distill' wrote, or of your own answers. Needed."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Adapter folder. Needed.")] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimiser steps.  [default: --epochs decides]")
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Passes over the data.  [default: the method's]")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per step.  [default: the method's]")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate.  [default: the method's]")
+    ] = None,
+    num_anchors: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most places trained per sequence.  [default: the method's]"),
+    ] = None,
+    max_length: Annotated[int, typer.Option(min=4, help="Cut longer sequences.")] = 1024,
+    held_out: Annotated[int, typer.Option(min=1, help="Rows kept for evaluation.")] = 32,
+    served_prompts: Annotated[
+        int, typer.Option(min=1, help="Held-out prompts decoded at each evaluation.")
+    ] = 16,
+    served_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
+    eval_steps: Annotated[
+        int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")
+    ] = 100,
+    strategy_kwargs: opt.StoredKwargs = None,
+    training_args: Annotated[
+        str | None,
+        typer.Option(help="Further fields of transformers.TrainingArguments, a JSON object."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = (
+        False
+    ),
+    seed: Annotated[int, typer.Option(help="Of initial values, order and anchors.")] = 0,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    list_fields: Annotated[
+        bool, typer.Option("--list-fields", help="List the fields of the method's config.")
+    ] = False,
+) -> None:
+    """Train an adapter on answers that the base model gave.
+
+    Every field of the method's adapter config is an option, too (--num-mask-tokens 4);
+    --list-fields shows them. Training is transformers' Trainer: 'accelerate launch' runs it on
+    several devices, --training-args reaches everything else (logging, precision, FSDP). At each
+    evaluation held-out prompts are decoded; the checkpoint of the largest tau is kept, or that of
+    the smallest loss where the method fine-tunes the model. The base model is not changed, unless
+    a field of the config says so.
+
+    \b
+    Examples:
+      hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
+      hf-spec train bita --list-fields
+      hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
+      hf-spec train bita --model M --data D --output ./bita --resume \\
+          --training-args '{"report_to": "tensorboard"}'
+    """
+    from hf_spec.training import train as work
+
+    chosen = work.trainable_method(method)
+    fields = work.config_fields(chosen)
+    if list_fields:
+        for name, item in fields.items():
+            option = "--" + name.replace("_", "-")
+            factory: Any = item.default_factory
+            default = factory() if item.default is dataclasses.MISSING else item.default
+            typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {default}]")
+        return
+    if model is None or data is None or output is None:
+        raise ValueError("give --model, --data and --output")
+    config = parse_fields(context.args, fields, method)
+    assert chosen.adapter_config is not None
+    # A wrong value is told before anything is loaded.
+    adapter_config = chosen.adapter_config(**config)
+    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    chosen.parse_options(options)
+    settings = work.TrainSettings(
+        max_steps=max_steps, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
+        num_anchors=num_anchors, max_length=max_length, held_out=held_out,
+        served_prompts=served_prompts, served_tokens=served_tokens, eval_steps=eval_steps,
+        options=options, seed=seed, arguments=opt.json_object("--training-args", training_args),
+    )  # fmt: skip
+    work.training_arguments(chosen, settings, output, adapter_config)
+    check_writable(output)
+
+    from hf_spec.training.dataset import read_answers, read_provenance
+
+    base, tokenizer = load_model(model, dtype, device)
+    rows = read_answers(data, tokenizer)
+    record = work.train(
+        base, rows, method, output, config, settings, resume,
+        provenance=read_provenance(data), tokenizer=tokenizer,
+    )  # fmt: skip
+    if not record:  # not the main process
+        return
+
+    from hf_spec.hub.card import write_card
+
+    write_card(output)
+    best = record["best"]
+    if best is not None:
+        typer.echo(f"best tau: {best['eval_tau']:.2f} at step {best['step']}")
+    typer.echo(f"adapter: {output}")
+
+
+def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> dict[str, Any]:
+    """Options such as ``--num-mask-tokens 4`` or ``--num-mask-tokens=4`` as config fields.
+
+    Raises:
+        ValueError: an option is no field, or has no value.
+    """
+    config: dict[str, Any] = {}
+    left = list(arguments)
+    while left:
+        option, equals, value = left.pop(0).partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or name not in fields:
+            known = ", ".join("--" + field.replace("_", "-") for field in fields)
+            raise ValueError(
+                f"'hf-spec train {method}' has no option {option!r}; fields of its config are "
+                f"{known}; see 'hf-spec train --help' for the others"
+            )
+        if not equals:
+            if not left:
+                raise ValueError(f"{option} needs a value")
+            value = left.pop(0)
+        try:
+            config[name] = json.loads(value)
+        except json.JSONDecodeError:
+            config[name] = value  # a word
+    return config

@@ -1,0 +1,23 @@
+"""Checks of what users give: numbers in their range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_range(
+    name: str, value: Any, low: float, high: float = float("inf"), open_low: bool = False
+) -> None:
+    """Raise a ValueError unless ``value`` is a number in [low, high] (or (low, high])."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name}={value!r}: must be a number in {bracket}{low}, {high}].")
+
+
+def check_count(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
+    """Raise a ValueError unless ``value`` is an int of at least ``low`` (and at most ``high``)."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")

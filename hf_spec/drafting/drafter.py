@@ -1,0 +1,214 @@
+"""Drafters: what the loop shows them, what they propose, and what they hear of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.probes import ProbeRows
+from hf_spec.core.pruning import Survivors
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import TreeBatch
+from hf_spec.model.tree_forward import ProbeInputs, Pruning, TreeForward
+
+
+@dataclass
+class Draft:
+    """Candidates for one step.
+
+    Attributes:
+        tree: tree of each row; node 0 is the root.
+        tokens: ``(batch, nodes)`` int64, column 0 the root's token.
+        distributions: ``(batch, nodes, vocab)`` q from which each candidate was sampled, after all
+            logits processors; None if candidates were not sampled. Column 0 is ignored.
+        probes: rows that run behind the nodes and tell the drafter of future tokens.
+    """
+
+    tree: TreeBatch
+    tokens: Tensor
+    distributions: Tensor | None = None
+    probes: ProbeRows | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that its forward has for each batch row."""
+        return self.tokens.shape[1] + (0 if self.probes is None else self.probes.num_probes)
+
+    def left_with(self, survivors: Survivors) -> Draft:
+        """What pruning left of it."""
+        tokens = self.tokens.gather(1, survivors.nodes)
+        return Draft(survivors.tree, tokens, None, survivors.probes)
+
+
+class Process(Protocol):
+    """The call's logits processors."""
+
+    @property
+    def trivial(self) -> bool:
+        """Whether they leave the order of the logits as it is, so that the likeliest stays so."""
+
+    def __call__(
+        self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool]
+    ) -> Tensor:
+        """Logits ``(batch, vocab)`` -> float32 scores after all processors, each active row's
+        prefix being its tokens so far and then its suffix."""
+
+
+@dataclass
+class DecodingState:
+    """What the loop shows a drafter; read it, don't change it.
+
+    Rows are those that the batch still carries: it shrinks as rows finish (:meth:`select`).
+
+    Attributes:
+        model: the model that is decoded.
+        forward: runs the model on nodes of a tree behind the cached tokens.
+        cache: the cache; all tokens of a row but its last (the root) are in it.
+        tokens: each row's real tokens so far, prompt included, padding left out.
+        root: ``(batch,)`` the last token of each row.
+        active: rows that are not finished.
+        remaining: how many tokens each row may still emit.
+        do_sample: whether tokens are sampled.
+        process: applies the call's logits processors.
+        stats: the statistics of the call so far.
+        probe_hidden: ``(batch, group, hidden)`` what the last step's forward made of the probes
+            under each row's last accepted node; None if there were none.
+        probe_counts: how many of them each row has; the others are any rows. 0 in finished rows.
+        hidden: ``(batch, hidden)`` final hidden state of each row's last accepted node, from which
+            the model made the root's token; any states in finished rows. Of the prompt's last token
+            at first. None unless the drafter wants it, or while it is not known.
+        rows: which row of the call each of these is.
+        strategy: what is decoded with: the method, its options and its adapter. What a call leaves
+            for later ones is for those with the same.
+    """
+
+    model: Any
+    forward: TreeForward
+    cache: TreeCache
+    tokens: list[list[int]]
+    root: Tensor
+    active: list[bool]
+    remaining: list[int]
+    do_sample: bool
+    process: Process
+    stats: SpecStats = field(default_factory=SpecStats)
+    probe_hidden: Tensor | None = None
+    probe_counts: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
+    rows: list[int] = field(default_factory=list)
+    strategy: Hashable = None
+
+    def __post_init__(self) -> None:
+        self.probe_counts = self.probe_counts or [0] * len(self.tokens)
+        self.rows = self.rows or list(range(len(self.tokens)))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``; for the loop."""
+        self.forward.select(rows)
+        for name in ("tokens", "active", "remaining", "probe_counts", "rows"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in rows])
+        for name in ("root", "probe_hidden", "hidden"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[torch.tensor(rows, device=tensor.device)])
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest candidate that any row can still use: one token of the budget is the bonus."""
+        left = [n for n, active in zip(self.remaining, self.active) if active]
+        return max(left, default=1) - 1
+
+
+class Drafter(CandidateGenerator):
+    """Proposes candidates. One instance serves one ``generate()`` call.
+
+    Attributes:
+        single_forward: whether a step is one forward pass of the model; False if drafting runs
+            the model, too.
+        runs_modules: whether drafting runs modules of the model, such as its output embeddings.
+        probe_inputs: what has been learned for the probes of its drafts, if they have any.
+        wants_hidden: whether it reads ``DecodingState.hidden``.
+    """
+
+    single_forward: ClassVar[bool] = True
+    runs_modules: ClassVar[bool] = False
+    probe_inputs: ProbeInputs | None = None
+    wants_hidden: bool = False
+
+    def __init__(self, model: Any, options: Any):
+        self.model = model
+        self.options = options
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """Leaves out nodes of the draft just proposed on their way through the model.
+
+        Which ones depends on their tokens, so that such a draft must carry no distributions.
+        """
+        return None
+
+    def start(self, state: DecodingState) -> None:
+        """Called once, after the prefill."""
+
+    @abstractmethod
+    def propose(self, state: DecodingState) -> Draft:
+        """Candidates for the next step; a tree of the root alone if there are none."""
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        """Called after each step with the accepted nodes per row, root first; none if finished.
+
+        ``draft`` is what was proposed, or the root alone where the loop took a plain step instead.
+        """
+
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        """Called between two steps when rows that are finished have left the batch.
+
+        A drafter that keeps something for each row selects it here; the state is already that of
+        the smaller batch.
+
+        Args:
+            rows: row ``i`` is now the one that was ``rows[i]``; each at most once, in any order.
+        """
+
+    def details(self) -> dict[str, Any]:
+        """What the drafter reports in ``SpecStats.details``."""
+        return {}
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    @abstractmethod
+    def chain(self, input_ids: Tensor) -> list[int]:
+        """The likeliest tokens behind a sequence, ``(1, seq)`` and without padding."""
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """For Transformers' own assisted decoding, whose batches have one row.
+
+        Args:
+            input_ids: ``(1, seq)``.
+
+        Returns:
+            ``(1, seq + candidates)`` ids with :meth:`chain` behind them, and no logits.
+        """
+        with torch.no_grad():
+            chain = self.chain(input_ids)
+        candidates: Any = torch.cat([input_ids, input_ids.new_tensor([chain])], dim=1)
+        return candidates, None
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
+        """Part of the ``CandidateGenerator`` interface; stock decoding reports matches here."""

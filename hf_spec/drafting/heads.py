@@ -1,0 +1,223 @@
+"""Heads on the final hidden state, one per future token: what methods that have some share.
+
+Head k reads the hidden state from which the model makes the next token and predicts the token k
+places behind that one (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with
+Multiple Decoding Heads", 2024, section 2.1.1): residual blocks, x + SiLU(W x + b), and then a
+projection to the vocabulary. W = 0 and b = 0 at first, so that every head starts as the LM head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.model.hidden_states import model_logits, output_logits, states_at
+from hf_spec.model.sequences import future_labels, token_hidden
+from modeling_patches.low_rank import features
+
+PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
+#: Names of the parameters: blocks' weights and biases, and the projections of heads with own ones.
+WEIGHTS, BIASES, PROJECTION = "weights", "biases", "projections"
+
+
+@dataclass
+class HeadsConfig(SpecPeftConfig):
+    """Config of an adapter with heads.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+
+    num_heads: int = field(
+        default=4, metadata={"help": "Future tokens drafted besides the certain one."}
+    )
+    num_layers: int = field(default=1, metadata={"help": "Residual blocks of each head."})
+    projection: str = field(
+        default="shared",
+        metadata={
+            "help": "shared: heads use the model's output embeddings. own: each head trains a copy "
+            "of them, num_heads * vocabulary * hidden parameters."
+        },
+    )
+    decay: float = field(
+        default=0.8, metadata={"help": "Head k's loss counts decay ** k in training."}
+    )
+    loss: str = field(
+        default="hard",
+        metadata={
+            "help": "hard: cross-entropy of the answer's tokens. distillation: KL divergence from "
+            "what the model itself predicts for them."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_heads", self.num_heads, high=MAX_FUTURE)
+        check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
+        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
+        for name, known in (("projection", PROJECTIONS), ("loss", LOSSES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: choose one of {', '.join(known)}.")
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise ValueError if `model` has no output embeddings that the heads can start from."""
+        super().check_base(model)
+        embeddings = _output_embeddings(model)
+        weight = getattr(embeddings, "weight", None)
+        plain = isinstance(weight, Tensor) and weight.is_floating_point()
+        if self.projection == "own" and not self.inference_mode and not plain:
+            raise ValueError(
+                "projection='own' starts from the output embeddings, which are quantised here: "
+                "choose projection='shared', or load the model without quantisation."
+            )
+
+
+class HeadsAdapter(SpecAdapterLayer):
+    """``weights`` (heads, layers, hidden, hidden) and ``biases`` (heads, layers, hidden) of the
+    blocks; with own projections ``projections`` (heads, vocab, hidden)."""
+
+    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
+        assert isinstance(config, HeadsConfig)
+        embeddings = _output_embeddings(model)
+        hidden, vocab = features(embeddings) or (0, 0)
+        heads, layers = config.num_heads, config.num_layers
+        tensors = {
+            WEIGHTS: torch.zeros(heads, layers, hidden, hidden),
+            BIASES: torch.zeros(heads, layers, hidden),
+        }
+        if config.projection == "own":
+            if config.inference_mode:  # to be loaded
+                tensors[PROJECTION] = torch.zeros(heads, vocab, hidden)
+            else:
+                tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
+        return tensors
+
+
+def _output_embeddings(model: Any) -> Any:
+    """The linear module that makes logits.
+
+    Raises:
+        ValueError: there is none.
+    """
+    embeddings = model.get_output_embeddings()
+    if embeddings is None or features(embeddings) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no linear output embeddings, whose input the heads read: "
+            "choose another method."
+        )
+    return embeddings
+
+
+def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """What the heads' blocks make of final hidden states.
+
+    Args:
+        weights: the adapter's parameters; leave out heads by slicing them.
+        hidden: ``(..., hidden)``.
+
+    Returns:
+        ``(..., heads, hidden)`` in the parameters' dtype, on their device.
+    """
+    states = []
+    for blocks, biases in zip(weights[WEIGHTS], weights[BIASES]):
+        state = hidden.to(blocks)
+        for weight, bias in zip(blocks, biases):
+            state = state + functional.silu(functional.linear(state, weight, bias))
+        states.append(state)
+    return torch.stack(states, dim=-2)
+
+
+def draft_logits(model: Any, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Logits of the heads, ``(batch, heads, vocab)``, up to what leaves their order as it is.
+
+    Args:
+        model: the base model.
+        weights: see :func:`head_states`.
+        hidden: ``(batch, hidden)``.
+    """
+    states = head_states(weights, hidden)
+    if PROJECTION in weights:
+        return _projected(model, weights[PROJECTION], states)
+    return output_logits(model, states.to(hidden))
+
+
+def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
+    """Own projections of ``states`` (..., heads, hidden), with the model's bias if it has one."""
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    bias = None if bias is None else bias.to(states)
+    each = zip(states.unbind(-2), projections)
+    return torch.stack([functional.linear(x, weight, bias) for x, weight in each], dim=-2)
+
+
+def heads_loss(
+    model: Any,
+    adapter: ActiveAdapter,
+    input_ids: Tensor,
+    labels: Tensor,
+    anchors: Tensor,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The heads' losses, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)).
+
+    A head's loss is a mean over the places of a sequence that it can predict from; the result is a
+    mean over sequences. Own projections learn to do without a scaling or soft cap of the model's
+    logits.
+
+    Args:
+        model: the frozen base model.
+        adapter: the adapter that is trained; its config is a :class:`HeadsConfig`.
+        input_ids: ``(batch, seq)`` prompts with the answers the base gave.
+        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
+        anchors: ``(batch, anchors)`` columns t: the model itself predicts token t + 1, head k,
+            from 1, token t + 1 + k.
+        attention_mask: ``(batch, seq)``, 0 for padding, on either side.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, heads, vocab)``; ``labels``, ``(batch,
+        anchors, heads)``.
+    """
+    hidden = token_hidden(model, input_ids, attention_mask)
+    return loss_of_states(model, adapter, hidden, labels, anchors)
+
+
+def loss_of_states(
+    model: Any, adapter: ActiveAdapter, hidden: Tensor, labels: Tensor, anchors: Tensor
+) -> dict[str, Tensor]:
+    """:func:`heads_loss` from final hidden states ``(batch, seq, hidden)``."""
+    config: Any = adapter.config
+    weights = adapter.weights()
+    group = ProbeGroup.causal(config.num_heads)
+    wanted = future_labels(labels, anchors, group).to(hidden.device)
+    anchors = anchors.to(hidden.device)
+    states = head_states(weights, states_at(hidden, anchors))
+    if config.projection == "own":
+        logits = _projected(model, weights[PROJECTION], states)
+    else:
+        logits = _model_logits(model, states.to(hidden))
+    own = None
+    if config.loss == "distillation":
+        with torch.no_grad():
+            steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
+            later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
+            own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
+    per_head = wanted_mean(prediction_losses(logits, wanted, own), wanted, 1)  # (batch, heads)
+    shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
+    return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
+
+
+def _model_logits(model: Any, states: Tensor) -> Tensor:
+    """The model's own logits of ``states`` (batch, anchors, heads, hidden)."""
+    return model_logits(model, states.flatten(1, 2)).unflatten(1, states.shape[1:3])

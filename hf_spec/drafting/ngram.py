@@ -1,0 +1,286 @@
+"""Candidates found in the sequence itself: n-gram look-up, and merging it into another draft.
+
+Each new token is indexed once per n-gram size; a look-up costs what it returns, however long the
+sequence is. Plain lists and dictionaries: sequences are short and single look-ups dominate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_spec.core.probes import hang
+from hf_spec.core.tree import TokenTree, TreeBatch, merge
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.wrapped_drafter import WrappedDrafter
+
+#: How much more a match counts per token of its n-gram.
+WEIGHT_PER_NGRAM = 4.0
+
+
+class NgramIndex:
+    """Where each n-gram of a sequence ends.
+
+    Args:
+        min_ngram, max_ngram: sizes that are indexed.
+    """
+
+    def __init__(self, min_ngram: int, max_ngram: int):
+        self.sizes = range(max_ngram, min_ngram - 1, -1)
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._indexed = 0
+
+    def update(self, tokens: list[int]) -> None:
+        """Index the n-grams that ``tokens`` has more than at the last call."""
+        for end in range(self._indexed + 1, len(tokens) + 1):
+            for size in self.sizes:
+                if size <= end:
+                    self._ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
+        self._indexed = len(tokens)
+
+    def matches(self, tokens: list[int], limit: int) -> list[tuple[int, int]]:
+        """Earlier places where the sequence's end occurs: ``(end, size)``, longest n-gram first.
+
+        Among equal sizes the latest comes first; each place is named once, with its longest match.
+        """
+        found: list[tuple[int, int]] = []
+        seen: set[int] = set()
+        here = len(tokens)
+        for size in self.sizes:
+            if size > here:
+                continue
+            for end in reversed(self._ends.get(tuple(tokens[here - size :]), ())):
+                if end == here or end in seen:
+                    continue
+                seen.add(end)
+                found.append((end, size))
+                if len(found) == limit:
+                    return found
+        return found
+
+
+class Confidence:
+    """How often look-ups have been right in this sequence, learned as it grows.
+
+    Estimates start from one success in two trials, so that the first look-ups are tried.
+    """
+
+    def __init__(self) -> None:
+        self._hits: dict[int, int] = {}
+        self._trials: dict[int, int] = {}
+        self._deeper_hits = 4.0
+        self._deeper_trials = 5.0
+
+    def first(self, size: int) -> float:
+        """Chance that a continuation of an n-gram of this size starts with the right token."""
+        return (self._hits.get(size, 0) + 1) / (self._trials.get(size, 0) + 2)
+
+    @property
+    def deeper(self) -> float:
+        """Chance that a continuation that was right so far is right one token further."""
+        return self._deeper_hits / self._deeper_trials
+
+    def observe(self, size: int, accepted: int, depth: int) -> None:
+        """Learn from a step that accepted ``accepted`` candidates of a tree of this depth."""
+        self._trials[size] = self._trials.get(size, 0) + 1
+        self._hits[size] = self._hits.get(size, 0) + (accepted > 0)
+        if accepted > 0 and depth > 1:
+            # Old evidence fades: loops and copied passages begin and end.
+            keep = 0.9
+            self._deeper_hits = keep * self._deeper_hits + accepted - 1
+            self._deeper_trials = keep * self._deeper_trials + min(accepted, depth - 1)
+
+
+def continuation_tree(
+    tokens: list[int],
+    matches: list[tuple[int, int]],
+    max_depth: int,
+    max_nodes: int,
+    confidence: Confidence | None = None,
+    min_probability: float = 0.0,
+) -> tuple[TokenTree, list[int]]:
+    """Merge the continuations of the matches into one tree.
+
+    A continuation that reaches the end of the sequence goes on with its own first tokens, so that
+    a loop is continued at any depth. A node's probability is estimated from the share of the
+    matches that pass through it (longer n-grams and later places counting more), times what
+    ``confidence`` says of such matches; the ``max_nodes`` most probable nodes are kept.
+
+    Args:
+        tokens: the sequence.
+        matches: from :meth:`NgramIndex.matches`.
+        max_depth, max_nodes: limits of the tree.
+        confidence: estimates learned so far; None takes those of the start.
+        min_probability: candidates less probable than this are left out.
+
+    Returns:
+        The tree and its candidates' tokens (the root's is not among them).
+    """
+    if not matches or max_depth < 1:
+        return TokenTree.chain(0), []
+    confidence = confidence or Confidence()
+    chance, deeper = confidence.first(matches[0][1]), confidence.deeper
+    longest = matches[0][1]
+    shares = [
+        WEIGHT_PER_NGRAM ** (size - longest) / (1 + order)
+        for order, (_, size) in enumerate(matches)
+    ]
+    total = sum(shares)
+    # A trie of (parent, token, depth); children are found by (parent, token).
+    trie: list[tuple[int, int, int]] = [(-1, -1, 0)]
+    probability: list[float] = [1.0]
+    children: dict[tuple[int, int], int] = {}
+    here = len(tokens)
+    for (end, _), share in zip(matches, shares):
+        weight = chance * share / total
+        parent = 0
+        for depth in range(1, max_depth + 1):
+            place = end + depth - 1
+            token = tokens[place if place < here else end + (depth - 1) % (here - end)]
+            key = (parent, token)
+            node = children.get(key)
+            if node is None:
+                node = children[key] = len(trie)
+                trie.append((parent, token, depth))
+                probability.append(0.0)
+            probability[node] += weight
+            weight *= deeper
+            parent = node
+    # A parent is at least as probable as its child and stands before it, so that the best nodes
+    # form a tree.
+    best = sorted(range(1, len(trie)), key=lambda node: -probability[node])[:max_nodes]
+    best = [node for node in best if probability[node] >= min_probability]
+    best.sort(key=lambda node: trie[node][2])
+    place_of = {0: 0}
+    parents, kept = [-1], []
+    for node in best:
+        place_of[node] = len(parents)
+        parents.append(place_of[trie[node][0]])
+        kept.append(trie[node][1])
+    return TokenTree.from_parents(parents), kept
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a look-up may return; the defaults are those of ``prompt_lookup``.
+
+    Attributes:
+        max_ngram, min_ngram: sizes of n-grams looked up, longest first.
+        max_matches: occurrences whose continuations are merged (the tree's width).
+        max_depth: tokens taken from each continuation.
+        max_nodes: most candidates in the tree.
+        min_probability: candidates whose estimated probability is lower are left out.
+    """
+
+    max_ngram: int = 4
+    min_ngram: int = 1
+    max_matches: int = 8
+    max_depth: int = 12
+    max_nodes: int = 15
+    min_probability: float = 0.02
+
+
+class Retrieval:
+    """N-gram look-up in one growing sequence, learning how far to trust itself."""
+
+    def __init__(self, limits: Any):
+        self.limits = limits
+        self.index = NgramIndex(limits.min_ngram, limits.max_ngram)
+        self.confidence = Confidence()
+        self._longest = 0
+
+    def lookup(self, tokens: list[int], max_depth: int) -> tuple[TokenTree, list[int]]:
+        """Tree of continuations of ``tokens`` and its candidates' tokens."""
+        limits = self.limits
+        self.index.update(tokens)
+        matches = self.index.matches(tokens, limits.max_matches)
+        self._longest = matches[0][1] if matches else 0
+        return continuation_tree(
+            tokens, matches, min(limits.max_depth, max_depth), limits.max_nodes, self.confidence,
+            limits.min_probability,
+        )  # fmt: skip
+
+    def observe(self, accepted: int, depth: int) -> None:
+        """Learn how many candidates of the last look-up, a tree of this depth, were accepted."""
+        if depth:
+            self.confidence.observe(self._longest, accepted, depth)
+
+
+def with_retrieval(drafter: Drafter) -> Drafter:
+    """The drafter with look-ups among its candidates; those around it see one tree."""
+    if isinstance(drafter, WrappedDrafter):
+        drafter.inner = with_retrieval(drafter.inner)
+        return drafter
+    return WithRetrieval(drafter)
+
+
+class WithRetrieval(WrappedDrafter):
+    """Merges look-ups into another drafter's trees (option ``retrieval=True``).
+
+    Candidates that both propose stand in the tree once. Looked-up candidates count as drawn from a
+    distribution that is certain of them, so rejection stays exact.
+    """
+
+    def start(self, state: DecodingState) -> None:
+        self.inner.start(state)
+        self.rows = [Retrieval(Limits()) for _ in state.tokens]
+
+    def propose(self, state: DecodingState) -> Draft:
+        draft = self.inner.propose(state)
+        own, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
+        device = draft.tokens.device
+        trees, rows, self._found = [], [], []
+        for row, tokens in enumerate(state.tokens):
+            count = draft.tree.row_candidates[row] + 1
+            tree = TokenTree.from_parents(parents[row][:count])
+            merged, depth, found = own[row][:count], 0, set[int]()
+            if state.active[row]:
+                second, candidates = self.rows[row].lookup(tokens, state.max_depth)
+                tree, merged, places = merge(tree, merged, second, candidates)
+                depth, found = second.max_depth, set(places)
+            trees.append(tree)
+            rows.append(merged)
+            self._found.append((depth, found))
+        self._inner_draft = draft
+        nodes = max(map(len, rows))
+        padded = torch.tensor([row + [0] * (nodes - len(row)) for row in rows], device=device)
+        distributions = draft.distributions
+        if distributions is not None:
+            certain = torch.nn.functional.one_hot(padded, distributions.shape[-1])
+            certain = certain.to(distributions.dtype)
+            for row, count in enumerate(draft.tree.row_candidates):
+                certain[row, : count + 1] = distributions[row, : count + 1]
+            distributions = certain
+        stacked, probes = TreeBatch.stack(trees, device), None
+        if draft.probes is not None:
+            # None under what was found: look-ups hit in runs, so that behind one the next mostly
+            # follows, and probes under all of them would be most of the step.
+            group = draft.probes.group
+            sizes = [
+                [*held[: count + 1], *[0] * (len(tree) - count - 1)]
+                for held, count, tree in zip(draft.probes.sizes, draft.tree.row_candidates, trees)
+            ]
+            probes = hang(group, stacked, sizes)
+        return Draft(stacked, padded, distributions, probes)
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        if draft.tree.num_nodes == 1:  # also where nothing was proposed
+            self.inner.observe(state, draft, nodes)
+            return
+        # The inner nodes keep their places, so an accepted path is theirs as far as it is in them.
+        inner = [
+            [node for node in path if node <= count]
+            for path, count in zip(nodes, self._inner_draft.tree.row_candidates)
+        ]
+        self.inner.observe(state, self._inner_draft, inner)
+        for row, path in enumerate(nodes):
+            depth, found = self._found[row]
+            if path:
+                self.rows[row].observe(sum(node in found for node in path), depth)
+
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        self.rows = [self.rows[row] for row in rows]

@@ -1,0 +1,250 @@
+"""Options that strategies share: of all, of those with trees, of those with heads."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeStates
+
+#: Acceptance rules and whether they keep the target distribution.
+ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Options that every strategy has; a method's own options derive from this.
+
+    Attributes:
+        acceptance: ``match`` (exact: the target's own token, greedy or sampled, is what a candidate
+            is compared with), ``rejection`` (exact, for candidates that are sampled, too) or
+            ``typical`` (lossy). ``auto`` is ``match``, which has been faster wherever both were
+            tried.
+        typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+        retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
+        fallback: take plain steps while speculation does not pay. ``auto`` does so unless what is
+            emitted depends on which steps draft (sampled candidates, ``typical``).
+    """
+
+    acceptance: str = "auto"
+    retrieval: bool = False
+    fallback: bool | str = "auto"
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    #: Whether candidates can be sampled, and carry the distribution they were sampled from.
+    can_sample: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        rules = ("auto", *ACCEPTANCE_RULES)
+        if self.acceptance not in rules:
+            raise ValueError(f"acceptance={self.acceptance!r}: choose one of {', '.join(rules)}.")
+        if self.acceptance == "rejection" and not self.can_sample:
+            raise ValueError(
+                "acceptance='rejection': this strategy's candidates are not sampled from a "
+                "distribution. Use acceptance='match', which is exact for them."
+            )
+        if not isinstance(self.retrieval, bool):
+            raise ValueError(f"retrieval={self.retrieval!r}: must be True or False.")
+        if not isinstance(self.fallback, bool) and self.fallback != "auto":
+            raise ValueError(f"fallback={self.fallback!r}: must be 'auto', True or False.")
+        for name in ("typical_epsilon", "typical_delta"):
+            check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
+
+    @property
+    def samples(self) -> bool:
+        """Whether candidates are sampled where the call samples."""
+        return self.acceptance == "rejection"
+
+    def untimed(self) -> dict[str, Any]:
+        """Options to change so that what is drafted does not depend on what steps take here, or on
+        the calls before.
+
+        For figures that are compared with each other, such as those of a training's checkpoints.
+        """
+        return {"fallback": False}
+
+    @property
+    def other_adapters(self) -> tuple[str, ...]:
+        """Strategies whose adapters must be active, too, besides the strategy's own."""
+        return ()
+
+    @property
+    def lossless(self) -> bool:
+        return ACCEPTANCE_RULES.get(self.acceptance, True)
+
+
+#: What the option ``tree`` says for trees that are chosen while decoding, and for those that
+#: ``hf-spec tune`` has chosen.
+ONLINE, TUNED = "online", "tuned"
+
+
+def is_dynamic(tree: Any) -> bool:
+    """Whether the option ``tree`` names tuned trees or gives a dynamic one.
+
+    A dynamic tree is a list of states as ``TreeStates.to_json`` gives it.
+
+    Raises:
+        ValueError: it looks like a dynamic tree, and is none.
+    """
+    if tree == TUNED:
+        return True
+    if isinstance(tree, str) or not isinstance(tree, Sequence) or not len(tree):
+        return False
+    if isinstance(tree[0], dict):
+        TreeStates.from_json(tree)
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class OnlineOptions(StrategyOptions):
+    """Options of a strategy whose trees can be chosen while decoding (ProPD, section 4.2).
+
+    Attributes:
+        tree: ``online`` does so.
+        max_rows: most rows of a step of such a tree, its nodes and probes, per batch row; None: 64.
+    """
+
+    tree: Any = ""
+    max_rows: int | None = None
+
+    #: Names of static trees that the method has, the usual one first.
+    trees: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_rows is None:
+            return
+        check_count("max_rows", self.max_rows, low=2, high=512)
+        if self.tree != ONLINE:
+            raise ValueError(
+                f"max_rows={self.max_rows} is of tree='online'; leave it out with another one."
+            )
+
+    def untimed(self) -> dict[str, Any]:
+        static = {"tree": self.trees[0], "max_rows": None} if self.tree == ONLINE else {}
+        return {**super().untimed(), **static}
+
+
+@dataclass(frozen=True)
+class TreeOptions(OnlineOptions):
+    """Options of a strategy whose candidates stand on trees of ranked predictions.
+
+    Attributes:
+        tree: a name of the method's; ``tuned``, what ``hf-spec tune`` chose for this device;
+            ``online``, chosen while decoding; a list of rank paths, as ``TokenTree.from_paths``
+            takes it, with all probes under each node; or a dynamic tree, a list of states as
+            ``TreeStates.to_json`` gives it.
+        max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
+            predicts. Dynamic trees say it themselves.
+    """
+
+    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ""
+    max_depth: int | None = None
+
+    #: Whether predictions take probes under the nodes; else every step knows all of them.
+    hangs_probes: ClassVar[bool] = True
+    #: Options that decide the trees' shape; dynamic trees take their place.
+    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "max_rows")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_depth is not None:
+            check_count("max_depth", self.max_depth)
+        if is_dynamic(self.tree):
+            if self.max_depth is not None:
+                raise ValueError(
+                    f"max_depth={self.max_depth} with a dynamic tree, which says itself how deep "
+                    "it is. Leave one of the two out."
+                )
+            if self.tree != TUNED and len(self.tree) < 2:
+                raise ValueError("tree has state 0 only: give states for predicted tokens, too.")
+            self._check_probes()
+        elif not isinstance(self.tree, str):
+            self._paths()
+        elif self.tree not in (*self.trees, ONLINE):
+            names = ", ".join((*self.trees, ONLINE, TUNED))
+            raise ValueError(
+                f"tree={self.tree!r}: choose one of {names}, or give rank paths, or the states of "
+                "a dynamic tree."
+            )
+
+    @abstractmethod
+    def named_tree(self, depth: int) -> TokenTree:
+        """The static tree that ``tree`` names, over predictions of ``depth`` future tokens."""
+
+    def make_tree(self, available: int) -> TokenTree:
+        """The static tree of the options.
+
+        Args:
+            available: future tokens that the adapter predicts.
+
+        Raises:
+            ValueError: if the paths given go deeper, or ``max_depth`` does.
+        """
+        if self.max_depth is not None and self.max_depth > available:
+            raise ValueError(
+                f"max_depth={self.max_depth}: the adapter predicts {available} future tokens."
+            )
+        depth = self.max_depth or available
+        if self.tree == ONLINE:
+            return TokenTree.chain(depth)  # until a step needs a tree
+        if isinstance(self.tree, str):
+            return self.named_tree(depth)
+        tree = self._paths()
+        if tree.max_depth > depth:
+            raise ValueError(
+                f"tree has paths of {tree.max_depth} ranks, {depth} future tokens are drafted: "
+                "give shorter paths."
+            )
+        return tree
+
+    def _check_probes(self) -> None:
+        """Raise a ValueError if a dynamic tree has probes that nothing would be predicted from."""
+        if self.hangs_probes or self.tree == TUNED:
+            return
+        most = max(max(state.probes) for state in TreeStates.from_json(self.tree).states)
+        if most:
+            raise ValueError(
+                f"tree has a node with {most} probes: this strategy predicts without probes, so "
+                "give 0 for every node."
+            )
+
+    def _paths(self) -> TokenTree:
+        paths: Any = self.tree
+        return TokenTree.from_paths(paths)
+
+
+#: ``sparse``: rank paths, the likeliest first. On held-out answers of a 22M model they are worth
+#: 0.3 % less than the 15 best nodes there (docs/medusa.md).
+SPARSE: tuple[tuple[int, ...], ...] = (
+    (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
+    (2, 0), (1, 0, 0), (0, 1, 0), (4,),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadOptions(TreeOptions):
+    """Options of a strategy with heads (Medusa, sections 2.1.2 and 2.3.3).
+
+    Attributes:
+        tree: ``sparse``: 15 candidates, most of them under likely ones. ``chain``: each head's
+            likeliest token only, as in blockwise parallel decoding. Or what :class:`TreeOptions`
+            says; rank paths are Medusa's choices, and the states of a dynamic tree have no probes.
+        max_depth: heads used; None takes all that the adapter has.
+    """
+
+    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "sparse"
+
+    trees: ClassVar[tuple[str, ...]] = ("sparse", "chain")
+    hangs_probes: ClassVar[bool] = False
+
+    def named_tree(self, depth: int) -> TokenTree:
+        if self.tree == "chain":
+            return TokenTree.chain(depth)
+        return TokenTree.from_paths(SPARSE).truncate(depth)

@@ -1,0 +1,47 @@
+"""A drafter around another one, which does what it does unless it is told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.model.tree_forward import Pruning
+
+
+class WrappedDrafter(Drafter):
+    """Passes everything on to the drafter inside.
+
+    Args:
+        inner: the drafter inside.
+    """
+
+    def __init__(self, inner: Drafter):
+        super().__init__(inner.model, inner.options)
+        self.inner = inner
+        self.probe_inputs = inner.probe_inputs
+        self.wants_hidden = inner.wants_hidden
+
+    @property
+    def pruning(self) -> Pruning | None:
+        return self.inner.pruning  # it may change from step to step
+
+    def start(self, state: DecodingState) -> None:
+        self.inner.start(state)
+
+    def propose(self, state: DecodingState) -> Draft:
+        return self.inner.propose(state)
+
+    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        self.inner.observe(state, draft, nodes)
+
+    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        self.inner.select(state, rows)
+
+    def details(self) -> dict[str, Any]:
+        return self.inner.details()
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        return self.inner.chain(input_ids)

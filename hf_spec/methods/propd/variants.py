@@ -1,0 +1,18 @@
+"""Options that are worth a run of the contract test of their own."""
+
+from typing import Any
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
+    "online": {},
+    "probability": {
+        "tree": "chain",
+        "prune_criterion": "probability",
+        "prune_keep": 2,
+        "retrieval": True,
+    },
+    "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
+    "wide": {"tree": [[rank] for rank in range(61)], "max_depth": 1},  # every token of its models
+}
+#: Hits, untrained as it is, where few tokens are allowed.
+HITTING = "wide"

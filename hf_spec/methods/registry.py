@@ -1,0 +1,168 @@
+"""What a method is, and how the loop finds it.
+
+A method of ours lives in ``hf_spec/methods/<name>/`` and exports ``METHOD``; one of another package
+is made known by :func:`register_method`. Nothing else in the project names a method: the loop, the
+command line, the tests and the documentation list what is registered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.tuner import Objective, register_type
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.options import StrategyOptions
+
+#: Writes an adapter as another program reads it: from the base model and the active adapter to a
+#: ``config.json`` and tensors by name.
+Exporter = Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """How checkpoints that others have published become adapters of a method.
+
+    Attributes:
+        wants: whether a tensor of this name is the adapter's; files may hold others, too.
+        convert: from tensors by name to fields of the adapter's config, and parameters under the
+            names that ``SpecAdapterLayer.build`` gives them; raises a ValueError that says what
+            does not fit.
+    """
+
+    wants: Callable[[str], bool]
+    convert: Callable[[Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One strategy.
+
+    Attributes:
+        name: what users write as ``assistant_strategy``; the folder's name.
+        summary: one line for listings.
+        options: dataclass (derived from :class:`StrategyOptions`) of ``assistant_kwargs``.
+        drafter: builds the drafter.
+        adapter_config: config class of its PEFT adapter, None if it has none.
+        adapter_layer: the layer that holds the adapter's parameters.
+        objective: its training loss, which ``PeftModel.forward`` gives for batches with
+            ``anchors``; called as ``objective(base model, adapter, **batch)``.
+        needs_adapter: whether it cannot run without a trained adapter.
+        training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
+        num_anchors: places per sequence that one training step trains, unless the user says.
+        published: reads others' checkpoints, for ``hf-spec import``; None if there are none.
+        exports: by name of a form, for ``hf-spec export``.
+    """
+
+    name: str
+    summary: str
+    options: type[StrategyOptions]
+    drafter: type[Drafter]
+    adapter_config: type[Any] | None = None
+    adapter_layer: type[SpecAdapterLayer] | None = None
+    objective: Objective | None = None
+    needs_adapter: bool = False
+    training: dict[str, Any] | None = None
+    num_anchors: int = 64
+    published: Published | None = None
+    exports: Mapping[str, Exporter] = field(default_factory=dict)
+
+    @property
+    def package(self) -> str:
+        """Where it lives, and what belongs to it besides its code: the package of its options."""
+        return sys.modules[self.options.__module__].__package__ or ""
+
+    def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
+        """Build and validate the options.
+
+        Raises:
+            ValueError: naming the unknown or invalid option and the options there are.
+        """
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise ValueError(
+                f"assistant_kwargs is a {type(kwargs).__name__}: give a dict of options of "
+                f"{self.name!r}."
+            )
+        kwargs = kwargs or {}
+        known = [item.name for item in dataclasses.fields(self.options)]
+        for key in kwargs:
+            if key not in known:
+                raise ValueError(
+                    f"assistant_kwargs: strategy {self.name!r} has no option {key!r}; its options "
+                    f"are {', '.join(sorted(known))}."
+                )
+        return self.options(**kwargs)
+
+
+_registered: dict[str, Method] = {}
+
+
+def register_method(method: Method) -> None:
+    """Make a method known: its name to ``generate()``, its adapter's type to PEFT.
+
+    Doing it again with the same method is harmless.
+
+    Args:
+        method: its ``name`` is what users write as ``assistant_strategy``.
+
+    Raises:
+        ValueError: the name, or the type of its adapter, belongs to another method; or one of
+            ``adapter_config`` and ``adapter_layer`` is missing.
+    """
+    known = _registered.get(method.name)
+    if known is not None and _path(known.drafter) != _path(method.drafter):  # not a reloaded module
+        raise ValueError(
+            f"the strategy {method.name!r} is that of {_path(known.drafter)}: choose another name "
+            f"for that of {_path(method.drafter)}."
+        )
+    if (method.adapter_config is None) != (method.adapter_layer is None):
+        raise ValueError(
+            f"the method {method.name!r} has only one of adapter_config and adapter_layer: give "
+            "both, or none if it has no adapter."
+        )
+    if method.adapter_config is not None and method.adapter_layer is not None:
+        register_type(method.adapter_config, method.adapter_layer, method.objective)
+        method.adapter_config.strategy = method.name
+    _registered[method.name] = method
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@cache
+def _discover() -> None:
+    """Register the method of every folder of ``hf_spec.methods``."""
+    import hf_spec.methods as package
+
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.ispkg:
+            register_method(importlib.import_module(f"{package.__name__}.{info.name}").METHOD)
+
+
+def methods() -> dict[str, Method]:
+    """All methods by name."""
+    _discover()
+    return dict(sorted(_registered.items()))
+
+
+def get_method(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        ValueError: listing the strategies there are.
+    """
+    if name not in methods():
+        raise ValueError(
+            f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}."
+        )
+    return methods()[name]

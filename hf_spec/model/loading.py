@@ -1,0 +1,44 @@
+"""Loads a model by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def load_model(
+    path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None
+) -> tuple[Any, Any]:
+    """A causal language model in evaluation mode on its device, and its tokenizer.
+
+    Raises:
+        ValueError: it cannot be loaded, or there is no such device.
+    """
+    import torch
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if _is_path(path) and not Path(path).is_dir():
+        raise ValueError(f"cannot load model {path!r}: there is no such folder")
+
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else accelerator.type
+    logging.disable_progress_bar()
+    # Its retries would bury the one line that says what is wrong.
+    hub_logging.set_verbosity_error()
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        target = torch.device(device)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra).to(target)
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot load model {path!r}: {reason}") from error
+    return model.eval(), tokenizer
+
+
+def _is_path(name: str) -> bool:
+    """Whether a model's name cannot be a repository on the Hub, ``name`` or ``owner/name``."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

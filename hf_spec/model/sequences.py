@@ -1,0 +1,280 @@
+"""Whole sequences in one forward, with probes at many places or with none: what training runs.
+
+A sequence with anchors ``t`` and a group of probes under each anchor is one batch row; a probe sees
+the tokens up to its anchor, the probes of its group that the group allows, and what the method has
+learned for the slots in front. Positions and masks are those of decoding, where a node stands at
+the anchor's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_spec.core import mask as masks
+from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.model.hidden_states import final_hidden, taken
+from hf_spec.model.tree_forward import ProbeInputs
+from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.exits import averaged_exits
+from modeling_patches.per_call import Changes, eager
+from modeling_patches.ranks import Ranks
+
+#: Label of tokens that are not predicted, as everywhere in Transformers.
+IGNORED = -100
+
+
+class ProbedSequences(NamedTuple):
+    """What a forward over sequences with probes gives.
+
+    Attributes:
+        probe_hidden: ``(batch, anchors, group, hidden)`` final hidden states of the probes.
+        token_hidden: ``(batch, seq, hidden)`` those of the tokens.
+    """
+
+    probe_hidden: Tensor
+    token_hidden: Tensor
+
+
+def probe_sequences(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    anchors: Tensor,
+    group: ProbeGroup,
+    probe_inputs: ProbeInputs,
+    frozen: bool = True,
+    while_probing: Changes | None = None,
+) -> ProbedSequences:
+    """Run sequences with a group of probes under every anchor.
+
+    Args:
+        model: the base model.
+        input_ids: ``(batch, seq)``.
+        attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
+        anchors: ``(batch, anchors)`` columns of ``input_ids`` under which probes hang.
+        group: the probes under each anchor.
+        probe_inputs: their embeddings, the same under all anchors or ``(batch, anchors, group,
+            hidden)``, and learned states in front; gradients reach these.
+        frozen: the model is not trained. The tokens then run by themselves, without gradients, and
+            only the probes' rows are differentiated; dropout is off, as in decoding. Otherwise
+            everything runs and is differentiated together.
+        while_probing: what the model does otherwise while the probes' rows run; if it is frozen.
+    """
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    real = attention_mask.bool()
+    checkpointing = model.training and not frozen and _checkpoints(model)
+    attention = TreeAttention(model, checkpointing)
+    run = _Run(model, attention, input_ids, real, anchors, group, probe_inputs)
+    if not frozen:
+        return run.together()
+    with _evaluating(model):
+        return run.apart(while_probing)
+
+
+def _checkpoints(model: Any) -> bool:
+    """Whether activations are computed again in the backward pass."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@contextmanager
+def _evaluating(model: Any) -> Any:
+    """The model in evaluation mode; a mode set by hand for some modules comes back as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Run:
+    """One forward over sequences with probes."""
+
+    def __init__(
+        self,
+        model: Any,
+        attention: TreeAttention,
+        input_ids: Tensor,
+        real: Tensor,
+        anchors: Tensor,
+        group: ProbeGroup,
+        inputs: ProbeInputs,
+    ):
+        self.model, self.attention, self.inputs = model, attention, inputs
+        self.embed = model.get_input_embeddings()
+        self.dtype, self.device = self.embed.weight.dtype, self.embed.weight.device
+        self.input_ids, self.real = input_ids.to(self.device), real.to(self.device)
+        self.anchors = anchors = anchors.to(self.device)
+        self.batch, self.seq = input_ids.shape
+        self.group = group
+        offsets, self.within = group_tensors(group, str(self.device))
+        self.positions = (self.real.long().cumsum(-1) - 1).clamp(min=0)
+        at = self.positions.gather(1, anchors)
+        self.probe_positions = (at[:, :, None] + offsets).flatten(1)
+
+    def _embeddings(self) -> Tensor:
+        """The probes' embeddings: (batch, anchors * group, hidden)."""
+        count = self.anchors.shape[1]
+        learned = self.inputs.embeddings.to(self.device, self.dtype)
+        if learned.ndim == 4:  # other ones under each anchor
+            return learned.flatten(1, 2)
+        return learned.repeat(count, 1).expand(self.batch, -1, -1)
+
+    def _probe_rows(self) -> Tensor:
+        """What probes see of tokens and probes: (batch, probes, seq + probes) bool."""
+        size, count = len(self.group), self.anchors.shape[1]
+        anchor = self.anchors.repeat_interleave(size, dim=1)[:, :, None]
+        tokens = (torch.arange(self.seq, device=self.device) <= anchor) & self.real[:, None]
+        same = torch.eye(count, dtype=torch.bool, device=self.device)
+        own = torch.kron(same, self.within).expand(self.batch, -1, -1)
+        return torch.cat([tokens, own], dim=2)
+
+    def _mask(self, visible: Tensor, query_positions: Tensor, front: int) -> Any:
+        """``visible``: (batch, queries, seq [+ probes]) without the slots in front."""
+        key_positions = torch.cat([self.positions, self.probe_positions], dim=1)
+        key_positions = key_positions[:, : visible.shape[2]]
+        shape = (*visible.shape, self.device)
+        seen: dict[int | None, Tensor] = {None: visible[:, None]}
+        for size in {size for size in self.attention.windows.values() if size is not None}:
+            near = masks.window(size, query_positions, key_positions)
+            seen[size] = visible[:, None] & masks.build(near, *shape)
+        if front:
+            kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
+            learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)
+            seen = {size: torch.cat([learned, mask], dim=3) for size, mask in seen.items()}
+            key_positions = torch.cat(
+                [key_positions.new_zeros(self.batch, front), key_positions], 1
+            )
+        if self.attention.wants_positions:
+            self.attention.set_positions(query_positions, key_positions)
+        by_layers = {kind: seen[size] for kind, size in self.attention.windows.items()}
+        return self.attention.convert(by_layers, self.dtype)
+
+    def apart(self, while_probing: Changes | None) -> ProbedSequences:
+        with torch.no_grad():
+            causal = torch.arange(self.seq, device=self.device)
+            visible = (causal[None] <= causal[:, None]) & self.real[:, None]
+            visible = visible | torch.eye(self.seq, dtype=torch.bool, device=self.device)
+            cache = DynamicCache()
+            changes = Changes().update(self.attention.changes)
+            seen = final_hidden(self.model, changes)
+            changes.run(
+                eager(self.model),
+                input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
+                past_key_values=cache, use_cache=True, **self._given(self.positions),
+            )  # fmt: skip
+            token_hidden = seen[0]
+        front, ranks = self.inputs.num_front, Ranks(self.model)
+        full = DynamicCache()
+        for index, layer in enumerate(cache.layers):
+            states = [layer.keys, layer.values]
+            if front:
+                heads = states[0].shape[1]
+                learned = [
+                    ranks.own_heads(part.to(states[0]), heads) for part in self.inputs.front[index]
+                ]
+                states = [
+                    torch.cat([part.expand(self.batch, -1, -1, -1), state], dim=2)
+                    for part, state in zip(learned, states)
+                ]
+            full.update(*states, index)
+        changes = Changes().update(self.attention.changes)
+        if while_probing is not None:
+            changes.update(while_probing)
+        averaged_exits(self.model, changes, self.inputs.exits)
+        seen = final_hidden(self.model, changes)
+        changes.run(
+            eager(self.model), inputs_embeds=self._embeddings(),
+            attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
+            past_key_values=full, use_cache=True, **self._given(self.probe_positions),
+        )  # fmt: skip
+        return self._split(seen[0], token_hidden)
+
+    def together(self) -> ProbedSequences:
+        if self.inputs.num_front:
+            raise ValueError("learned states in front need a frozen base model.")
+        causal = torch.arange(self.seq, device=self.device)
+        tokens = (causal[None] <= causal[:, None]) & self.real[:, None]
+        tokens = tokens | torch.eye(self.seq, dtype=torch.bool, device=self.device)
+        unseen = tokens.new_zeros(self.batch, self.seq, self.probe_positions.shape[1])
+        visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
+        positions = torch.cat([self.positions, self.probe_positions], dim=1)
+        embeddings = torch.cat([self.embed(self.input_ids), self._embeddings()], dim=1)
+        changes = Changes().update(self.attention.changes)
+        averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
+        seen = final_hidden(self.model, changes)
+        changes.run(
+            eager(self.model), inputs_embeds=embeddings,
+            attention_mask=self._mask(visible, positions, 0),
+            use_cache=False, **self._given(positions),
+        )  # fmt: skip
+        return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
+
+    def _given(self, positions: Tensor) -> dict[str, Any]:
+        # Logits are made of the rows that are wanted, from their hidden states.
+        return taken(self.model, position_ids=positions, logits_to_keep=1)
+
+    def _split(self, probes: Tensor, tokens: Tensor) -> ProbedSequences:
+        shape = (self.batch, self.anchors.shape[1], len(self.group), probes.shape[-1])
+        return ProbedSequences(probes.reshape(shape), tokens)
+
+
+def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Final hidden states of sequences, ``(batch, seq, hidden)``, from a model that is not trained.
+
+    What the model's output embeddings are applied to; without gradients and dropout, as in
+    decoding.
+
+    Args:
+        model: the base model.
+        input_ids: ``(batch, seq)``.
+        attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
+    """
+    device = model.get_input_embeddings().weight.device
+    input_ids = input_ids.to(device)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    changes = Changes()
+    seen = final_hidden(model, changes)
+    with torch.no_grad(), _evaluating(model):
+        changes.run(
+            eager(model), input_ids=input_ids, attention_mask=mask, use_cache=False,
+            **taken(model, position_ids=positions, logits_to_keep=1),
+        )  # fmt: skip
+        return seen[0]
+
+
+def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:
+    """The token each probe asks for: ``(batch, anchors, group)``, `IGNORED` where there is none.
+
+    Args:
+        labels: ``(batch, seq)`` tokens to predict, -100 elsewhere.
+        anchors: ``(batch, anchors)``.
+    """
+    offsets, _ = group_tensors(group, str(labels.device))
+    at = anchors[:, :, None] + 1 + offsets
+    inside = at < labels.shape[1]
+    wanted = labels.gather(1, at.clamp(max=labels.shape[1] - 1).flatten(1)).view_as(at)
+    return torch.where(inside, wanted, IGNORED)
+
+
+def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+    """Keys and values per layer of ``embeddings`` (rows, hidden) as the start of a sequence.
+
+    Gradients reach the embeddings. Each result: ``(kv_heads, rows, head_dim)``.
+    """
+    cache = DynamicCache()
+    dtype = model.get_input_embeddings().weight.dtype
+    model(
+        inputs_embeds=embeddings[None].to(dtype), past_key_values=cache, use_cache=True,
+        **taken(model, logits_to_keep=1),
+    )  # fmt: skip
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

@@ -1,0 +1,1 @@
+"""How much to speculate: the only place that knows the clock."""

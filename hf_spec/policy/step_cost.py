@@ -1,0 +1,209 @@
+"""What steps take while decoding: the times behind trees of online size (ProPD, section 4.2.1).
+
+Knows rows and seconds; nothing of trees or models.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hf_spec.policy.likely_paths import Array
+
+#: alpha of a size's mean step time, and lambda per step of its age.
+TIME_ALPHA, DECAY = 0.1, 0.01
+#: Weight of the newest step in the machine's pace. Other work slows down all sizes alike, for some
+#: ten steps and more: by far the most of what step times differ by.
+PACE_ALPHA = 0.3
+#: Ages from here on count alike, so that weights stay numbers.
+OLDEST = 1000
+#: The first step of a size warms something up and is left out; of so many after it the median is
+#: taken, then they are averaged.
+FIRST = 5
+#: Steps after which a size that was not taken begins anew: the machine may be another by then.
+STALE = 200
+#: A step counts as at most so many mean ones: a stall is no news of the size's cost.
+CLIP = 2.0
+#: Sizes whose times are kept, and predictions whose errors are.
+SIZES, ERRORS = 64, 256
+
+
+@dataclass
+class SizeTime:
+    """Steps of one size.
+
+    Attributes:
+        mean: T_perf, their mean seconds; None before it is known.
+        last: number of the latest step, as ages are counted.
+        first: seconds of the first that counted; None before the very first step.
+        count: steps that the mean stands for; they count less as they age.
+    """
+
+    mean: float | None = None
+    last: int = 0
+    first: list[float] | None = None
+    count: float = 0.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether the mean is that of steps; else it is from elsewhere."""
+        return self.count > 0
+
+    def add(self, seconds: float, step: int = 0) -> None:
+        """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is its number, as ages are counted."""
+        cold, gap = self.first is None, step - self.last
+        if self.first is None or gap > STALE:
+            self.first = []
+        self.last = step
+        if cold:
+            return
+        if len(self.first) < FIRST:
+            self.first.append(seconds)
+            self.mean, self.count = statistics.median_low(self.first), len(self.first)
+        elif self.mean is not None:
+            self.count = self.count * math.exp(-DECAY * gap) + 1
+            alpha = max(TIME_ALPHA, 1 / self.count)
+            self.mean += alpha * (min(seconds, CLIP * self.mean) - self.mean)
+
+
+@dataclass
+class StepCost:
+    """T(i) = b0 + b1 i, seconds of a step of i rows (section 4.2.1).
+
+    Drafting is averaged apart: it hardly depends on the size, and plain steps go without. All times
+    are kept at the same pace, so that sizes can be compared that were seen at different moments.
+
+    Attributes:
+        steps: how many were observed.
+        wide: those of them with more than one row. Ages are counted in them: long pauses of plain
+            steps make nothing older.
+        pace: of the machine by now: seconds that pass where 1 is kept.
+        sizes: what is known, by rows per batch row.
+        drafting: seconds before the forward of a step that drafts.
+        errors: of the latest predictions, relative to the measured time.
+    """
+
+    steps: int = 0
+    wide: int = 0
+    pace: float = 1.0
+    sizes: dict[int, SizeTime] = field(default_factory=dict)
+    drafting: SizeTime = field(default_factory=SizeTime)
+    errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
+
+    def observe(self, rows: int, seconds: float, drafting: float | None = None) -> None:
+        """A step is over.
+
+        Args:
+            rows: of its forward, per batch row.
+            seconds: from the forward on.
+            drafting: seconds before it; None if it did not draft, or not as it mostly does.
+        """
+        self.steps += 1
+        self.wide += rows > 1
+        if drafting is not None:
+            self._note_error(rows, seconds + drafting)
+            self.drafting.add(drafting / self.pace)
+        if rows not in self.sizes and len(self.sizes) == SIZES:
+            del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
+        size = self.sizes.setdefault(rows, SizeTime())
+        expected = size.mean if size.measured else None
+        size.add(seconds / self.pace, self.wide)
+        if expected and seconds > 0:
+            change = seconds / (self.pace * expected)
+            self.pace *= min(max(change, 1 / CLIP), CLIP) ** PACE_ALPHA
+
+    def _note_error(self, rows: int, seconds: float) -> None:
+        known = rows in self.sizes and self.sizes[rows].measured
+        expected = self.seconds(rows) if known and self.drafting.mean is not None else None
+        if expected is not None and seconds > 0:
+            self.errors.append(abs(expected - seconds) / seconds)
+
+    @property
+    def means(self) -> dict[int, float]:
+        """T_perf by rows at the pace by now, of the sizes whose time is known."""
+        sizes = sorted(self.sizes.items())
+        return {i: self.pace * one.mean for i, one in sizes if one.mean is not None}
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """b0 and b1, neither below 0; None while fewer than two sizes are known.
+
+        Plain steps are left out where two other sizes are known: for a single row devices often
+        have a faster way, and a line through it would make all rows look dear.
+        """
+        means = self.means
+        if len(means) < 2:
+            return None
+        if len(means) > 2:
+            means.pop(1, None)
+        ages = [min(self.wide - self.sizes[i].last, OLDEST) for i in means]
+        weights = np.exp(-DECAY * (np.array(ages) - min(ages)))
+        return fit_line(np.array(list(means), float), np.array(list(means.values())), weights)
+
+    def seconds(self, rows: Any) -> Any:
+        """What steps of so many rows take, drafting included; None while unknown.
+
+        Args:
+            rows: a number, or an array of them.
+        """
+        line = self.line
+        if line is None:
+            return None
+        return line[0] + line[1] * rows + (self.drafting_seconds or 0.0)
+
+    @property
+    def drafting_seconds(self) -> float | None:
+        """What drafting takes; None while unknown."""
+        return None if self.drafting.mean is None else self.pace * self.drafting.mean
+
+    def plain_seconds(self) -> float | None:
+        """What a plain step takes; measured rather than estimated where some were."""
+        mean = self.means.get(1)
+        if mean is None and self.line is not None:
+            mean = sum(self.line)
+        return mean
+
+    def seeded(self, scale: float = 1.0) -> StepCost:
+        """What is expected under other conditions: the line at two sizes and a plain step, each row
+        as much dearer.
+
+        Real steps take the place of these guesses.
+        """
+        line, plain = self.line, self.plain_seconds()
+        if line is None or plain is None:
+            return StepCost()
+        slope, wide = line[1] * scale, [rows for rows in self.means if rows > 1]
+        guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
+        cost = StepCost.guessed({1: plain + slope - line[1], **guess})
+        return replace(cost, drafting=SizeTime(self.drafting_seconds), errors=self.errors)
+
+    @classmethod
+    def guessed(cls, seconds: dict[int, float]) -> StepCost:
+        """Times from elsewhere, by rows, that count until steps of these sizes were observed."""
+        return cls(sizes={rows: SizeTime(spent) for rows, spent in seconds.items()})
+
+    @property
+    def median_error(self) -> float | None:
+        return statistics.median(self.errors) if self.errors else None
+
+
+def fit_line(rows: Array, seconds: Array, weights: Array) -> tuple[float, float]:
+    """b0, b1 >= 0 that minimise sum W (T - b0 - b1 i)^2 over the sizes i, in closed form.
+
+    Args:
+        rows, seconds, weights: ``(sizes,)``, of at least two different sizes.
+    """
+    weights = weights / weights.sum()
+    mean_rows, mean = float(weights @ rows), float(weights @ seconds)
+    spread = float(weights @ (rows - mean_rows) ** 2)
+    slope = float(weights @ ((rows - mean_rows) * (seconds - mean))) / max(spread, 1e-300)
+    if slope <= 0:  # noise, or weights that leave one size only: rows are free
+        return mean, 0.0
+    if mean - slope * mean_rows < 0:
+        return 0.0, float(weights @ (rows * seconds)) / float(weights @ rows**2)
+    return mean - slope * mean_rows, slope

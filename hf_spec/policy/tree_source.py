@@ -1,0 +1,94 @@
+"""What the option ``tree`` stands for: trees that are given, tuned, or chosen while decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeStates
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.options import ONLINE, TUNED, TreeOptions, is_dynamic
+from hf_spec.drafting.tree_drafter import TreeSource
+from hf_spec.policy.online_policy import OnlineTrees
+from hf_spec.policy.online_trees import MAX_ROWS
+from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, read_trees
+
+#: What stands for tuned trees until the call's first step.
+ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)
+
+
+class TunedSource(TreeSource):
+    """Trees tuned for devices: those nearest to the model's, its batch size and its context.
+
+    Args:
+        model: the model that decodes.
+        trees: of all devices.
+    """
+
+    def __init__(self, model: Any, trees: TunedTrees):
+        super().__init__(ROOT_ONLY)  # until the call's first step
+        self._model, self.trees = model, trees
+
+    @property
+    def max_depth(self) -> int:
+        return self.trees.max_probes
+
+    def start(self, state: DecodingState) -> None:
+        context = max(state.cache.host_lengths)
+        self._states = self.trees.select(Device.of(self._model), state.batch_size, context)
+
+
+def tree_source(
+    options: TreeOptions, model: Any, adapter: ActiveAdapter, distances: int, probes: int = 0
+) -> TreeSource:
+    """What the option ``tree`` stands for.
+
+    Args:
+        options: of the strategy.
+        model: the model that decodes.
+        adapter: the adapter that drafts; tuned trees lie beside its weights.
+        distances: future tokens that it predicts.
+        probes: under a node for each distance; 0 if predictions take no rows.
+
+    Raises:
+        ValueError: trees go deeper than the adapter predicts or have a rank that the vocabulary
+            does not have, none have been tuned or they cannot be read, or ``max_rows`` are too few
+            for a candidate.
+    """
+    if options.tree == TUNED:
+        path = adapter.config.file_beside(TREE_FILE)
+        if path is None:
+            raise ValueError(
+                f"tree='tuned': there is no {TREE_FILE} where the adapter {adapter.name!r} was "
+                "loaded from. Run hf-spec tune on its folder and load it again, or name another "
+                "tree."
+            )
+        trees = read_trees(path)
+        _check(trees, TREE_FILE, model, distances)
+        return TunedSource(model, trees)
+    if is_dynamic(options.tree):
+        states = TreeStates.from_json(options.tree)
+    else:
+        tree = options.make_tree(distances)  # checks max_depth, too
+        depth = options.max_depth or distances
+        if options.tree == ONLINE:
+            return OnlineTrees(model, adapter, depth, probes, options.max_rows or MAX_ROWS)
+        states = (TreeStates.uniform if probes else TreeStates.bare)(tree, depth)
+    _check(states, "tree", model, distances)
+    return TreeSource(states)
+
+
+def _check(trees: TreeStates | TunedTrees, where: str, model: Any, distances: int) -> None:
+    """Raise ValueError unless the adapter predicts so far, and the model has so many tokens."""
+    if trees.max_probes > distances:
+        raise ValueError(
+            f"{where} has states up to {trees.max_probes} predicted tokens, the adapter drafts "
+            f"{distances} tokens: run hf-spec tune again, or give another tree."
+        )
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    if trees.max_rank >= vocab:
+        raise ValueError(
+            f"{where} has a candidate of rank {trees.max_rank}: ranks count from 0, and the model "
+            f"has {vocab} tokens. Give another tree, or run hf-spec tune."
+        )

@@ -1,0 +1,265 @@
+"""What the forwards of self-speculative decoding cost on this machine; measured once, then stored.
+
+A verifying forward costs what its number of nodes says. A drafting forward is a sum: a base
+(embeddings, head, the drafter's own work), a little for each layer that computes at all, and
+a price for each attention and each MLP that is kept; sublayers of equal shape have equal prices.
+Knows models and caches; knows nothing of acceptance or of the search.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.tree import TokenTree
+from hf_spec.model.tree_forward import TreeForward, TreeOutput
+from hf_spec.tuning.timing import rising
+from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
+
+#: Node counts that are measured beyond the first few; those between are interpolated.
+NODE_COUNTS = (1, 2, 3, 4, 6, 8, 10, 13, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A choice z of sublayers that drafting leaves out (section 3.3 of Draft & Verify)."""
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.attention) + len(self.mlp)
+
+    def options(self) -> dict[str, list[int]]:
+        """As ``assistant_kwargs`` and as fields of the adapter's config."""
+        return {"skip_attention": list(self.attention), "skip_mlp": list(self.mlp)}
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """The sublayers of a model that can be left out, and which of them have equal shapes.
+
+    Attributes:
+        count: layers of the model.
+        attention, mlp: layers whose attention / MLP can be skipped.
+        groups: for each kind of sublayer its ``("attention" or "mlp", layers)``.
+    """
+
+    count: int
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+    groups: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, model: Any) -> Sublayers:
+        """Find them.
+
+        Raises:
+            ValueError: the architecture's layers cannot be found, or nothing can be skipped.
+        """
+        count = num_layers(model)
+        layers, windows = decoder_layers(model), _layer_types(model, count)
+        found: dict[str, list[int]] = {"attention": [], "mlp": []}
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        reason = ""
+        for index in range(count):
+            for kind in found:
+                try:
+                    LayerSkipper(model, **{f"skip_{kind}": [index]})
+                except ValueError as error:
+                    reason = str(error)
+                    continue
+                found[kind].append(index)
+                shapes = tuple(tuple(p.shape) for p in layers[index].parameters())
+                groups.setdefault((kind, windows[index], shapes), []).append(index)
+        if reason and not any(found.values()):
+            raise ValueError(f"no sublayer can be skipped: {reason}")
+        listed = tuple((key[0], tuple(indices)) for key, indices in groups.items())
+        return cls(count, tuple(found["attention"]), tuple(found["mlp"]), listed)
+
+
+def _layer_types(model: Any, count: int) -> list[Any]:
+    """Full or sliding attention, by layer, where the config tells."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return list(types) if types is not None and len(types) == count else [None] * count
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of everything that one row's decoding consists of.
+
+    Attributes:
+        verify: full forward over n nodes, by n.
+        draft_base: drafting forward with everything left out.
+        layer: what a layer costs beside its sublayers, if it computes at all.
+        attention, mlp: by layer; 0 where it cannot be skipped (it is in the base then).
+        draft_overhead: the drafter's work per drafted token, outside the forward.
+        step_overhead: acceptance, commit and the rest of a step, outside the forward.
+        prefill: a prompt, up to its first new token.
+        plain: a token of plain ``generate`` after the first.
+        context: cached tokens at which forwards were measured.
+        measured: the medians that the prices were fitted to, for the record.
+    """
+
+    verify: dict[int, float]
+    draft_base: float
+    layer: float
+    attention: tuple[float, ...]
+    mlp: tuple[float, ...]
+    draft_overhead: float
+    step_overhead: float
+    prefill: float
+    plain: float
+    context: int = 0
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def verify_seconds(self, nodes: int) -> float:
+        """A verifying forward over ``nodes`` nodes; between measured counts by interpolation."""
+        counts = sorted(self.verify)
+        return float(np.interp(nodes, counts, [self.verify[n] for n in counts]))
+
+    def draft_seconds(self, skip: Skip) -> float:
+        """A drafting forward with ``skip`` left out."""
+        total = self.draft_base
+        for index, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
+            kept = [index not in skip.attention, index not in skip.mlp]
+            total += self.layer * any(kept) + attention * kept[0] + mlp * kept[1]
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        data = asdict(self)
+        data["verify"] = {str(nodes): seconds for nodes, seconds in sorted(self.verify.items())}
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in data.items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> StepCosts:
+        """Inverse of :meth:`to_dict`."""
+        verify = {int(nodes): seconds for nodes, seconds in data["verify"].items()}
+        prices = {name: tuple(data[name]) for name in ("attention", "mlp")}
+        return cls(**{**data, "verify": verify, **prices})
+
+
+@dataclass(frozen=True)
+class ForwardCosts:
+    """Forwards alone, without what surrounds them; see :class:`StepCosts`."""
+
+    verify: dict[int, float]
+    draft_base: float
+    layer: float
+    attention: tuple[float, ...]
+    mlp: tuple[float, ...]
+    patterns: list[dict[str, Any]]
+
+
+class ForwardTimer:
+    """Times verifying and drafting forwards behind a context, all in turns.
+
+    Args:
+        model: in evaluation mode, on its device.
+        context: token ids to have in the cache.
+        max_nodes: most nodes of a verifying forward.
+        sublayers: what can be left out.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, context: Sequence[int], max_nodes: int, sublayers: Sublayers):
+        device = model.get_input_embeddings().weight.device
+        ids = torch.tensor([list(context)], device=device)
+        past = model(input_ids=ids, use_cache=True).past_key_values
+        self.model = model
+        self.sublayers = sublayers
+        self.cache = TreeCache.pack(past, None, len(context) + max_nodes, device)
+        self.tokens = ids[:, -1:].expand(1, max_nodes)
+        self.last = torch.tensor([len(context) + max_nodes], device=device)
+        self.counts = sorted({n for n in NODE_COUNTS if n < max_nodes} | {max_nodes})
+        self.trees = [TokenTree.chain(n - 1).batch(1, device) for n in self.counts]
+        self.depth = (max_nodes - 1) // 2  # a drafted token in the middle of a draft
+        self.chain = TokenTree.chain(self.depth).batch(1, device)
+        self.patterns = _patterns(sublayers)
+        self.skippers = [LayerSkipper(model, skip.attention, skip.mlp) for skip in self.patterns]
+        self.verified: list[list[float]] = [[] for _ in self.counts]
+        self.drafted: list[list[float]] = [[] for _ in self.patterns]
+        self.round(timed=False)  # first calls allocate and learn
+
+    @torch.no_grad()
+    def round(self, timed: bool = True) -> None:
+        """Run every forward once."""
+        forward = TreeForward(self.model, self.cache, self.last)
+        for times, nodes, tree in zip(self.verified, self.counts, self.trees):
+            spent = self._time(partial(forward, self.tokens[:, :nodes], tree))
+            times += [spent] * timed
+        tokens, chain, first = self.tokens[:, : self.depth + 1], self.chain, self.depth
+        for times, skipper in zip(self.drafted, self.skippers):
+            drafting = partial(forward, tokens, chain, first=first, changes=skipper.changes)
+            times += [self._time(drafting)] * timed
+
+    def _time(self, forward: Callable[[], TreeOutput]) -> float:
+        start = time.perf_counter()
+        forward().logits[0, -1].argmax().item()  # reading a number waits for the device
+        spent = time.perf_counter() - start
+        self.cache.rollback()
+        return spent
+
+    def result(self) -> ForwardCosts:
+        """Prices fitted to the medians over all rounds."""
+        verified = [statistics.median(times) for times in self.verified]
+        drafted = [statistics.median(times) for times in self.drafted]
+        base, layer, attention, mlp = _fit(self.sublayers, self.patterns, drafted)
+        rows = [
+            {"skipped": len(skip), **skip.options(), "seconds": spent}
+            for skip, spent in zip(self.patterns, drafted)
+        ]
+        verify = dict(zip(self.counts, rising(verified)))
+        return ForwardCosts(verify, base, layer, attention, mlp, rows)
+
+
+def _patterns(sublayers: Sublayers) -> list[Skip]:
+    """Nothing, everything, all attention, all MLPs, and each kind of sublayer left out."""
+    everything = Skip(sublayers.attention, sublayers.mlp)
+    chosen = [Skip(), everything, Skip(everything.attention), Skip((), everything.mlp)]
+    for kind, layers in sublayers.groups:
+        chosen.append(Skip(layers) if kind == "attention" else Skip((), layers))
+    return list(dict.fromkeys(chosen))
+
+
+def _fit(
+    sublayers: Sublayers, patterns: Sequence[Skip], seconds: Sequence[float]
+) -> tuple[float, float, tuple[float, ...], tuple[float, ...]]:
+    """Prices by least squares, none below zero: base, layer, attention and MLP by layer."""
+    layers = range(sublayers.count)
+    rows = []
+    for skip in patterns:
+        whole = set(skip.attention) & set(skip.mlp)
+        kept = [
+            len(set(group) - set(skip.attention if kind == "attention" else skip.mlp))
+            for kind, group in sublayers.groups
+        ]
+        rows.append([1.0, float(len(set(layers) - whole)), *map(float, kept)])
+    base, layer, *prices = _non_negative(np.array(rows), np.array(seconds))
+    by_kind = {name: [0.0] * sublayers.count for name in ("attention", "mlp")}
+    for (kind, group), price in zip(sublayers.groups, prices):
+        for index in group:
+            by_kind[kind][index] = price
+    return base, layer, tuple(by_kind["attention"]), tuple(by_kind["mlp"])
+
+
+def _non_negative(matrix: np.ndarray, target: np.ndarray) -> list[float]:
+    """Least squares; as long as a coefficient is negative, the most negative one is held at 0."""
+    free = list(range(matrix.shape[1]))
+    while True:
+        solution = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+        if solution.min() >= 0:
+            break
+        del free[int(solution.argmin())]
+    result = np.zeros(matrix.shape[1])
+    result[free] = solution
+    return result.tolist()

@@ -1,0 +1,315 @@
+"""What a choice of sublayers is worth: its time per token, as a share of plain decoding's.
+
+``modelled`` combines stored costs with the steps that decoding really took, which are the same
+every time; ``measured`` takes wall-clock time, with plain decoding in turns beside it. Knows
+models, prompts and costs; knows nothing of the optimiser or of files.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import hf_spec
+from hf_spec.bench.prompts import Prompt, context_limit, encode_within
+from hf_spec.bench.runner import own_generation_config
+from hf_spec.core.stats import SpecStats
+from hf_spec.policy.memory import forget
+from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
+
+OBJECTIVES = ("modelled", "measured")
+STRATEGY = "layer_skip"
+#: Prompts that are decoded when costs are measured, rounds over everything that is measured (at
+#: most, and at least if time runs out), and forwards of each kind in a round.
+TIMED_PROMPTS, ROUNDS, FEWEST_ROUNDS, FORWARDS = 4, 5, 2, 4
+#: Seconds after which no further round starts.
+PATIENCE = 60.0
+#: Draft length of the calls that calibrate the work outside of forwards.
+CALIBRATION_DRAFT = 4
+
+
+@dataclass(frozen=True)
+class Exit:
+    """When drafting stops: section 3.4 of Draft & Verify; tables 3 and 4 compare settings."""
+
+    draft_exit: str = "adaptive"
+    max_draft: int = 12
+    threshold: float = 0.6
+    target_acceptance: float = 0.85
+
+    def options(self) -> dict[str, Any]:
+        """As ``assistant_kwargs``, without what its mode does not read."""
+        used = {"draft_exit": self.draft_exit, "max_draft": self.max_draft}
+        if self.draft_exit != "fixed":
+            used["threshold"] = self.threshold
+        if self.draft_exit == "adaptive":
+            used["target_acceptance"] = self.target_acceptance
+        return used
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What decoding some prompts took, in numbers that do not depend on the machine's speed.
+
+    Attributes:
+        prompts: prompts decoded, each with a prefill.
+        tokens: emitted tokens.
+        steps: forwards of the full model, prefills included.
+        drafted, accepted: candidates proposed and accepted.
+        draft_forwards: forwards of the drafting model.
+        draft_lengths: ``{d: n}``: n steps verified a draft of d tokens.
+    """
+
+    prompts: int = 0
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_forwards: int = 0
+    draft_lengths: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stats: SpecStats) -> Counts:
+        """Of one call with one row."""
+        reached = {0: stats.num_row_steps - 1, **stats.offered}  # steps with a draft of d or more
+        lengths = {d: n - reached.get(d + 1, 0) for d, n in sorted(reached.items())}
+        return cls(
+            1, stats.num_generated_tokens, stats.num_row_steps, sum(stats.offered.values()),
+            sum(stats.accepted.values()), stats.num_draft_forwards,
+            {d: n for d, n in lengths.items() if n},
+        )  # fmt: skip
+
+    def __add__(self, other: Counts) -> Counts:
+        lengths = dict(self.draft_lengths)
+        for depth, count in other.draft_lengths.items():
+            lengths[depth] = lengths.get(depth, 0) + count
+        names = ("prompts", "tokens", "steps", "drafted", "accepted", "draft_forwards")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Counts(**sums, draft_lengths=dict(sorted(lengths.items())))
+
+    @property
+    def tau(self) -> float:
+        """Emitted tokens per forward of the full model."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """The paper's AR: accepted share of drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        lengths = {str(depth): count for depth, count in self.draft_lengths.items()}
+        return {**asdict(self), "draft_lengths": lengths}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Counts:
+        """Inverse of :meth:`to_dict`."""
+        lengths = {int(depth): count for depth, count in data["draft_lengths"].items()}
+        return cls(**{**data, "draft_lengths": lengths})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Value of a choice: its time per token over plain decoding's; below 1 it is faster."""
+
+    value: float
+    counts: Counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """With the figures that people read."""
+        return {
+            "value": self.value,
+            "speedup": 1.0 / self.value if self.value else 0.0,
+            "tau": self.counts.tau,
+            "acceptance": self.counts.acceptance,
+            "counts": self.counts.to_dict(),
+        }
+
+
+def modelled_seconds(costs: StepCosts, counts: Counts, skip: Skip) -> float:
+    """Seconds that these steps cost: prefills, drafting forwards, verifying forwards."""
+    verifying = sum(
+        count * (costs.verify_seconds(1 + depth) + costs.step_overhead)
+        for depth, count in counts.draft_lengths.items()
+    )
+    drafting = counts.draft_forwards * (costs.draft_seconds(skip) + costs.draft_overhead)
+    return counts.prompts * costs.prefill + drafting + verifying
+
+
+def plain_seconds(costs: StepCosts, counts: Counts) -> float:
+    """Seconds that plain decoding needs for as many tokens of as many prompts."""
+    return counts.prompts * costs.prefill + (counts.tokens - counts.prompts) * costs.plain
+
+
+def modelled_value(costs: StepCosts, counts: Counts, skip: Skip) -> float:
+    """Modelled seconds per token over plain decoding's."""
+    return modelled_seconds(costs, counts, skip) / plain_seconds(costs, counts)
+
+
+class Evaluator:
+    """A model with development prompts, on which choices are tried.
+
+    Args:
+        model: a causal language model, in evaluation mode, on its device.
+        prompts: decoded one by one, in this order.
+        max_new_tokens: per prompt.
+        sampling: ``do_sample`` and its options; greedy if empty.
+        seed: each prompt is sampled with a seed of its own, the same in every trial.
+
+    Raises:
+        ValueError: the prompts do not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        sampling: dict[str, Any] | None = None,
+        seed: int = 0,
+    ):
+        if not prompts:
+            raise ValueError("nothing to search on: no prompts")
+        limit = context_limit(model, tokenizer)
+        room = None if limit is None else limit - max_new_tokens
+        if room is not None and room < 1:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's "
+                f"context of {limit} tokens; lower it"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.sublayers = Sublayers.of(model)
+        self.seed = seed
+        self.max_new_tokens = max_new_tokens
+        self.options = {"do_sample": False, **(sampling or {}), "max_new_tokens": max_new_tokens}
+        self.ids = [encode_within(tokenizer, prompt.text, room)[0] for prompt in prompts]
+        self.costs: StepCosts | None = None
+
+    def own_defaults(self) -> AbstractContextManager[None]:
+        """For a block, defaults of the model that name no strategy and fit the sampling."""
+        greedy = not self.options["do_sample"]
+        return own_generation_config(self.model, self.tokenizer, greedy=greedy)
+
+    # -- decoding ----------------------------------------------------------------------------
+
+    def decode(self, prompt: int, **kwargs: Any) -> tuple[float, list[int]]:
+        """Seconds and new tokens of one prompt."""
+        ids = torch.tensor([self.ids[prompt]], device=self.model.device)
+        torch.manual_seed(self.seed + prompt)
+        _synchronize(self.model.device)
+        start = time.perf_counter()
+        output = self.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **{**self.options, **kwargs}
+        )
+        _synchronize(self.model.device)
+        return time.perf_counter() - start, output[0, ids.shape[1] :].tolist()
+
+    def speculate(self, prompt: int, skip: Skip, stop: Exit) -> tuple[float, SpecStats]:
+        """Seconds and statistics of one prompt decoded with these sublayers left out."""
+        # Every step drafts, or bad choices would look like plain decoding.
+        options = {**skip.options(), **stop.options(), "fallback": False}
+        seconds, _ = self.decode(prompt, assistant_strategy=STRATEGY, assistant_kwargs=options)
+        stats = hf_spec.last_stats(self.model)
+        if stats is None:
+            raise RuntimeError("generate() left no statistics: the strategy did not run")
+        return seconds, stats
+
+    # -- judging -----------------------------------------------------------------------------
+
+    def evaluate(self, objective: str, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
+        """The value over the first prompt, the first two, ..., all of them."""
+        forget(self.model)  # a choice is worth the same whatever was tried before
+        with self.own_defaults():
+            steps = self._modelled if objective == "modelled" else self._measured
+            yield from steps(skip, stop)
+
+    def _modelled(self, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
+        if self.costs is None:
+            raise RuntimeError("costs are not measured yet")
+        total = Counts()
+        for prompt in range(len(self.ids)):
+            total += Counts.of(self.speculate(prompt, skip, stop)[1])
+            yield Evaluation(modelled_value(self.costs, total, skip), total)
+
+    def _measured(self, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
+        total, seconds, plain, plain_tokens = Counts(), 0.0, 0.0, 0
+        for prompt in range(len(self.ids)):
+            for ours in (True, False) if prompt % 2 else (False, True):
+                if ours:
+                    spent, stats = self.speculate(prompt, skip, stop)
+                    seconds, total = seconds + spent, total + Counts.of(stats)
+                else:
+                    spent, tokens = self.decode(prompt)
+                    plain, plain_tokens = plain + spent, plain_tokens + len(tokens)
+            yield Evaluation((seconds / total.tokens) / (plain / plain_tokens), total)
+
+    # -- costs -------------------------------------------------------------------------------
+
+    def measure_costs(self, max_draft: int) -> StepCosts:
+        """Measure what :func:`modelled_value` needs; forwards are timed at a typical context.
+
+        Raises:
+            ValueError: the model ends all prompts with their first token.
+        """
+        with self.own_defaults():
+            return self._measure_costs(max_draft)
+
+    def _measure_costs(self, max_draft: int) -> StepCosts:
+        order = sorted(range(len(self.ids)), key=lambda index: len(self.ids[index]))
+        ways = len(order) / TIMED_PROMPTS
+        timed = sorted({order[int(ways * (i + 0.5))] for i in range(TIMED_PROMPTS)})
+        middle = order[len(order) // 2]
+        answer = self.decode(middle)[1]
+        context = [*self.ids[middle], *answer[: len(answer) // 2]]
+        limit = context_limit(self.model, self.tokenizer)
+        if limit is not None:
+            context = context[: max(1, limit - max_draft - 1)]
+        timer = ForwardTimer(self.model, context, max_draft + 1, self.sublayers)
+        nothing = Exit("fixed", min(max_draft, CALIBRATION_DRAFT))
+        prefills, plains, drafts, steps = [], [], [], []
+        begin = time.perf_counter()
+        # Everything in turns, so that drift of the machine hits all alike.
+        for turn in range(ROUNDS):
+            if turn >= FEWEST_ROUNDS and time.perf_counter() - begin > PATIENCE:
+                break
+            for prompt in timed:
+                one, _ = self.decode(prompt, max_new_tokens=1)
+                seconds, tokens = self.decode(prompt)
+                prefills.append(one)
+                if len(tokens) > 1:
+                    plains.append((seconds - one) / (len(tokens) - 1))
+                stats = self.speculate(prompt, Skip(), nothing)[1]
+                if stats.num_draft_forwards:
+                    drafts.append(stats.draft_seconds / stats.num_draft_forwards)
+                steps.append((stats.verify_seconds + stats.other_seconds) / stats.num_steps)
+            for _ in range(FORWARDS):
+                timer.round()
+        if not plains:
+            raise ValueError(
+                "the model ends every development prompt with its first token: there is nothing "
+                "to speed up; give other prompts"
+            )
+        forwards = timer.result()
+        whole = forwards.patterns[0]["seconds"]  # a drafting forward with nothing left out
+        return StepCosts(
+            verify=forwards.verify, draft_base=forwards.draft_base, layer=forwards.layer,
+            attention=forwards.attention, mlp=forwards.mlp,
+            draft_overhead=max(statistics.median(drafts) - whole, 0.0) if drafts else 0.0,
+            step_overhead=statistics.median(steps), prefill=statistics.median(prefills),
+            plain=max(statistics.median(plains), 1e-9), context=len(context),
+            measured={"draft": forwards.patterns},
+        )  # fmt: skip
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize()

@@ -1,0 +1,106 @@
+"""Draws a search from its ``search.json``; imports matplotlib where it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.hub.folder import read_json
+
+SEARCH_FILE = "search.json"
+SEARCH_PLOT, LAYERS_PLOT = "search.png", "layers.png"
+KEPT, ATTENTION, MLP = "0.85", "tab:red", "tab:blue"
+MARKERS = {"first": "<", "middle": "d", "last": ">", "random": "X"}
+
+
+def read_search(folder: Path) -> dict[str, Any]:
+    """The ``search.json`` of a folder.
+
+    Raises:
+        ValueError: there is none, or it is no search.
+    """
+    path = folder / SEARCH_FILE
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no {SEARCH_FILE}: run hf-spec search")
+    data = read_json(path)
+    if not {"trials", "best", "layers", "settings"} <= data.keys():
+        raise ValueError(f"{str(path)!r} is not the result of hf-spec search")
+    return data
+
+
+def plot_search(data: dict[str, Any], folder: Path) -> list[Path]:
+    """Write ``search.png`` and ``layers.png``; returns their paths."""
+    drawn = ((SEARCH_PLOT, _search), (LAYERS_PLOT, _layers))
+    return [save_figure(draw(data), folder / name) for name, draw in drawn]
+
+
+def _search(data: dict[str, Any]) -> Any:
+    """Value by trial; speedup by number of skipped sublayers, as in figure 4 of the paper."""
+    trials, best = data["trials"], data["best"]
+    objective = data["settings"]["objective"]
+    complete = [one for one in trials if one["state"] == "complete"]
+    pruned = [one for one in trials if one["state"] == "pruned"]
+    figure = new_figure(11, 4)
+    left, right = figure.subplots(1, 2)
+    left.scatter(
+        [t["number"] for t in complete], [t["value"] for t in complete], s=14, label="complete"
+    )
+    left.scatter(
+        [t["number"] for t in pruned], [t["value"] for t in pruned], s=14, marker="x",
+        color="0.6", label="pruned",
+    )  # fmt: skip
+    so_far, least = [], float("inf")
+    for one in complete:
+        least = min(least, one["value"])
+        so_far.append(least)
+    left.step([t["number"] for t in complete], so_far, where="post", color="tab:red", label="best")
+    left.axhline(1.0, color="0.4", linestyle=":", label="plain decoding")
+    left.set(xlabel="trial", ylabel=f"time per token / plain ({objective})", title="search")
+    left.legend()
+
+    envelope: dict[int, float] = {}
+    for one in complete:
+        envelope[one["skipped"]] = max(envelope.get(one["skipped"], 0.0), one["speedup"])
+    right.scatter([t["skipped"] for t in complete], [t["speedup"] for t in complete], s=14)
+    right.plot(sorted(envelope), [envelope[n] for n in sorted(envelope)], "--", color="0.5")
+    right.plot(best["skipped"], best["speedup"], "*", color="tab:red", markersize=14, label="best")
+    for row in data.get("baselines") or ():
+        if row["name"] in MARKERS:
+            right.plot(
+                best["skipped"], row["speedup"], MARKERS[row["name"]], color="tab:orange",
+                markersize=8, label=row["name"],
+            )  # fmt: skip
+    right.axhline(1.0, color="0.4", linestyle=":")
+    right.set(
+        xlabel="skipped sublayers", ylabel=f"speedup ({objective})",
+        title=f"of {2 * data['layers']} sublayers",
+    )  # fmt: skip
+    right.legend()
+    return figure
+
+
+def _layers(data: dict[str, Any]) -> Any:
+    """A square per sublayer, skipped ones coloured, as in figure 6 of the paper."""
+    from matplotlib.patches import Rectangle
+
+    count, best = data["layers"], data["best"]
+    figure = new_figure(max(4.0, 1.2 + 0.32 * count), 1.5)
+    axes = figure.subplots()
+    for row, (layers, colour) in enumerate(
+        ((best["skip_mlp"], MLP), (best["skip_attention"], ATTENTION))
+    ):
+        for layer in range(count):
+            face = colour if layer in layers else KEPT
+            axes.add_patch(Rectangle((layer + 0.06, row + 0.06), 0.88, 0.88, facecolor=face))
+    every = max(1, count // 20)
+    axes.set(
+        xlim=(0, count), ylim=(0, 2), yticks=(0.5, 1.5), yticklabels=("MLP", "attention"),
+        xticks=[i + 0.5 for i in range(0, count, every)], xticklabels=range(0, count, every),
+        xlabel="layer", aspect="equal",
+        title=f"drafting skips {len(best['skip_attention'])} attention and "
+        f"{len(best['skip_mlp'])} MLP sublayers",
+    )  # fmt: skip
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure

@@ -1,0 +1,105 @@
+"""Puts a search's result into an adapter folder, and shows it. Searches nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_spec.bench import report as bench_report
+from hf_spec.bench.contenders import Contender
+from hf_spec.bench.prompts import Prompt
+from hf_spec.bench.runner import BenchResult, run
+from hf_spec.files import write_atomically
+from hf_spec.hub.card import RESULTS, write_card
+from hf_spec.hub.folder import save_spec_config, save_weightless
+from hf_spec.methods.registry import get_method
+from hf_spec.tuning.layers.objective import STRATEGY
+from hf_spec.tuning.layers.plots import SEARCH_FILE, plot_search
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_spec.tuning.layers.search import SearchResult
+
+
+def measure(
+    model: Any, tokenizer: Any, prompts: list[Prompt], result: SearchResult, progress: Any = None
+) -> BenchResult:
+    """Wall-clock time of the result beside plain decoding, as ``hf-spec bench`` measures."""
+    options = {**result.best.skip.options(), **result.stop.options()}
+    contender = Contender(
+        STRATEGY, {"assistant_strategy": STRATEGY, "assistant_kwargs": options}
+    )  # fmt: skip
+    settings = result.settings
+    return run(
+        model, tokenizer, prompts, [contender], max_new_tokens=settings.max_new_tokens,
+        generate_kwargs={"do_sample": settings.do_sample, **settings.sampling},
+        seed=settings.seed, progress=progress,
+    )  # fmt: skip
+
+
+def write_folder(
+    folder: Path, model: Any, result: SearchResult, bench: BenchResult, environment: dict[str, Any]
+) -> None:
+    """Write the adapter, its settings, what was found and measured, plots and card."""
+    environment = {**environment, "optuna": bench_report.package_version("optuna")}
+    config_class = get_method(STRATEGY).adapter_config
+    assert config_class is not None
+    save_weightless(model, config_class(**result.best.skip.options()), folder)
+    save_spec_config(folder, STRATEGY, result.stop.options())
+    data = json.loads(json.dumps({"environment": environment, **result.to_dict()}))
+    write_atomically(folder / SEARCH_FILE, json.dumps(data, indent=1))
+    bench_report.write_results(folder / RESULTS, bench, environment)
+    plot_search(data, folder)
+    write_card(folder)
+
+
+def print_result(result: SearchResult, bench: BenchResult, console: Console) -> None:
+    """The choice, baselines, draft exits and the measured speedup, for people."""
+    from rich.table import Table
+
+    best, kind = result.best, result.settings.objective
+    pruned = sum(trial.state == "pruned" for trial in result.trials)
+    repeats = sum(trial.repeat for trial in result.trials)
+    console.print(
+        f"best of {len(result.trials)} trials ({pruned} pruned, {repeats} repeats): skips "
+        f"attention {list(best.skip.attention)} and MLP {list(best.skip.mlp)} "
+        f"of {result.sublayers.count} layers",
+        soft_wrap=True,
+    )
+
+    def table(title: str, heads: list[str], rows: list[list[str]]) -> None:
+        shown = Table(title=title)
+        for head in heads:
+            shown.add_column(head, justify="left" if head == heads[0] else "right")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+    def figures(row: dict[str, Any]) -> list[str]:
+        return [f"{row['speedup']:.2f}x", f"{row['tau']:.2f}", f"{row['acceptance']:.0%}"]
+
+    heads = [f"speedup ({kind})", "tau", "accepted"]
+    if result.baselines is not None:
+        rows = [[row["name"], *figures(row)] for row in result.baselines]
+        table("equally many skipped sublayers", ["choice", *heads], rows)
+    rows = [
+        [
+            row["draft_exit"] + (" (chosen)" if row["chosen"] else ""), str(row["max_draft"]),
+            str(row.get("threshold", "")), str(row.get("target_acceptance", "")), *figures(row),
+        ]
+        for row in result.exits
+    ]  # fmt: skip
+    table("when to stop drafting", ["exit", "K", "gamma", "target", *heads], rows)
+    row = bench.overall(STRATEGY)
+    console.print(
+        f"measured: {row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}, "
+        f"{row['tokens_per_second']:.1f} tokens/s",
+        soft_wrap=True,
+    )
+    if row["speedup"] < 1:
+        console.print(
+            "note: not faster than plain decoding here; small models leave drafting little to save",
+            soft_wrap=True,
+        )

@@ -1,0 +1,226 @@
+"""Search for the sublayers to skip, with baselines and the draft-exit ablation.
+
+Draft & Verify, section 3.3: minimise time per token over z in {0, 1}^(2L) by black-box
+optimisation. Knows nothing of the command line, of plots or of adapter folders.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_spec.bench.prompts import Prompt
+from hf_spec.core.checks import check_count
+from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
+from hf_spec.tuning.layers.objective import STRATEGY, Evaluation, Exit
+from hf_spec.tuning.layers.study import (
+    LayerStudy,
+    Progress,
+    Settings,
+    Trial,
+    best_of,
+    locked,
+    study_identity,
+)
+
+#: Seeds whose mean is the baseline "random".
+RANDOM_BASELINES = 3
+#: Settings of the paper's tables 3 and 4, and target acceptance rates of its table 6.
+FIXED_DRAFTS = (1, 2, 4, 6, 8)
+THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
+TARGETS = (0.7, 0.8, 0.85, 0.9, 0.95)
+
+
+def starting_points(sublayers: Sublayers) -> list[Skip]:
+    """Choices to begin with: evenly spaced, from the middle, and towards the end."""
+    attention, mlp = sublayers.attention, sublayers.mlp
+    chosen = [
+        Skip(attention[1::2], mlp[1::2]),
+        Skip(attention[1::2], ()),
+        Skip(middle(attention, len(attention) // 2), middle(mlp, len(mlp) // 4)),
+        Skip(middle(attention, len(attention) // 2), middle(mlp, len(mlp) // 2)),
+        Skip(attention[len(attention) // 2 : -1], mlp[len(mlp) // 2 : -1]),
+        Skip(attention[1:-1], ()),
+        Skip(attention[2::3], mlp[2::3]),
+    ]
+    return [skip for skip in dict.fromkeys(chosen) if len(skip)]
+
+
+def middle(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """``count`` layers from the middle."""
+    first = (len(layers) - count) // 2
+    return tuple(layers[first : first + count])
+
+
+def baseline_choices(sublayers: Sublayers, skip: Skip) -> Iterator[tuple[str, int, Skip]]:
+    """Name, seed and choice of as many attentions and MLPs by position, as in appendix D."""
+    every = (sublayers.attention, sublayers.mlp)
+    counts = (len(skip.attention), len(skip.mlp))
+    yield "first", 0, Skip(*(tuple(layers[:n]) for layers, n in zip(every, counts)))
+    yield "middle", 0, Skip(*(middle(layers, n) for layers, n in zip(every, counts)))
+    last = (tuple(layers[len(layers) - n :]) for layers, n in zip(every, counts))
+    yield "last", 0, Skip(*last)
+    for seed in range(RANDOM_BASELINES):
+        drawn = random.Random(seed)
+        yield (
+            "random",
+            seed,
+            Skip(*(tuple(sorted(drawn.sample(layers, n))) for layers, n in zip(every, counts))),
+        )
+
+
+def exit_choices(settings: Settings) -> list[Exit]:
+    """Draft exits to compare: adaptive as searched first, then tables 3 and 4 of the paper."""
+    k = settings.max_draft
+    targets = [t for t in TARGETS if t != settings.target_acceptance]
+    return [
+        settings.stop,
+        *(Exit("adaptive", k, target_acceptance=target) for target in targets),
+        *(Exit("threshold", k, threshold) for threshold in THRESHOLDS),
+        *(Exit("fixed", count) for count in FIXED_DRAFTS if count <= k),
+    ]
+
+
+# ------------------------------------------------------------------------------------ all of it
+
+
+@dataclass
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        best: the best complete trial.
+        baselines: rows as in ``search.json``, the searched choice first; None if left out.
+        exits: a row per draft exit; ``stop`` is the best of them.
+    """
+
+    settings: Settings
+    identity: dict[str, Any]
+    sublayers: Sublayers
+    costs: StepCosts | None
+    trials: list[Trial]
+    best: Trial
+    baselines: list[dict[str, Any]] | None
+    exits: list[dict[str, Any]]
+    stop: Exit
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """Figures of the best choice under the best exit."""
+        return next(row for row in self.exits if row["chosen"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The body of ``search.json``."""
+        return {
+            "strategy": STRATEGY,
+            "settings": asdict(self.settings),
+            "identity": self.identity,
+            "layers": self.sublayers.count,
+            "sublayers": {"attention": self.sublayers.attention, "mlp": self.sublayers.mlp},
+            "costs": None if self.costs is None else self.costs.to_dict(),
+            "best": self.best.to_dict(),
+            "draft_exit": self.exits,
+            "baselines": self.baselines,
+            "trials": [trial.to_dict() for trial in self.trials],
+        }
+
+
+def search(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    folder: Path,
+    settings: Settings,
+    *,
+    trials: int = 100,
+    baselines: bool = True,
+    costs: StepCosts | None = None,
+    progress: Progress | None = None,
+    status: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Find the sublayers to skip, or continue to.
+
+    Args:
+        model: a causal language model, in evaluation mode, on its device.
+        prompts: development prompts.
+        folder: exists; holds the study.
+        trials: finished trials in all, those of earlier runs included.
+        baselines: compare with choices by position.
+        costs: use these instead of measuring, if the study has none yet.
+        progress: called as ``progress(finished, trials, best)``.
+        status: called with what begins.
+
+    Raises:
+        ValueError: the folder's study has other settings, or another process runs it.
+    """
+    check_count("trials", trials)
+    evaluator = settings.evaluator(model, tokenizer, prompts)
+    identity = study_identity(model, prompts, settings)
+    say = status or (lambda text: None)
+    with locked(folder), closing(LayerStudy(folder, identity)) as study:
+        if settings.objective == "modelled":
+            say("measuring costs")
+            evaluator.costs = study.costs(
+                lambda: costs or evaluator.measure_costs(settings.max_draft)
+            )
+        say("searching")
+        starts = starting_points(evaluator.sublayers)
+        done = study.trials
+        while True:
+            if progress is not None:
+                progress(len(done), trials, best_of(done))
+            if len(done) >= trials:
+                break
+            done.append(study.run_trial(evaluator, settings, starts))
+        best = best_of(done)
+        if best is None:
+            raise ValueError("every trial was pruned: continue with more --trials")
+
+        def judge(skip: Skip, stop: Exit) -> Evaluation:
+            def make() -> Evaluation:
+                *_, evaluation = evaluator.evaluate(settings.objective, skip, stop)
+                return evaluation
+
+            return study.cached(skip, stop, make)
+
+        say("comparing draft exits")
+        exits: list[dict[str, Any]] = []
+        for stop in exit_choices(settings):
+            # Only a deterministic value may be taken over from the trials.
+            taken = settings.objective == "modelled" and stop == settings.stop
+            evaluation = best.evaluation if taken else judge(best.skip, stop)
+            exits.append({**stop.options(), **evaluation.to_dict(), "chosen": False})
+        least = min(range(len(exits)), key=lambda index: (exits[index]["value"], index))
+        exits[least]["chosen"] = True
+        rows = None
+        if baselines:
+            say("comparing baselines")
+            rows = _baselines(evaluator.sublayers, best, settings.stop, judge)
+        return SearchResult(
+            settings, identity, evaluator.sublayers, evaluator.costs, done, best, rows, exits,
+            exit_choices(settings)[least],
+        )  # fmt: skip
+
+
+def _baselines(
+    sublayers: Sublayers, best: Trial, stop: Exit, judge: Callable[[Skip, Exit], Evaluation]
+) -> list[dict[str, Any]]:
+    """Rows for the searched choice and each baseline; "random" is the mean over its seeds."""
+    rows = [
+        {"name": "searched", **best.skip.options(), **best.evaluation.to_dict()},
+    ]
+    drawn = []
+    for name, seed, skip in baseline_choices(sublayers, best.skip):
+        row = {"name": name, **skip.options(), **judge(skip, stop).to_dict()}
+        if name == "random":
+            drawn.append({**row, "seed": seed})
+        else:
+            rows.append(row)
+    figures = ("value", "tau", "acceptance")
+    mean: dict[str, Any] = {name: sum(row[name] for row in drawn) / len(drawn) for name in figures}
+    rows.append({"name": "random", **mean, "speedup": 1.0 / mean["value"], "draws": drawn})
+    return rows

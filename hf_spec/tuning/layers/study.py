@@ -1,0 +1,372 @@
+"""The study of a layer search on disk: trials that can be stopped at any moment and continued.
+
+Which trial comes next depends on the finished ones and the seed alone, so that an interrupted and
+continued search ends like one that ran through. Knows Optuna; knows nothing of baselines, plots or
+adapter folders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.bench.prompts import Prompt
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
+from hf_spec.tuning.layers.objective import OBJECTIVES, STRATEGY, Evaluation, Evaluator, Exit
+
+if TYPE_CHECKING:
+    import optuna
+
+SAMPLERS = ("tpe", "gp", "random")
+STUDY_FILE, STUDY_NAME = "study.db", STRATEGY
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search optimises; a study is continued with the same settings only.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    objective: str = "modelled"
+    sampler: str = "tpe"
+    seed: int = 0
+    max_new_tokens: int = 64
+    max_draft: int = 12
+    target_acceptance: float = 0.85
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("objective", OBJECTIVES), ("sampler", SAMPLERS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}"
+                )
+        check_count("max_new_tokens", self.max_new_tokens, low=2)
+        check_count("max_draft", self.max_draft)
+        check_range("target_acceptance", self.target_acceptance, 0.0, 1.0)
+        if self.sampling and not self.do_sample:
+            raise ValueError(f"{next(iter(self.sampling))} needs do_sample")
+        if self.sampler == "gp" and importlib.util.find_spec("scipy") is None:
+            raise ValueError("sampler='gp' needs scipy, which is not installed: pip install scipy")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling options that are set."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def stop(self) -> Exit:
+        """The draft exit under which layers are searched."""
+        return Exit("adaptive", self.max_draft, target_acceptance=self.target_acceptance)
+
+    def evaluator(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> Evaluator:
+        """An evaluator of choices under these settings."""
+        sampling = {"do_sample": self.do_sample, **self.sampling}
+        return Evaluator(
+            model, tokenizer, prompts, self.max_new_tokens, sampling, self.seed
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A finished trial.
+
+    Attributes:
+        number: from 0, in order.
+        state: ``complete``, or ``pruned`` after some of the prompts.
+        origin: ``start`` (a fixed starting point), ``sampler``, or ``neighbour`` (one sublayer
+            away from the best, tried after the sampler had repeated itself).
+        repeat: the choice had been evaluated before, and its value was taken over.
+    """
+
+    number: int
+    state: str
+    skip: Skip
+    evaluation: Evaluation
+    origin: str
+    repeat: bool
+    prompts: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "number": self.number, "state": self.state, "origin": self.origin,
+            "repeat": self.repeat, "prompts": self.prompts, "seconds": self.seconds,
+            "skipped": len(self.skip), **self.skip.options(), **self.evaluation.to_dict(),
+        }  # fmt: skip
+
+
+Progress = Callable[[int, int, Trial | None], None]
+
+
+# ------------------------------------------------------------------------------------ the study
+
+
+class LayerStudy:
+    """An Optuna study in a folder.
+
+    Args:
+        folder: gets ``study.db``.
+        identity: what must not change when a study is continued; JSON types.
+
+    Raises:
+        ValueError: the folder's study was made with other settings, or cannot be read.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]):
+        try:
+            import optuna
+        except ImportError as error:
+            raise ImportError(
+                "searching needs Optuna, which is not installed: pip install 'hf_spec[search]'"
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna = optuna
+        path = (folder / STUDY_FILE).resolve()
+        try:
+            self.storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+            self.study = optuna.create_study(
+                storage=self.storage, study_name=STUDY_NAME, direction="minimize",
+                load_if_exists=True, sampler=optuna.samplers.RandomSampler(0),
+                pruner=optuna.pruners.MedianPruner(n_startup_trials=5),
+            )  # fmt: skip
+        except Exception as error:
+            if not type(error).__module__.startswith(("sqlalchemy", "optuna")):
+                raise
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"cannot use {STUDY_FILE} in {str(folder)!r}: {reason}; give another folder"
+            ) from error
+        self._check(folder, json.loads(json.dumps(identity)))
+        self._drop_unfinished()
+
+    def _check(self, folder: Path, identity: dict[str, Any]) -> None:
+        before = self.study.user_attrs.get("identity")
+        if before is None:
+            self.study.set_user_attr("identity", identity)
+            return
+        names = [name for name in {**before, **identity} if before.get(name) != identity.get(name)]
+        if names:
+            changes = [f"{n} was {before.get(n)!r}, now {identity.get(n)!r}" for n in names]
+            raise ValueError(
+                f"{str(folder)!r} holds a search with other settings ({'; '.join(changes)}): "
+                "repeat its settings to continue it, or give another folder"
+            )
+
+    def _drop_unfinished(self) -> None:
+        """Trials that were running when a process ended; they are made again."""
+        running = self.optuna.trial.TrialState.RUNNING
+        for trial in self.study.get_trials(deepcopy=False, states=(running,)):
+            self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.storage.remove_session()
+        self.storage.engine.dispose()
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The finished trials, in order."""
+        states = self.optuna.trial.TrialState
+        finished = self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
+        return [_trial(number, one) for number, one in enumerate(finished)]
+
+    # -- what is kept beside the trials ------------------------------------------------------
+
+    def costs(self, measure: Callable[[], StepCosts]) -> StepCosts:
+        """The study's costs; measured if it has none yet."""
+        stored = self.study.user_attrs.get("costs")
+        if stored is not None:
+            return StepCosts.from_dict(stored)
+        costs = measure()
+        self.study.set_user_attr("costs", costs.to_dict())
+        return costs
+
+    def cached(self, skip: Skip, stop: Exit, make: Callable[[], Evaluation]) -> Evaluation:
+        """An evaluation outside the trials, made at most once."""
+        text = json.dumps([skip.options(), stop.options()], sort_keys=True)
+        key = "evaluation:" + hashlib.sha256(text.encode()).hexdigest()[:24]
+        stored = self.study.user_attrs.get(key)
+        if stored is None:
+            stored = make().to_dict()
+            self.study.set_user_attr(key, stored)
+        return _evaluation(stored)
+
+    # -- one trial ---------------------------------------------------------------------------
+
+    def run_trial(self, evaluator: Evaluator, settings: Settings, starts: Sequence[Skip]) -> Trial:
+        """Choose sublayers, evaluate them, and store the result."""
+        done = self.trials
+        repeatable = settings.objective == "modelled"
+        known = {one.skip: one for one in reversed(done)}
+        sublayers, number = evaluator.sublayers, len(done)
+        origin, fixed = "sampler", None
+        if number < len(starts):
+            origin, fixed = "start", starts[number]
+        elif repeatable and done and done[-1].repeat:
+            fixed = _neighbour(done, sublayers, settings.seed + number)
+            origin = "sampler" if fixed is None else "neighbour"
+        waiting = self.optuna.trial.TrialState.WAITING
+        if fixed is not None and not self.study.get_trials(deepcopy=False, states=(waiting,)):
+            # If one is waiting already, an earlier process ended right here.
+            self.study.enqueue_trial(_parameters(sublayers, fixed))
+
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # experimental options of samplers
+            self.study.sampler = _sampler(self.optuna, settings, number)
+            trial = self.study.ask()
+            skip = _suggest(trial, sublayers)
+        before = known.get(skip) if repeatable else None
+        pruned, evaluation, prompts = False, None, 0
+        if before is not None:
+            evaluation, prompts = before.evaluation, before.prompts
+            pruned = before.state == "pruned"
+            trial.report(evaluation.value, prompts)
+        else:
+            with closing(evaluator.evaluate(settings.objective, skip, settings.stop)) as values:  # type: ignore[type-var]
+                for prompts, evaluation in enumerate(values, start=1):
+                    trial.report(evaluation.value, prompts)
+                    if prompts < len(evaluator.ids) and trial.should_prune():
+                        pruned = True
+                        break
+        assert evaluation is not None
+        trial.set_user_attr("counts", evaluation.counts.to_dict())
+        trial.set_user_attr("about", {
+            "origin": origin, "repeat": before is not None, "prompts": prompts,
+            "seconds": time.perf_counter() - start, **skip.options(),
+        })  # fmt: skip
+        # From here on the trial counts; a process that ends earlier has done nothing.
+        if pruned:
+            self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
+        else:
+            self.study.tell(trial, evaluation.value)
+        return self.trials[-1]
+
+
+def _sampler(optuna: Any, settings: Settings, number: int) -> Any:
+    """A sampler seeded for this trial, so that it does the same after an interruption."""
+    seed = settings.seed * 1_000_003 + number
+    if settings.sampler == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
+    if settings.sampler == "gp":
+        certain = settings.objective == "modelled"
+        return optuna.samplers.GPSampler(seed=seed, deterministic_objective=certain)
+    return optuna.samplers.RandomSampler(seed)
+
+
+def _parameters(sublayers: Sublayers, skip: Skip) -> dict[str, bool]:
+    attention = {f"attention_{i}": i in skip.attention for i in sublayers.attention}
+    return attention | {f"mlp_{i}": i in skip.mlp for i in sublayers.mlp}
+
+
+def _suggest(trial: optuna.Trial, sublayers: Sublayers) -> Skip:
+    chosen = {
+        name: trial.suggest_categorical(name, [False, True])
+        for name in _parameters(sublayers, Skip())
+    }
+    return Skip(
+        tuple(i for i in sublayers.attention if chosen[f"attention_{i}"]),
+        tuple(i for i in sublayers.mlp if chosen[f"mlp_{i}"]),
+    )
+
+
+def _neighbour(done: Sequence[Trial], sublayers: Sublayers, seed: int) -> Skip | None:
+    """A choice that differs from the best in one sublayer and was not tried; None if all were."""
+    best = best_of(done)
+    if best is None:
+        return None
+    tried = {one.skip for one in done}
+    options = []
+    for kind, layers in (("attention", sublayers.attention), ("mlp", sublayers.mlp)):
+        for layer in layers:
+            sets = {"attention": set(best.skip.attention), "mlp": set(best.skip.mlp)}
+            sets[kind] ^= {layer}
+            skip = Skip(tuple(sorted(sets["attention"])), tuple(sorted(sets["mlp"])))
+            if skip not in tried:
+                options.append(skip)
+    return random.Random(seed).choice(options) if options else None
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The complete trial of least value; of equal ones the one that skips most, then the first."""
+    complete = [one for one in trials if one.state == "complete"]
+    return min(
+        complete, key=lambda one: (one.evaluation.value, -len(one.skip), one.number), default=None
+    )
+
+
+def _trial(number: int, frozen: Any) -> Trial:
+    about, value = frozen.user_attrs["about"], frozen.value
+    if value is None:
+        value = frozen.intermediate_values[max(frozen.intermediate_values)]
+    return Trial(
+        number, frozen.state.name.lower(),
+        Skip(tuple(about["skip_attention"]), tuple(about["skip_mlp"])),
+        _evaluation({"value": value, "counts": frozen.user_attrs["counts"]}),
+        about["origin"], about["repeat"], about["prompts"], about["seconds"],
+    )  # fmt: skip
+
+
+def _evaluation(data: dict[str, Any]) -> Evaluation:
+    from hf_spec.tuning.layers.objective import Counts
+
+    return Evaluation(data["value"], Counts.from_dict(data["counts"]))
+
+
+# -------------------------------------------------------------------------- choices by position
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a second process out; the lock ends with the process, however it ends."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(str(folder / f"{STUDY_FILE}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"another search is running in {str(folder)!r}: wait for it, or give another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def study_identity(model: Any, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:
+    """What a study must be continued with: settings, model, prompts, and where it is timed."""
+    texts = json.dumps([prompt.text for prompt in prompts])
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        **asdict(settings),
+        "model_fingerprint": fingerprint(model),
+        "prompts": len(prompts),
+        "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "attn_implementation": getattr(model.config, "_attn_implementation", None),
+    }

@@ -1,0 +1,183 @@
+"""How well a drafter predicts the tokens to come, measured on the model's own greedy answers.
+
+At every place of an answer the ranks of the right tokens are noted. They give the accuracies that
+trees are built from, and they tell, without another forward, how decoding these answers with given
+trees goes step by step. Knows drafters with trees; knows nothing of tree search or of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.drafting.tree_drafter import TreeDrafter
+from hf_spec.tuning.trees.bare_trees import BareTrees
+from hf_spec.tuning.trees.sparse_tree import Array, SparseTrees
+
+#: Ranks that are told apart; a token further down counts as not predicted.
+RANKS = 48
+#: Rank of a token that is not among the likeliest, or that lies behind the answer's end.
+MISS, BEYOND = -1, -2
+
+Ranks = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What decoding takes.
+
+    Attributes:
+        tokens: emitted tokens.
+        steps: forwards of the model, the prefills included.
+        visits: ``(states,)`` steps in each state, without the prefills.
+        landed: ``(steps, distances)`` ranks at the places where steps began that knew something
+            and whose answers went on for long enough.
+    """
+
+    tokens: int
+    steps: int
+    visits: Array
+    landed: Ranks
+
+    @property
+    def tau(self) -> float:
+        """Emitted tokens per step, as ``SpecStats.mean_accepted_tokens``."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tau_after_prefill(self) -> float:
+        """The same without the prefills and the tokens that they emit."""
+        prefills = self.steps - int(self.visits.sum())
+        return (self.tokens - prefills) / max(self.steps - prefills, 1)
+
+
+@dataclass(frozen=True)
+class FutureRanks:
+    """Ranks of the right tokens in the predictions, answer by answer.
+
+    Attributes:
+        answers: ``(tokens, distances)`` each; ``[i, d - 1]`` is the rank of the token i + 1 + d of
+            the answer in the prediction for distance d at its token i. Without probes a row for the
+            prompt's last token stands before them.
+        per_distance: probes for each distance; 0: predictions take none, and every step knows them
+            all, that behind the prompt included.
+    """
+
+    answers: tuple[Ranks, ...]
+    per_distance: int = 1
+
+    @property
+    def ahead(self) -> int:
+        """Rows of an answer before that of its first token."""
+        return 0 if self.per_distance else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer) - self.ahead for answer in self.answers)
+
+    def trees(self, accuracies: Array, max_size: int) -> SparseTrees | BareTrees:
+        """Trees for these accuracies, of at most ``max_size`` rows, as the drafter takes them."""
+        if not self.per_distance:
+            return BareTrees(accuracies, max_size)
+        return SparseTrees(accuracies, max_size, per_distance=self.per_distance)
+
+    @cached_property
+    def places(self) -> Ranks:
+        """``(places, distances)`` of all answers, where all tokens asked for are in the answer."""
+        everything = np.concatenate(self.answers)
+        return everything[(everything != BEYOND).all(1)]
+
+    def accuracies(self) -> Array:
+        """``(distances, RANKS)`` share of places at which the token of that rank is right."""
+        rows = [np.bincount(column[column >= 0], minlength=RANKS) for column in self.places.T]
+        return np.array(rows) / max(len(self.places), 1)
+
+    def landed(self, size: int) -> Ranks:
+        """``(places, distances)`` where decoding with trees of about ``size`` rows lands.
+
+        The trees are the best ones for the plain accuracies.
+        """
+        return self.replay(self.trees(self.accuracies(), size).best(size)).landed
+
+    def landed_accuracies(self, size: int) -> Array:
+        """What trees of about ``size`` rows are built from: ``(distances, RANKS)``.
+
+        Two things set them apart from :meth:`accuracies`. A step begins where the one before ended,
+        mostly because a token could not be foreseen, and around such tokens predictions are worse.
+        And a node at depth d counts only if the path above it is right, where predictions are
+        better. So: of the places where decoding lands, those at which all nearer tokens were among
+        the likeliest.
+        """
+        landed, rows = self.landed(size), []
+        for distance in range(landed.shape[1]):
+            column = landed[:, distance]
+            shares = np.bincount(column[column >= 0], minlength=RANKS) / max(len(column), 1)
+            rows.append(shares)
+            landed = landed[column >= 0]
+        return np.array(rows)
+
+    def replay(self, states: TreeStates) -> Replay:
+        """Decode the answers with these trees: what ``generate`` does, from the ranks alone."""
+        children = [_children(state) for state in states.states]
+        visits, steps, landed = np.zeros(len(children)), 0, []
+        known = len(children) - 1  # where there are no probes
+        for answer in self.answers:
+            steps += 1  # the prefill emits the first token
+            root, state = 0, 0 if self.per_distance else known
+            while root < len(answer) - self.ahead - 1:
+                steps += 1
+                visits[state] += 1
+                node = depth = 0
+                if state:
+                    landed.append(answer[root - 1 + self.ahead])
+                    for rank in landed[-1]:
+                        below = children[state].get((node, int(rank)))
+                        if below is None:
+                            break
+                        node, depth = below, depth + 1
+                root += depth + 1
+                state = states.states[state].probes[node] if self.per_distance else known
+        places = np.array(landed, dtype=np.int64).reshape(-1, self.answers[0].shape[1])
+        return Replay(self.tokens, steps, visits, places[(places != BEYOND).all(1)])
+
+
+def _children(state: TreeState) -> dict[tuple[int, int], int]:
+    """``(parent, rank)`` -> node."""
+    tree = state.tree
+    return {(tree.parents[n], tree.ranks[n]): n for n in range(1, len(tree))}
+
+
+@torch.no_grad()
+def measure(drafter: TreeDrafter, prompt: Sequence[int], answer: Sequence[int]) -> Ranks:
+    """Ranks of one answer's tokens, ``(tokens, distances)``; see :class:`FutureRanks`.
+
+    Args:
+        drafter: makes the predictions.
+        prompt, answer: token ids.
+    """
+    device, distances = drafter.model.device, drafter.distances
+    ids = torch.tensor([[*prompt, *answer]], device=device)
+    ahead = 0 if drafter.per_distance else 1
+    found = np.full((ahead + len(answer), distances), BEYOND, dtype=np.int64)
+    first, done = len(prompt) - ahead, 0
+    # The last two tokens have nothing to predict.
+    places = torch.arange(first, max(ids.shape[1] - 2, first), device=device)
+    for logits in drafter.future_logits(ids, places) if len(places) else ():
+        best = logits.topk(min(RANKS, logits.shape[-1]), dim=-1).indices
+        some = places[done : done + len(logits), None]
+        wanted = some + 2 + torch.arange(distances, device=device)
+        inside = wanted < ids.shape[1]
+        right = ids[0][wanted.clamp(max=ids.shape[1] - 1)]
+        hits = best.to(device) == right[..., None]
+        ranks = torch.where(hits.any(-1), hits.int().argmax(-1), MISS)
+        ranks = torch.where(inside, ranks, BEYOND)
+        found[done : done + len(logits)] = ranks.cpu().numpy()
+        done += len(logits)
+    return found

@@ -1,0 +1,159 @@
+"""Draws tuned trees and why they were chosen, from ``tree.json``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.tuning.trees.sparse_tree import Array, chances_of
+
+TREE_PLOT, TUNE_PLOT = "tree.png", "tune.png"
+#: Most nodes that are labelled with their probability; more would overlap.
+LABELLED = 40
+
+
+def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
+    """The entry of a device whose name holds ``device``; None: the latest entry.
+
+    Raises:
+        ValueError: there is none, listing those there are.
+    """
+    for entry in reversed(data["devices"]):
+        if device is None or device.lower() in entry["device"].lower():
+            chosen: dict[str, Any] = entry
+            return chosen
+    known = ", ".join(entry["device"] for entry in data["devices"])
+    raise ValueError(f"no entry for device {device!r}; there are {known}")
+
+
+def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
+    """Write ``tree.png``: the tree of each state with candidates that occurs.
+
+    Args:
+        entry: of ``tree.json``.
+        setting: which of its settings.
+        folder: for the image.
+    """
+    chosen = entry["settings"][setting]
+    states = TreeStates.from_json(chosen["states"]).states
+    accuracies = np.array(entry["landed_accuracies"])
+    occurs = [share > 0 for share in chosen["visits"]]  # without probes only the last state does
+    shown = [k for k, state in enumerate(states) if len(state.tree) > 1 and occurs[k]] or [0]
+    probed = any(any(state.probes) for state in states)
+    width = max(6.0, 0.32 * max(len(states[k].tree) for k in shown))
+    depths = [states[k].tree.max_depth for k in shown]
+    figure = new_figure(width, sum(1.6 + 1.1 * depth for depth in depths))
+    axes = figure.subplots(len(shown), squeeze=False, height_ratios=[1.5 + d for d in depths])
+    for k, one in zip(shown, axes[:, 0]):
+        _tree(one, states[k], accuracies)
+        share = chosen["visits"][k]
+        one.set_title(
+            f"{k} token{'s' * (k != 1)} predicted: {states[k].tree.num_candidates} candidates"
+            + (f", {sum(states[k].probes)} probes" if probed else "")
+            + f"; {share:.0%} of steps",
+            fontsize=10,
+        )
+    figure.suptitle(
+        f"{entry['device']}, {entry['dtype']}, batch {chosen['batch_size']}, context "
+        f"{chosen['context']}: {chosen['size']} rows, tau {chosen['tau']:.2f}\n"
+        "numbers: probability of being accepted in %"
+        + ("; +n: probes under a node" if probed else ""),
+        fontsize=10,
+    )
+    return save_figure(figure, folder / TREE_PLOT)
+
+
+def positions(tree: TokenTree) -> Array:
+    """``(nodes,)`` where nodes stand from left to right: leaves in order, parents above them."""
+    children: list[list[int]] = [[] for _ in range(len(tree))]
+    for node in range(1, len(tree)):
+        children[tree.parents[node]].append(node)
+    for below in children:
+        below.sort(key=lambda node: tree.ranks[node])
+    place, leaves = np.zeros(len(tree)), 0
+
+    def visit(node: int) -> None:
+        nonlocal leaves
+        for child in children[node]:
+            visit(child)
+        if children[node]:
+            place[node] = place[children[node]].mean()
+        else:
+            place[node] = leaves
+            leaves += 1
+
+    visit(0)
+    return place
+
+
+def _tree(axes: Any, state: TreeState, accuracies: Array) -> None:
+    tree, places = state.tree, positions(state.tree)
+    reach, _ = chances_of(tree, accuracies)
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        axes.plot(
+            [places[parent], places[node]], [-tree.depths[parent], -tree.depths[node]],
+            color="0.7", linewidth=0.5 + 3 * reach[node], zorder=1,
+        )  # fmt: skip
+    depths = -np.array(tree.depths)
+    axes.scatter(
+        places, depths, c=reach, cmap="Blues", vmin=-0.2, vmax=1, s=260, zorder=2, edgecolor="0.4"
+    )
+    labelled = len(tree) <= LABELLED
+    for node in range(len(tree)):
+        if labelled:
+            text = (
+                f"{100 * reach[node]:.0f}" if reach[node] >= 0.095 else f"{100 * reach[node]:.1f}"
+            )
+            dark = "white" if reach[node] > 0.6 else "black"
+            axes.annotate(
+                text, (places[node], depths[node]), ha="center", va="center", fontsize=6,
+                color=dark, zorder=3,
+            )  # fmt: skip
+        if state.probes[node]:
+            axes.annotate(
+                f"+{state.probes[node]}", (places[node], depths[node]), xytext=(0, -15),
+                textcoords="offset points", ha="center", fontsize=6, color="tab:red", zorder=3,
+            )  # fmt: skip
+    axes.set(ylim=(-tree.max_depth - 0.6, 0.5), xlim=(places.min() - 0.8, places.max() + 0.8))
+    axes.set_yticks(range(-tree.max_depth, 1), [str(d) for d in range(tree.max_depth, -1, -1)])
+    axes.set_xticks([])
+    axes.set_ylabel("depth")
+    axes.spines["bottom"].set_visible(False)
+
+
+def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
+    """Write ``tune.png``: tau, step time and predicted speedup by size (PPD, figure 6.6).
+
+    tau is the latest entry's, as it hardly depends on the device; times are those of every device,
+    batch size and context length.
+    """
+    figure = new_figure(14, 4)
+    left, middle, right = figure.subplots(1, 3)
+    sizes = data["devices"][-1]["sizes"]
+    counts = [one["size"] for one in sizes]
+    for key, label in (("tau", "tuned"), ("static_tau", "static"), ("random_tau", "random")):
+        left.plot(counts, [one[key] for one in sizes], label=label)
+    left.set(xlabel="rows per step", ylabel="tau (tokens per forward pass)", title="acceptance")
+    left.legend()
+    for entry in data["devices"]:
+        for one in entry["settings"]:
+            label = f"{entry['device'][:24]}, batch {one['batch_size']}, context {one['context']}"
+            counts = [size["size"] for size in entry["sizes"]]
+            measured = sorted((int(n), spent) for n, spent in one["seconds"].items())
+            middle.plot(
+                [n for n, _ in measured], [s / one["plain_seconds"] for _, s in measured], "o-",
+                markersize=3, label=label,
+            )  # fmt: skip
+            (line,) = right.plot(counts, one["speedups"], label=label)
+            right.plot(one["size"], one["speedup"], "*", color=line.get_color(), markersize=13)
+    middle.set(xlabel="rows per step", ylabel="time / plain step", title="step time")
+    right.set(xlabel="rows per step", ylabel="predicted speedup", title="speedup (star: chosen)")
+    right.axhline(1.0, color="0.4", linestyle=":")
+    middle.legend(fontsize=7)
+    return save_figure(figure, folder / TUNE_PLOT)

@@ -1,0 +1,323 @@
+"""Dynamic sparse trees from accuracies (PPD, section 5.6). Knows numbers only: no model, no clock.
+
+``accuracies[d - 1, r]`` is the probability that the token of rank r in the prediction for distance
+d is the right one, given that the path above it is. A node's probability is the product along its
+path; f of a tree is their sum, the root's 1 included: tokens that a step emits (Prop. 5.6.1).
+
+A node under which n probes hang leads to state n if it is the last one accepted. The thesis weighs
+a probe by the probability that its node is accepted (Prop. 5.6.3); what decides is that it is
+accepted and none of its children is, since the probes under inner nodes of the accepted path are
+never read. These probabilities sum to 1 over a tree and are the chain's transitions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.policy.likely_paths import Array, RankPath, likeliest_paths
+
+#: Share of steps after which the chain starts again in state 0, as every call does: chains that
+#: never return to a state have one answer then, too.
+RESTART = 1e-7
+#: Rounds of improvement; they end when nothing changes, mostly after two or three.
+ROUNDS = 30
+
+
+def checked(accuracies: Any) -> Array:
+    """Accuracies ``(distances, ranks)`` as float64.
+
+    Raises:
+        ValueError: they are no probabilities, or those of a distance sum to more than 1.
+    """
+    table = np.asarray(accuracies, dtype=np.float64)
+    if table.ndim != 2 or not table.size:
+        raise ValueError(f"accuracies of shape {table.shape}: give (distances, ranks).")
+    # Sums of shares may exceed 1 by rounding.
+    if not np.isfinite(table).all() or table.min() < 0 or table.sum(1).max() > 1 + 1e-6:
+        raise ValueError("accuracies must be probabilities that sum to at most 1 at each distance.")
+    return table
+
+
+# ------------------------------------------------------------------------------- candidate trees
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The likeliest paths of at most some depth: the first n are the best tree of n candidates.
+
+    Attributes:
+        paths: a parent before its children, likelier ones first.
+        chances: ``(paths,)`` probability that all of a path is right.
+    """
+
+    paths: tuple[RankPath, ...]
+    chances: Array
+
+    @classmethod
+    def search(cls, accuracies: Any, max_depth: int, count: int) -> Candidates:
+        """The ``count`` likeliest paths, or as many as have a chance at all; no other tree of so
+        many candidates has a larger sum."""
+        return cls(*likeliest_paths(checked(accuracies)[:max_depth], count))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def tree(self, count: int) -> TokenTree:
+        """The best tree of ``count`` candidates, in this order."""
+        return TokenTree.in_order(self.paths[:count])
+
+    @cached_property
+    def values(self) -> Array:
+        """``(paths + 1,)`` f of the best tree of 0, 1, ... candidates."""
+        return np.concatenate([[1.0], 1.0 + np.cumsum(self.chances)])
+
+    @cached_property
+    def ends(self) -> Array:
+        """``(paths + 1, paths + 1)``: row n has, for each node of the best tree of n candidates,
+        the probability that it is the last one accepted; 0 behind the tree."""
+        index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
+        ends = np.zeros((len(self) + 1, len(self) + 1))
+        ends[0, 0] = 1.0
+        for node, (path, chance) in enumerate(zip(self.paths, self.chances), start=1):
+            ends[node] = ends[node - 1]
+            ends[node, node] = chance
+            ends[node, index[path[:-1]]] -= chance
+        return ends.clip(min=0.0)
+
+
+def chances_of(tree: TokenTree, accuracies: Array) -> tuple[Array, Array]:
+    """For each node, the probability that it is accepted, and that it is the last one."""
+    reach = np.ones(len(tree))
+    for node in range(1, len(tree)):
+        depth, rank = tree.depths[node], tree.ranks[node]
+        known = rank < accuracies.shape[1] and depth <= len(accuracies)
+        chance = accuracies[depth - 1, rank] if known else 0.0
+        reach[node] = reach[tree.parents[node]] * chance
+    ends = reach.copy()
+    for node in range(1, len(tree)):
+        ends[tree.parents[node]] -= reach[node]
+    return reach, ends.clip(min=0.0)
+
+
+def grown(count: int, depth: int, draw: random.Random) -> TokenTree:
+    """A tree of ``count`` candidates, each under a random node above ``depth``."""
+    paths: list[RankPath] = []
+    nodes: list[RankPath] = [()]
+    children: dict[RankPath, int] = {}
+    for _ in range(count):
+        parent = draw.choice([path for path in nodes if len(path) < depth])
+        rank = children.setdefault(parent, 0)
+        children[parent] += 1
+        paths.append((*parent, rank))
+        nodes.append(paths[-1])
+    return TokenTree.in_order(paths)
+
+
+# ------------------------------------------------------------------------------------- the chain
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Which state follows which, and what a step in each emits (Prop. 5.6.4).
+
+    Attributes:
+        moves: ``(states, states)`` probability of the next state.
+        values: ``(states,)`` f, tokens that a step emits.
+    """
+
+    moves: Array
+    values: Array
+
+    @classmethod
+    def of(cls, states: TreeStates, accuracies: Any) -> Chain:
+        """The chain of these trees under these accuracies."""
+        table, count = checked(accuracies), len(states.states)
+        moves, values = np.zeros((count, count)), np.zeros(count)
+        for k, state in enumerate(states.states):
+            reach, ends = chances_of(state.tree, table)
+            values[k] = reach.sum()
+            np.add.at(moves[k], list(state.probes), ends)
+        return cls(moves, values)
+
+    @property
+    def _restarting(self) -> Array:
+        moves = (1 - RESTART) * self.moves
+        moves[:, 0] += 1 - moves.sum(1)
+        return moves
+
+    @cached_property
+    def steady(self) -> Array:
+        """``(states,)`` share of steps in each state in the long run."""
+        count = len(self.values)
+        system = np.vstack([self._restarting.T - np.eye(count), np.ones(count)])
+        target = np.zeros(count + 1)
+        target[-1] = 1.0
+        solution: Array = np.linalg.lstsq(system, target, rcond=None)[0].clip(min=0.0)
+        return solution / solution.sum()
+
+    @property
+    def tau(self) -> float:
+        """R(T), emitted tokens per step in the long run."""
+        return float(self.steady @ self.values)
+
+    @property
+    def worth(self) -> Array:
+        """``(states,)`` how many tokens more than from state 0 are emitted from each on."""
+        count = len(self.values)
+        # worth = values - tau + moves @ worth, worth[0] = 0; the first column stands for tau.
+        system = np.eye(count) - self._restarting
+        system[:, 0] = 1.0
+        solution = np.linalg.solve(system, self.values)
+        solution[0] = 0.0
+        return solution
+
+
+# ------------------------------------------------------------------------------- dynamic trees
+
+
+class SparseTrees:
+    """Builds trees for accuracies.
+
+    Args:
+        accuracies: ``(m, ranks)``; m is the number of probes under a node that has all of them.
+        max_size: most rows of a step, its nodes (the root included) and probes.
+        least: probes that a node has at least; the thesis' is 1.
+        per_distance: rows that a probe takes: EPTs of a prompt token.
+    """
+
+    def __init__(self, accuracies: Any, max_size: int, least: int = 0, per_distance: int = 1):
+        self.accuracies = checked(accuracies)
+        self.most, self.least = len(self.accuracies), least
+        self.max_size, self.per_distance = max_size, per_distance
+        if not 0 <= least <= self.most:
+            raise ValueError(f"least={least}: must lie in 0..{self.most}, the number of probes.")
+        #: By state: what can stand in its tree.
+        self.candidates = [
+            Candidates.search(self.accuracies, depth, max_size - 1)
+            for depth in range(self.most + 1)
+        ]
+
+    def split(self, candidates: int, probes: int) -> TreeStates:
+        """The dynamic tree with so many candidates and probes in each state, as far as they go.
+
+        Best candidate trees, all probes under every node, then removed one after the other where
+        that costs least (Prop. 5.6.3), again and again with the worth of states that follows.
+        """
+        return self._improve(lambda state: [min(candidates, len(self.candidates[state]))], probes)
+
+    def best(self, size: int) -> TreeStates:
+        """The best dynamic tree of at most ``size`` rows, over all splits of candidates and probes.
+
+        Each state has a split of its own. What a state is worth is that of the chain as a whole
+        instead of the thesis' two steps (Prop. 5.6.2), so that this is Howard's policy iteration:
+        tau rises from round to round until no state has a better split.
+        """
+        return self._improve(
+            lambda state: range(min(size - 1, len(self.candidates[state])) + 1), None, size
+        )
+
+    def static(self, size: int) -> TreeStates:
+        """The thesis' full sparse tree of at most ``size`` rows: all probes under each node."""
+        nodes = max(size // (self.most * self.per_distance + 1), 1)
+        states = [
+            TreeState(tree, (self.most,) * len(tree))
+            for tree in (one.tree(min(nodes - 1, len(one))) for one in self.candidates)
+        ]
+        return TreeStates(tuple(states))
+
+    def random(self, size: int, seed: int = 0) -> TreeStates:
+        """Trees grown at random, with probes under random nodes, as large as :meth:`best`'s."""
+        draw = random.Random(seed)
+        states = []
+        for depth, state in enumerate(self.best(size).states):
+            tree = grown(state.tree.num_candidates, depth, draw)
+            places = [node for node in range(len(tree)) for _ in range(self.most)]
+            held = draw.sample(places, sum(state.probes))
+            states.append(TreeState(tree, tuple(map(held.count, range(len(tree))))))
+        return TreeStates(tuple(states))
+
+    def tau(self, states: TreeStates) -> float:
+        """R(T) of these trees."""
+        return Chain.of(states, self.accuracies).tau
+
+    # -- improvement -------------------------------------------------------------------------
+
+    def _improve(self, counts: Any, probes: int | None, size: int = 0) -> TreeStates:
+        """Rounds of: best choice in each state for the states' worth, worth for the choices."""
+        most = [counts(k)[-1] for k in range(self.most + 1)]
+        worth = np.array([one.values[n] for one, n in zip(self.candidates, most)])
+        states: tuple[TreeState, ...] = ()
+        for _ in range(ROUNDS):
+            before = states
+            states = tuple(
+                self._state(k, worth, counts(k), probes, size) for k in range(self.most + 1)
+            )
+            if before:
+                # What is as good as before stays, or rounds could go in a circle.
+                pairs = zip(before, states)
+                states = tuple(
+                    new if self._value(new, worth) > self._value(old, worth) + 1e-10 else old
+                    for old, new in pairs
+                )
+            if states == before:
+                break
+            worth = Chain.of(TreeStates(states), self.accuracies).worth
+        return TreeStates(states)
+
+    def _value(self, state: TreeState, worth: Array) -> float:
+        """What a step of this tree is worth, with what follows from it."""
+        reach, ends = chances_of(state.tree, self.accuracies)
+        return float(reach.sum() + ends @ worth[list(state.probes)])
+
+    def _state(
+        self, state: int, worth: Array, counts: Sequence[int], probes: int | None, size: int
+    ) -> TreeState:
+        """The best tree for a state among those of so many candidates, with its probes."""
+        found = self.candidates[state]
+        base, gains = worth[self.least], _gains(worth)[self.least :]  # (m - least,)
+        number = np.array(counts)
+        nodes = number + 1
+        fits = (size - nodes) // self.per_distance
+        room = (np.full_like(nodes, probes) if probes is not None else fits) - self.least * nodes
+        number, nodes, room = (part[room >= 0] for part in (number, nodes, room))
+        if not len(number):  # not even the root has its least probes
+            fewer = probes or (size - 1) // self.per_distance
+            return TreeState(TokenTree.chain(0), (min(self.least, fewer),))
+        ends = found.ends[number, : nodes[-1]]  # (trees, nodes)
+        value = found.values[number] + base
+        each = (ends[:, :, None] * gains).reshape(len(number), -1)  # what each probe is worth
+        falling = -np.sort(-each, axis=1)
+        summed = np.concatenate([np.zeros((len(number), 1)), falling.cumsum(1)], axis=1)
+        value += np.take_along_axis(summed, room.clip(max=each.shape[1])[:, None], 1)[:, 0]
+        # Of equal ones the smallest, since rows cost time.
+        chosen = int(np.flatnonzero(value >= value.max() - 1e-12)[0])
+        order = np.argsort(-each[chosen], kind="stable")[: room[chosen]]
+        order = order[each[chosen][order] > 0]
+        held = np.bincount(order // max(len(gains), 1), minlength=nodes[chosen]) + self.least
+        return TreeState(found.tree(int(number[chosen])), tuple(held[: nodes[chosen]].tolist()))
+
+
+def _gains(worth: Array) -> Array:
+    """``(m,)`` what the first, second, ... probe under a node is worth: never more than the one
+    before it.
+
+    Where a further probe is worth more than the one before, both count as their mean, so that a
+    node's probes are taken in order.
+    """
+    hull = [0]
+    for k in range(1, len(worth)):
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (worth[b] - worth[a]) * (k - b) > (worth[k] - worth[b]) * (b - a):
+                break
+            hull.pop()
+        hull.append(k)
+    return np.maximum(np.diff(np.interp(np.arange(len(worth)), hull, worth[hull])), 0.0)

@@ -1,0 +1,362 @@
+"""Chooses a drafter's trees for this device: accuracies, step times, and the size by tau(n) / L(n).
+
+PPD, section 5.6.3. What it makes is an entry of ``tree.json``. Knows models, drafters and prompts;
+knows nothing of the command line or of adapter folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_spec.bench.prompts import Prompt, context_limit, encode_within
+from hf_spec.bench.runner import own_generation_config
+from hf_spec.core.checks import check_count
+from hf_spec.core.tree_states import TreeStates
+from hf_spec.drafting.options import TreeOptions
+from hf_spec.drafting.tree_drafter import TreeDrafter
+from hf_spec.drafting.wrapped_drafter import WrappedDrafter
+from hf_spec.methods.registry import Method
+from hf_spec.policy.tuned_trees import VERSION, Device
+from hf_spec.tuning.trees.bare_trees import BareTrees, counted_paths
+from hf_spec.tuning.trees.future_ranks import FutureRanks, Ranks, Replay, measure
+from hf_spec.tuning.trees.sparse_tree import Array
+from hf_spec.tuning.trees.step_times import StepTimer, StepTimes
+
+#: Sizes whose steps are timed; those between are interpolated.
+TIMED = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+#: Rows of the tree whose landing places the accuracies are taken from.
+REFERENCE = 32
+#: Of sizes whose speedups are this close to the best, the smallest is taken: the difference is
+#: noise of the clock, and rows take memory.
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        max_new_tokens: of each answer.
+        max_size: most rows of a step, nodes and probes.
+        batch_sizes, contexts: step times are measured for each pair; a context of None is that of
+            the prompts with half their answers.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    max_new_tokens: int = 128
+    max_size: int = 64
+    batch_sizes: tuple[int, ...] = (1,)
+    contexts: tuple[int | None, ...] = (None,)
+
+    def __post_init__(self) -> None:
+        check_count("max_new_tokens", self.max_new_tokens, low=4)
+        check_count("max_size", self.max_size, low=2, high=512)
+        for size in self.batch_sizes:
+            check_count("batch_size", size)
+        for context in self.contexts:
+            if context is not None:
+                check_count("context", context)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What trees of a size give, whatever the device.
+
+    Attributes:
+        size: most rows of a step.
+        rows: rows of a step in each state; fewer than ``size`` where more would be of no use.
+        tau: emitted tokens per step on the measured answers, prefills included.
+        chain_tau: R(T) of the chain of states, which has no prefills; f(T) without probes.
+        static_tau, random_tau: tau of trees with all probes under each node (where there are no
+            probes, of trees that nothing was measured for), and of random ones.
+    """
+
+    size: int
+    rows: tuple[int, ...]
+    tau: float
+    chain_tau: float
+    static_tau: float
+    random_tau: float
+
+
+def tunable(method: Method) -> bool:
+    """Whether a method's trees of ranked predictions have a shape that can be chosen."""
+    return issubclass(method.options, TreeOptions)
+
+
+def without_shape(method: Method, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a tunable method that say nothing of its trees."""
+    assert issubclass(method.options, TreeOptions)
+    return {name: value for name, value in options.items() if name not in method.options.shape}
+
+
+class TreeTuner:
+    """A model with its active adapter and prompts, for which trees are chosen.
+
+    Args:
+        model: in evaluation mode, on its device, with the adapter active.
+        tokenizer: the model's.
+        prompts: held out from training.
+        method: the strategy.
+        options: its options; those of the tree are left out.
+        settings: what is measured.
+
+    Raises:
+        ValueError: the method has no tunable trees, or prompts or contexts do not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        method: Method,
+        options: dict[str, Any],
+        settings: Settings,
+    ):
+        if not tunable(method):
+            raise ValueError(f"strategy {method.name!r} has no trees to tune")
+        self.model, self.tokenizer, self.method = model, tokenizer, method
+        self.settings = settings
+        self.options = without_shape(method, options)
+        static = method.parse_options(self.options).untimed()
+        own = method.parse_options({**self.options, **static})
+        drafter = method.drafter(model, own)
+        while isinstance(drafter, WrappedDrafter):  # what it adds does not draft
+            drafter = drafter.inner
+        if not isinstance(drafter, TreeDrafter) or drafter.options is not own:
+            raise ValueError(
+                f"{method.name} drafts with another strategy here: tune that one's adapter, or "
+                "leave the option out"
+            )
+        self.drafter = drafter
+        limit = context_limit(model, tokenizer)
+        room = None if limit is None else limit - settings.max_new_tokens
+        longest = max((one for one in settings.contexts if one is not None), default=1)
+        # Nodes of a deep tree stand behind the context, a probe behind the deepest of them.
+        furthest = longest + 2 * drafter.distances + 1
+        if limit is not None and (room is None or room < 1 or furthest > limit):
+            raise ValueError(
+                f"max_new_tokens={settings.max_new_tokens} and contexts up to {longest} do not fit "
+                f"the model's context of {limit} tokens; lower them"
+            )
+        self.limit = limit
+        if settings.max_size <= drafter.per_distance:
+            raise ValueError(
+                f"max_size={settings.max_size}: a step that predicts one token has "
+                f"{1 + drafter.per_distance} rows with this adapter; raise it"
+            )
+        self.prompts = [encode_within(tokenizer, prompt.text, room)[0] for prompt in prompts]
+        self.answers: list[list[int]] = []
+
+    # -- accuracies --------------------------------------------------------------------------
+
+    def measure(self, done: Callable[[], None] = lambda: None) -> FutureRanks:
+        """Answer every prompt greedily and rank the tokens to come.
+
+        Raises:
+            ValueError: the answers are too short to tell anything.
+        """
+        found: list[Ranks] = []
+        self.answers = []
+        with own_generation_config(self.model, self.tokenizer, greedy=True):
+            for prompt in self.prompts:
+                ids = torch.tensor([prompt], device=self.model.device)
+                output = self.model.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                    max_new_tokens=self.settings.max_new_tokens, num_beams=1,
+                    assistant_strategy=self.method.name, assistant_kwargs=self.options,
+                )  # fmt: skip
+                self.answers.append(output[0, len(prompt) :].tolist())
+                found.append(measure(self.drafter, prompt, self.answers[-1]))
+                done()
+        ranks = FutureRanks(tuple(found), self.drafter.per_distance)
+        if not len(ranks.places):
+            raise ValueError("the model's answers end after a few tokens: give other prompts")
+        return ranks
+
+    # -- time --------------------------------------------------------------------------------
+
+    def times(self, built: dict[int, TreeStates], batch_size: int, context: int) -> StepTimes:
+        """Step times of the trees of each size that have most candidates."""
+        largest, each = {}, self.drafter.per_distance
+        for states in built.values():
+            state = max(states.states, key=lambda one: (len(one.tree), one.num_rows(each)))
+            if len(state.tree) > 1:
+                largest[state.num_rows(each)] = state
+        if not largest:
+            raise ValueError("none of the adapter's predictions is right: train it first")
+        most = max(largest)
+        counts = [n for n in largest if n == most or n in TIMED]
+        shapes = {n: largest[n] for n in sorted(counts)}
+        return StepTimer(
+            self.model, self.drafter, self._text(context), batch_size, shapes
+        ).run()  # fmt: skip
+
+    def context(self, wanted: int | None) -> int:
+        """A context length in tokens; None: of a prompt with half its answer, the median."""
+        if wanted is not None:
+            return wanted
+        pairs = zip(self.prompts, self.answers)
+        return int(np.median([len(prompt) + len(answer) // 2 for prompt, answer in pairs]))
+
+    def _text(self, length: int) -> list[int]:
+        """So many tokens of prompts and answers."""
+        text = [
+            token for pair in zip(self.prompts, self.answers) for part in pair for token in part
+        ]
+        return (text * (length // len(text) + 1))[:length]
+
+
+def build(
+    ranks: FutureRanks, max_size: int
+) -> tuple[list[Size], dict[int, TreeStates], dict[int, Replay], Array]:
+    """The best trees of every size from 2 rows on, and how they fare on the measured answers.
+
+    Without probes the trees of the paths that were right most often are tried, too, and replay says
+    which are better: a path's chance is not quite the product of its accuracies, but few places
+    tell of a long path.
+
+    Returns:
+        Figures, trees and replays by size, and the accuracies that the trees were built from.
+    """
+    reference = min(REFERENCE, max_size)
+    accuracies = ranks.landed_accuracies(reference)
+    trees = ranks.trees(accuracies, max_size)
+    counted = counted_paths(ranks.landed(reference).tolist())
+    sizes, built, replays = [], {}, {}
+    for size in range(2, max_size + 1):
+        states = trees.best(size)
+        replay = ranks.replay(states)
+        if isinstance(trees, BareTrees):
+            other = ranks.replay(trees.of(counted, size))
+            if other.tau > replay.tau:
+                states, replay = trees.of(counted, size), other
+        built[size], replays[size] = states, replay
+        sizes.append(
+            Size(
+                size, tuple(one.num_rows(ranks.per_distance) for one in states.states),
+                replay.tau, trees.tau(states), ranks.replay(trees.static(size)).tau,
+                ranks.replay(trees.random(size)).tau,
+            )
+        )  # fmt: skip
+    return sizes, built, replays, accuracies
+
+
+def mean_seconds(times: StepTimes, states: TreeStates, replay: Replay, batch_size: int) -> float:
+    """Seconds of a step, on average over the states in which rows are.
+
+    The rows of a batch are in states of their own, and the largest tree decides.
+    """
+    rows = np.array([one.num_rows(times.per_distance) for one in states.states])
+    order = np.argsort(rows, kind="stable")
+    below = (replay.visits[order].cumsum() / max(replay.visits.sum(), 1)) ** batch_size
+    seconds = [times.seconds(states.states[k]) for k in order]
+    return float(np.diff(below, prepend=0.0) @ np.array(seconds))
+
+
+def choose(speedups: dict[int, float]) -> int:
+    """The size: the smallest whose speedup is within ``TOLERANCE`` of the best."""
+    enough = (1 - TOLERANCE) * max(speedups.values())
+    return min(size for size, speedup in speedups.items() if speedup >= enough)
+
+
+def tune(
+    tuner: TreeTuner,
+    environment: dict[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """An entry of ``tree.json``: what was measured here, and the trees chosen.
+
+    Args:
+        tuner: the model and its prompts.
+        environment: where and on what the measurement is made, for the record.
+        progress: called as ``progress(done, total)``.
+    """
+    settings = tuner.settings
+    pairs = [(size, context) for size in settings.batch_sizes for context in settings.contexts]
+    done, total = 0, len(tuner.prompts) + 1 + len(pairs)
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    ranks = tuner.measure(advance)
+    sizes, built, replays, accuracies = build(ranks, settings.max_size)
+    advance()
+    results = []
+    for batch_size, wanted in pairs:
+        context = tuner.context(wanted)
+        times = tuner.times(built, batch_size, context)
+        seconds = {
+            n: mean_seconds(times, built[n], replays[n], batch_size) for n in built
+        }  # fmt: skip
+        speedups = {
+            n: replays[n].tau_after_prefill * times.plain / seconds[n] for n in built
+        }  # fmt: skip
+        size = choose(speedups)
+        results.append(
+            {
+                "batch_size": batch_size,
+                "context": context,
+                "plain_seconds": times.plain,
+                "start_seconds": times.start,
+                "seconds": {str(rows): spent for rows, spent in sorted(times.by_rows.items())},
+                "step_seconds": [seconds[n] for n in built],
+                "speedups": [speedups[n] for n in built],
+                "size": size,
+                "tau": replays[size].tau,
+                "speedup": speedups[size],
+                "visits": (replays[size].visits / replays[size].visits.sum()).tolist(),
+                "states": built[size].to_json(),
+            }
+        )
+        advance()
+    device = Device.of(tuner.model)
+    entry = {
+        "device": device.name, "kind": device.kind, "dtype": device.dtype,
+        "threads": device.threads, "strategy": tuner.method.name, "options": tuner.options,
+        "environment": environment, "prompts": len(tuner.prompts), "tokens": ranks.tokens,
+        "max_new_tokens": settings.max_new_tokens,
+        "accuracies": ranks.accuracies().tolist(), "landed_accuracies": accuracies.tolist(),
+        "sizes": [asdict(one) for one in sizes], "settings": results,
+    }  # fmt: skip
+    return _rounded(entry)
+
+
+def _rounded(value: Any) -> Any:
+    """JSON types with numbers of five figures."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def with_entry(data: dict[str, Any] | None, entry: dict[str, Any], weights: str) -> dict[str, Any]:
+    """The content of ``tree.json`` with a new entry, which replaces that of the same device.
+
+    Args:
+        data: what the file held; None if there was none.
+        entry: what :func:`tune` made.
+        weights: SHA-256 of the adapter's weights; entries for other weights are dropped.
+    """
+    kept = []
+    if data is not None and (data.get("version"), data.get("weights")) == (VERSION, weights):
+        place = [entry[key] for key in ("device", "kind", "dtype", "threads")]
+        kept = [
+            one for one in data["devices"]
+            if [one[key] for key in ("device", "kind", "dtype", "threads")] != place
+        ]  # fmt: skip
+    return {"version": VERSION, "weights": weights, "devices": [*kept, entry]}

@@ -1,0 +1,617 @@
+"""Adapters that are broken, foreign or for another base: refused before anything is attached."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import ARCHITECTURES
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+import hf_spec
+from hf_spec.adapters.active import find_active, require_active
+from hf_spec.adapters.base_model import FACTS, facts_of, fingerprint
+from hf_spec.adapters.checkpoint import complaints, tensor_facts
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.tuner import register_type
+from hf_spec.methods.registry import methods
+
+TOKENS = torch.arange(3, 12)[None]
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+PREFIX = "base_model.model.spec_modules.type_sample.sample_"
+
+
+@dataclass
+class SampleConfig(SpecPeftConfig):
+    """A throw-away type with weights; its shapes don't follow from the base's."""
+
+    type_name: ClassVar[str] = "SAMPLE"
+    num_masks: int = 3
+
+
+class SampleAdapter(SpecAdapterLayer):
+    def build(self, config: Any, model: Any) -> dict[str, torch.Tensor]:
+        return {"masks": torch.randn(config.num_masks, 5), "bias": torch.zeros(7)}
+
+
+register_type(SampleConfig, SampleAdapter)
+
+
+def make_base(path: Path, seed: int = 0, **fields: Any) -> str:
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**SHAPE, **fields})
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def base_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def good(base_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    torch.manual_seed(1)
+    get_peft_model(load(base_path), SampleConfig()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def adapter(good: Path, tmp_path: Path) -> Path:
+    """A copy of a good adapter, to be spoiled."""
+    return Path(shutil.copytree(good, tmp_path / "adapter"))
+
+
+def load(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def cut(folder: Path, size: int) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def to_pickle(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    torch.save(load_file(file), folder / "adapter_model.bin")
+    file.unlink()
+
+
+def foreign(tensors: dict[str, torch.Tensor]) -> None:
+    """Weights of a LoRA, say."""
+    tensors.clear()
+    tensors.update({f"base_model.model.layers.{n}.lora_A": torch.ones(2) for n in range(9)})
+
+
+def onto(door: str, folder: Path, model: Any = None) -> Any:
+    """Attach by one of the ways in; the Auto classes load the base themselves."""
+    if door == "AutoPeftModel":
+        return AutoPeftModelForCausalLM.from_pretrained(str(folder))
+    if door == "AutoModel":
+        return AutoModelForCausalLM.from_pretrained(str(folder))
+    if door == "PeftModel":
+        return PeftModel.from_pretrained(model, str(folder))
+    if door == "PeftModel.load_adapter":  # beside another of the type
+        wrapped = get_peft_model(model, SampleConfig(), "other")
+        wrapped.load_adapter(str(folder), "default")
+        wrapped.set_adapter("default")
+        return wrapped
+    model.load_adapter(str(folder), is_trainable="trainable" in door)
+    return model
+
+
+DOORS = (
+    "load_adapter", "load_adapter trainable", "PeftModel", "PeftModel.load_adapter",
+    "AutoPeftModel", "AutoModel",
+)  # fmt: skip
+
+Defects = dict[str, tuple[Callable[[Path], Any], str]]
+WEIGHT_DEFECTS: Defects = {
+    "cut off": (lambda f: cut(f, -3), "is no safetensors file, or was cut off"),
+    "cut in the header": (lambda f: cut(f, 20), "is no safetensors file, or was cut off"),
+    "empty": (lambda f: cut(f, 0), "is no safetensors file, or was cut off"),
+    "something else": (
+        lambda f: (f / "adapter_model.safetensors").write_text("<html>not found</html>"),
+        "is no safetensors file, or was cut off",
+    ),
+    "pickle": (to_pickle, r"holds no adapter_model.safetensors.* never from a pickle.*Save the"),
+    "foreign": (
+        lambda f: rewrite(f, foreign),
+        r"no tensor '[\w.]*sample_bias'; .*unknown tensor 'layers.0.lora_A'; .*; 6 more such",
+    ),
+    "missing": (
+        lambda f: rewrite(f, lambda t: t.pop(f"{PREFIX}masks")),
+        r"this SAMPLE adapter: no tensor 'spec_modules.type_sample.sample_masks'\. adapter_config",
+    ),
+    "unexpected": (
+        lambda f: rewrite(f, lambda t: t.update({f"{PREFIX}more": torch.ones(2)})),
+        r"this SAMPLE adapter: unknown tensor 'spec_modules.type_sample.sample_more'\. adapter_co",
+    ),
+    "embeddings": (  # PEFT saves them where the vocabulary was changed
+        lambda f: rewrite(
+            f, lambda t: t.update({"base_model.model.model.embed_tokens.weight": torch.ones(2)})
+        ),
+        r"unknown tensor 'model.embed_tokens.weight'",
+    ),
+    "shape": (
+        lambda f: rewrite(f, lambda t: t.update({f"{PREFIX}masks": torch.ones(2, 5)})),
+        r"sample_masks' has shape \(2, 5\), expected \(3, 5\)",
+    ),
+    "shape by config": (
+        lambda f: edit(f, num_masks=4), r"sample_masks' has shape \(3, 5\), expected \(4, 5\)",
+    ),
+    "more than there is memory for": (
+        lambda f: edit(f, num_masks=10**15), r"has shape \(3, 5\), expected \(10{15}, 5\)",
+    ),
+    "type": (
+        lambda f: rewrite(f, lambda t: t.update({f"{PREFIX}bias": torch.ones(7).long()})),
+        r"sample_bias' is of type int64, expected F32",
+    ),
+    "NaN": (
+        lambda f: rewrite(f, lambda t: t[f"{PREFIX}masks"][0].fill_(torch.nan)),
+        r"'spec_modules.type_sample.sample_masks' of the SAMPLE adapter .* have numbers that are "
+        r"NaN, infinite, or not finite in float32, the model's type \(largest: 3.4e\+38\): take",
+    ),
+    "infinity": (
+        lambda f: rewrite(f, lambda t: [part[-1:].fill_(-torch.inf) for part in t.values()]),
+        "'spec_modules.type_sample.sample_bias', 'spec_modules.type_sample.sample_masks' of the ",
+    ),
+}  # fmt: skip
+CONFIG_DEFECTS: Defects = {
+    "unknown keys": (
+        lambda f: edit(f, num_maks=3, other=None),
+        r"SAMPLE adapter has unknown keys: num_maks, other\. SampleConfig has .*, num_masks\. ",
+    ),
+    "newer": (
+        lambda f: edit(f, format_version=2, num_maks=3),
+        r"format_version=2; this hf_spec reads versions 1 to 1\. Upgrade with `pip install -U hf_",
+    ),
+    "task": (lambda f: edit(f, task_type="SEQ_CLS"), "for causal language models.*'SEQ_CLS'"),
+    "facts": (lambda f: edit(f, base_facts=[1]), r"base_facts must be a dict or None, got \[1\]"),
+    "fingerprint": (lambda f: edit(f, base_fingerprint=7), "base_fingerprint must be a str"),
+}
+DEFECTS = WEIGHT_DEFECTS | CONFIG_DEFECTS
+
+
+@pytest.fixture
+def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpickling anything fails the test."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("a pickle was read")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr("peft.utils.save_and_load.torch_load", refuse)
+
+
+@pytest.mark.usefixtures("no_pickle")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_refused(adapter: Path, base_path: str, defect: str, door: str) -> None:
+    spoil, message = DEFECTS[defect]
+    spoil(adapter)
+    base = load(base_path)
+    with pytest.raises(ValueError, match=f"(?s){message}") as caught:
+        onto(door, adapter, base)
+    assert str(caught.value).count("\n") == 0
+    assert adapters_of(base) <= {"other"}
+
+
+def adapters_of(base: Any) -> set[str]:
+    """Names of the adapters of the type that hang under a model."""
+    if not hasattr(base, "spec_modules"):
+        return set()
+    return set(base.spec_modules["type_sample"]._get_available_adapters())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_accepted(good: Path, base_path: str, door: str) -> None:
+    """The same ways in, without a defect."""
+    active = find_active(onto(door, good, load(base_path)), "SAMPLE")
+    stored = load_file(good / "adapter_model.safetensors")
+    assert active is not None and len(stored) == 2
+    for name, weight in active.weights().items():
+        assert torch.equal(weight, stored[PREFIX + name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_any_floating_point_type_is_cast(adapter: Path, base_path: str, dtype: torch.dtype) -> None:
+    rewrite(adapter, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
+    for door in DOORS:
+        active = find_active(onto(door, adapter, load(base_path)), "SAMPLE")
+        assert active is not None
+        expected = load_file(adapter / "adapter_model.safetensors")[f"{PREFIX}masks"].float()
+        torch.testing.assert_close(active.weights()["masks"].float(), expected)
+
+
+def test_numbers_must_fit_the_models_type(adapter: Path, base_path: str) -> None:
+    """1e5 is finite in the file, and in the parameters that PEFT keeps in float32."""
+    rewrite(adapter, lambda t: t[f"{PREFIX}masks"][0].fill_(-1e5))
+    message = r"masks' of the SAMPLE adapter in .* not finite in float16.* \(largest: 6.55e\+04\)"
+    for door in ("load_adapter", "load_adapter trainable", "PeftModel", "PeftModel.load_adapter"):
+        onto(door, adapter, load(base_path).bfloat16())
+        half = load(base_path).half()
+        with pytest.raises(ValueError, match=message):
+            onto(door, adapter, half)
+        assert adapters_of(half) <= {"other"}
+
+
+@pytest.mark.parametrize("defect", ["missing", "shape", "pickle", "cut off", "NaN"])
+def test_a_refusal_leaves_earlier_adapters_alone(
+    adapter: Path, good: Path, base_path: str, defect: str
+) -> None:
+    base = load(base_path)
+    base.load_adapter(str(good), adapter_name="good")
+    before = {name: w.clone() for name, w in find_active(base, "SAMPLE").weights().items()}
+    DEFECTS[defect][0](adapter)
+    with pytest.raises(ValueError, match=f"(?s){DEFECTS[defect][1]}"):
+        base.load_adapter(str(adapter), adapter_name="bad")
+    assert list(base.peft_config) == ["good"]
+    active = find_active(base, "SAMPLE")
+    assert active.name == "good" and active.layer._get_available_adapters() == {"good"}
+    assert all(torch.equal(weight, before[name]) for name, weight in active.weights().items())
+    base.load_adapter(str(good), adapter_name="bad")  # the name is free
+
+
+def test_no_weights_at_all(adapter: Path, base_path: str) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+    for door in DOORS:
+        if door == "load_adapter trainable":  # cannot be told from a fresh adapter; see below
+            continue
+        with pytest.raises(ValueError, match="holds no adapter_model.safetensors"):
+            onto(door, adapter, load(base_path))
+    with pytest.raises(OSError, match="adapter_model.safetensors"):
+        onto("load_adapter trainable", adapter, load(base_path))
+
+
+def test_a_config_alone_serves_for_a_fresh_adapter(base_path: str, tmp_path: Path) -> None:
+    SampleConfig(num_masks=6).save_pretrained(tmp_path)
+    config = PeftConfig.from_pretrained(str(tmp_path))
+    model = get_peft_model(load(base_path), config)
+    assert find_active(model, "SAMPLE").weights()["masks"].shape == (6, 5)
+
+
+@pytest.mark.usefixtures("no_pickle")
+@pytest.mark.parametrize("defect", WEIGHT_DEFECTS)
+def test_loading_again_into_an_attached_adapter(
+    adapter: Path, good: Path, base_path: str, defect: str
+) -> None:
+    """As the Trainer does with a checkpoint: the config is not read then."""
+    model = PeftModel.from_pretrained(load(base_path), str(good))
+    model.load_adapter(str(good), "default")
+    spoil, message = DEFECTS[defect]
+    if defect in ("shape by config", "more than there is memory for"):
+        message = "unknown"  # the config is that of the attached adapter
+        rewrite(adapter, lambda t: t.update({f"{PREFIX}more": torch.ones(2)}))
+    spoil(adapter)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        model.load_adapter(str(adapter), "default")
+    # The same where a config is given by hand.
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        PeftModel.from_pretrained(load(base_path), str(adapter), config=SampleConfig())
+
+
+def test_tensors_given_by_hand(good: Path, base_path: str) -> None:
+    tensors = load_file(good / "adapter_model.safetensors")
+    base = load(base_path)
+    base.load_adapter(peft_config=SampleConfig(), adapter_state_dict=dict(tensors))
+    assert torch.equal(find_active(base, "SAMPLE").weights()["masks"], tensors[f"{PREFIX}masks"])
+    wrapped = get_peft_model(load(base_path), SampleConfig())
+    set_peft_model_state_dict(wrapped, dict(tensors))
+    assert torch.equal(find_active(wrapped, "SAMPLE").weights()["masks"], tensors[f"{PREFIX}masks"])
+    infinite = torch.full_like(tensors[f"{PREFIX}masks"], torch.inf)
+    for changed, message in (
+        ({k: v for k, v in tensors.items() if k != f"{PREFIX}masks"}, "no tensor .*masks"),
+        ({**tensors, f"{PREFIX}more": torch.ones(1)}, "unknown tensor .*more"),
+        ({**tensors, f"{PREFIX}masks": infinite}, "masks' of the SAMPLE adapter given have num"),
+    ):
+        fresh = load(base_path)
+        with pytest.raises(ValueError, match=message):
+            fresh.load_adapter(peft_config=SampleConfig(), adapter_state_dict=changed)
+        assert not hasattr(fresh, "spec_modules")
+        with pytest.raises(ValueError, match=message):
+            set_peft_model_state_dict(wrapped, changed)
+
+
+def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> None:
+    """What is refused for ours is PEFT's business for a LoRA."""
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(load(base_path), config).save_pretrained(tmp_path)
+    edit(tmp_path, from_the_future=1)
+    rewrite(tmp_path, lambda t: t.update({"base_model.model.more": torch.ones(1)}))
+    to_pickle(tmp_path)
+    with pytest.warns(UserWarning, match="from_the_future"):
+        model = PeftModel.from_pretrained(load(base_path), str(tmp_path))
+    assert model.peft_config["default"].target_modules == {"q_proj"}
+
+
+def test_keys_of_a_later_peft_are_pefts_business(adapter: Path) -> None:
+    edit(adapter, peft_version="99.0.0", from_the_future=1)
+    with pytest.warns(UserWarning, match="from_the_future"):
+        assert PeftConfig.from_pretrained(str(adapter)).num_masks == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        ("Bita", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
+        ("Bita", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 0 to 4096"),
+        ("Bita", {"num_layers": -1}, "num_layers=-1: must be a whole number from 1 to 65536"),
+        ("Bita", {"head_dim": 10**9}, "head_dim=1000000000: .* from 1 to 65536"),
+        ("Space", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
+        ("Space", {"rank": 10**7}, "rank=10000000: must be a whole number from 1 to 16384"),
+        ("Space", {"alpha": 1e308}, r"alpha=1e\+308: must be a number in \(0.0, 1000000.0\]"),
+        ("Space", {"alpha": float("inf")}, "alpha=inf: must be a number"),
+        ("Space", {"alpha": float("nan")}, "alpha=nan: must be a number"),
+        ("Space", {"target_modules": "layers.("}, r"'layers.\(' is no regular expression: missing"),
+        ("Space", {"target_modules": "a" * 9999}, "a\\.\\.\\.' has 9999 characters: at most 1000"),
+        ("LayerSkip", {"draft_rank": 10**7}, "draft_rank=10000000: .* from 1 to 16384"),
+        ("LayerSkip", {"draft_alpha": 1e308}, r"draft_alpha=1e\+308: must be a number in"),
+        ("LayerSkip", {"draft_target_modules": "*"}, "no regular expression: nothing to repeat"),
+        ("LayerSkip", {"skip_mlp": [-1]}, "skip_mlp must list integers >= 0"),
+        ("PPD", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 1 to 256"),
+        ("PPD", {"num_ept": 10**7}, "num_ept=10000000: .* from 1 to 341"),  # 1024 of three each
+        ("PPD", {"num_prefix_tokens": 10**7}, "num_prefix_tokens=10000000: .* from 0 to 1365"),
+        ("PPD", {"head": "residual", "head_rank": 10**7}, "head_rank=10000000: .* to 16384"),
+        ("PPD", {"num_kv_heads": 0}, "num_kv_heads=0: must be a whole number from 1"),
+        ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
+        ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
+    ],
+)
+def test_sizes_have_limits(config: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        getattr(hf_spec, f"{config}Config")(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_fresh_adapter_records_is_the_models(base_path: str) -> None:
+    """Not what the config of another adapter says."""
+    base = load(base_path)
+    base.add_adapter(hf_spec.BitaConfig(num_layers=9999, num_kv_heads=9999, head_dim=9999))
+    config = base.peft_config["default"]
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (4, 2, 8)
+
+
+def test_complaints() -> None:
+    one = tensor_facts({"base_model.model.a": torch.ones(2, 3), "b": torch.ones(1).long()})
+    assert one == {"a": ((2, 3), "F32"), "b": ((1,), "int64")}
+    assert complaints(one, one) == []
+    assert complaints({}, {}) == []
+    half = tensor_facts({"a": torch.ones(2, 3).half(), "b": torch.ones(1).long()})
+    assert complaints(half, one) == []
+    floats = tensor_facts({"a": torch.ones(2, 3), "b": torch.ones(1)})
+    assert complaints(floats, one) == ["'b' is of type F32, expected int64"]
+    assert complaints(one, floats) == ["'b' is of type int64, expected F32"]
+    spread = tensor_facts({"a": torch.ones(0), "b": torch.ones(1).long()})
+    assert complaints(one, spread) == []
+    many = tensor_facts({str(n): torch.ones(1) for n in range(5)})
+    assert complaints(many, {})[-1] == "2 more such" and len(complaints(many, {})) == 4
+
+
+# ---------------------------------------------------------------------------------------- the base
+
+OTHER_BASES = {
+    "hidden_size": 16, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": 72,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", OTHER_BASES)
+def test_another_base(good: Path, base_path: str, tmp_path: Path, field: str) -> None:
+    """The weights of this type would fit any base."""
+    other = make_base(tmp_path / "other", **{field: OTHER_BASES[field]})
+    message = (
+        rf"this SAMPLE adapter was made for a model with {field}={SHAPE[field]} "
+        rf"\({re.escape(base_path)}\), LlamaForCausalLM has {field}={OTHER_BASES[field]}\. Load it "
+        rf"onto {re.escape(base_path)}"
+    )
+    for door in ("load_adapter", "load_adapter trainable", "PeftModel", "PeftModel.load_adapter"):
+        base = load(other)
+        with pytest.raises(ValueError, match=message):
+            onto(door, good, base)
+        assert adapters_of(base) <= {"other"}
+    copy = Path(shutil.copytree(good, tmp_path / "copy"))
+    edit(copy, base_model_name_or_path=other)
+    for door in ("AutoPeftModel", "AutoModel"):
+        with pytest.raises(ValueError, match=f"made for a model with {field}="):
+            onto(door, copy)
+
+
+def test_another_architecture_of_the_same_shape(good: Path, tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mistral", **SHAPE)
+    base = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="model_type='llama'.* has model_type='mistral'"):
+        base.load_adapter(str(good))
+
+
+def test_facts_are_recorded_when_a_fresh_adapter_is_attached(base_path: str) -> None:
+    expected = {"model_type": "llama"} | {name: SHAPE[name] for name in FACTS if name in SHAPE}
+    base = load(base_path)
+    identity = fingerprint(base)
+    assert identity is not None
+    for attach in (get_peft_model, lambda model, config: model.add_adapter(config)):
+        config = SampleConfig()
+        attach(load(base_path), config)
+        assert (config.base_facts, config.base_fingerprint) == (expected, identity)
+
+
+def test_an_old_adapter_knows_no_facts_and_gets_none_by_loading(
+    adapter: Path, base_path: str, tmp_path: Path
+) -> None:
+    edit(adapter, base_facts=None, base_fingerprint=None)
+    model = PeftModel.from_pretrained(load(base_path), str(adapter))
+    model.save_pretrained(tmp_path / "again")
+    data = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert data["base_facts"] is data["base_fingerprint"] is None
+
+
+def test_training_on_records_them(adapter: Path, base_path: str) -> None:
+    edit(adapter, base_facts={"hidden_size": 32}, base_fingerprint=None)
+    model = PeftModel.from_pretrained(load(base_path), str(adapter), is_trainable=True)
+    config = model.peft_config["default"]
+    assert config.base_facts["vocab_size"] == 64
+    assert config.base_fingerprint == fingerprint(load(base_path))
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.WARNING, logger="hf_spec.adapters.base_model"):
+        yield caplog
+
+
+def test_a_fine_tuned_base_is_only_mentioned(
+    good: Path, base_path: str, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    onto("load_adapter", good, load(base_path))
+    assert logged.records == []
+    tuned = make_base(tmp_path / "tuned", seed=5)
+    for _ in range(2):
+        base = load(tuned)
+        onto("load_adapter", good, base)
+        assert find_active(base, "SAMPLE") is not None
+    assert len(logged.records) == 1
+    said = logged.records[0].getMessage()
+    for part in (
+        "SAMPLE", base_path, fingerprint(load(base_path)), fingerprint(load(tuned)),
+        "trained on other weights", "less often; outputs stay exact",
+    ):  # fmt: skip
+        assert part in said
+
+
+#: Where they are not 2: no grouped queries, or a single head.
+KEY_VALUE_HEADS = {
+    **dict.fromkeys(
+        ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "gpt_neo", "gptj", "falcon_alibi"), 4
+    ),
+    "gpt_bigcode": 1,
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_facts_of_all_architectures(architecture: str) -> None:
+    model_type, fields = ARCHITECTURES[architecture]
+    if model_type in ("falcon", "gpt_neox", "opt"):  # have no such field, though it was given
+        fields = {key: fields[key] for key in fields if key != "num_key_value_heads"}
+    config = AutoConfig.for_model(model_type, **fields)
+    facts = facts_of(SimpleNamespace(config=config))
+    assert facts.keys() == set(FACTS)
+    layers = 4 if architecture == "gpt_neo" else 3
+    assert facts == {
+        "model_type": model_type, "hidden_size": 32, "num_hidden_layers": layers,
+        "num_key_value_heads": KEY_VALUE_HEADS.get(architecture, 2), "vocab_size": 61,
+    }  # fmt: skip
+
+
+def test_a_model_without_a_config_has_no_facts() -> None:
+    assert facts_of(torch.nn.Linear(2, 2)) == facts_of(SimpleNamespace(config={})) == {}
+
+
+# -------------------------------------------------------------------------------------- layer_skip
+
+
+def test_an_adapter_from_before_base_facts(base_path: str, tmp_path: Path) -> None:
+    hf_spec.LayerSkipConfig(skip_mlp=[2]).save_pretrained(tmp_path)
+    edit(tmp_path, num_layers=4, base_facts=None)
+    data = json.loads((tmp_path / "adapter_config.json").read_text())
+    del data["base_facts"], data["base_fingerprint"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(data))
+    config = PeftConfig.from_pretrained(str(tmp_path))
+    assert config.base_facts == {"num_hidden_layers": 4} and "num_layers" not in config.to_dict()
+    name = "base_model.model.spec_modules.type_layer_skip.layer_skip_format"
+    save_file({name: torch.tensor([1])}, tmp_path / "adapter_model.safetensors")
+    base = load(base_path)
+    base.load_adapter(str(tmp_path))
+    assert find_active(base, "LAYER_SKIP").config.skip_mlp == [2]
+    short = make_base(tmp_path / "short", num_hidden_layers=3)
+    with pytest.raises(ValueError, match="num_hidden_layers=4.* has num_hidden_layers=3"):
+        load(short).load_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_layers": 4, "base_facts": {"num_hidden_layers": 5}},
+            "num_layers=4 contradicts num_hidden_layers=5",
+        ),
+        (
+            {"skip_mlp": [1, 4], "base_facts": {"num_hidden_layers": 4}},
+            "skip_mlp names layer 4, but the base model has 4 layers, 0 to 3",
+        ),
+        ({"skip_attention": [6], "num_layers": 6}, "skip_attention names layer 6"),
+        ({"base_facts": {"num_hidden_layers": "4"}}, "must be a positive integer, got '4'"),
+    ],
+)
+def test_contradictions(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.LayerSkipConfig(**fields)
+
+
+# ------------------------------------------------------------------- a strategy without its adapter
+
+
+@pytest.mark.parametrize("name", [name for name, m in methods().items() if m.needs_adapter])
+def test_a_strategy_without_its_adapter(
+    base_path: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = load(base_path)
+    monkeypatch.setattr(type(base.model), "forward", lambda *_, **__: pytest.fail("the model ran"))
+    base.add_adapter(SampleConfig())  # one of another type is none
+    kind = methods()[name].adapter_config.type_name
+    message = rf"'{name}' needs an active adapter of type {kind}: load one with model.load_adapter"
+    with pytest.raises(ValueError, match=message):
+        base.generate(TOKENS, assistant_strategy=name, max_new_tokens=4, pad_token_id=0)
+
+
+def test_an_adapter_that_is_not_active(good: Path, base_path: str) -> None:
+    base = load(base_path)
+    with pytest.raises(ValueError, match="needs an active adapter of type SAMPLE: load one"):
+        require_active(base, "SAMPLE", "sample")
+    base.load_adapter(str(good), adapter_name="mine")
+    assert require_active(base, "SAMPLE", "sample").name == "mine"
+    base.disable_adapters()
+    with pytest.raises(ValueError, match=r"activate 'mine' with enable_adapters\(\) or set_adapt"):
+        require_active(base, "SAMPLE", "sample")
+
+
+def test_an_adapter_whose_weights_were_never_loaded(base_path: str) -> None:
+    base = load(base_path)
+    inject_adapter_in_model(SampleConfig(), base, low_cpu_mem_usage=True)
+    for ask in (lambda: find_active(base, "SAMPLE"), lambda: require_active(base, "SAMPLE", "x")):
+        with pytest.raises(ValueError, match=r"'default' was attached without its weights \(masks"):
+            ask()

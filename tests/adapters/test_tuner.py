@@ -1,0 +1,512 @@
+"""Our adapter types through every door of PEFT and Transformers, with and without weights."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PeftModelForCausalLM,
+    get_peft_model,
+)
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+import hf_spec.methods.layer_skip.adapter  # noqa: F401  registers LAYER_SKIP
+from hf_spec.adapters import tuner as peft_bridge
+from hf_spec.adapters.active import active_adapter_config, find_active
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.tuner import register_type
+from hf_spec.methods.layer_skip.config import LayerSkipConfig
+
+TOKENS = torch.arange(3, 12)[None]
+
+
+@dataclass
+class ToyConfig(SpecPeftConfig):
+    """A method with free embeddings and linear heads, as the trained methods have."""
+
+    type_name: ClassVar[str] = "TOY"
+    num_masks: int = 3
+    num_heads: int = 2
+
+
+class ToyAdapter(SpecAdapterLayer):
+    def build(self, config, model):
+        hidden, vocab = model.config.hidden_size, model.config.vocab_size
+        tensors = {"masks": torch.randn(config.num_masks, hidden)}
+        for head in range(config.num_heads):
+            tensors[f"head_{head}_weight"] = torch.randn(vocab, hidden)
+            tensors[f"head_{head}_bias"] = torch.zeros(vocab)
+        return tensors
+
+
+register_type(ToyConfig, ToyAdapter)
+
+# Every test of a door runs for an adapter without and one with weights.
+CONFIGS = {
+    "LAYER_SKIP": lambda: LayerSkipConfig(skip_attention=[2, 1], skip_mlp=[1]),
+    "TOY": ToyConfig,
+}
+OTHERS = {
+    "LAYER_SKIP": lambda: LayerSkipConfig(skip_attention=[0]),
+    "TOY": lambda: ToyConfig(num_masks=5, num_heads=3),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def base_path(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    path = tmp_path_factory.mktemp("base")
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def base(base_path):
+    return AutoModelForCausalLM.from_pretrained(base_path)
+
+
+def logits(model):
+    with torch.inference_mode():
+        return model(TOKENS).logits
+
+
+def weights(model, kind):
+    return {name: w.detach().clone() for name, w in find_active(model, kind).weights().items()}
+
+
+def same(ours, theirs):
+    """The same names and the same bits."""
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def saved(base_path, path, config, adapter_name="default"):
+    """A saved adapter with random weights; returns its folder, its weights and its config."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_path), config, adapter_name)
+    found = find_active(model, config.type_name)
+    for weight in found.weights().values():
+        weight.data.normal_()
+    model.save_pretrained(str(path))
+    folder = path if adapter_name == "default" else path / adapter_name
+    return str(folder), weights(model, config.type_name), found.config
+
+
+# ------------------------------------------------------------------------------- through PeftModel
+
+
+def test_attaching_changes_nothing_in_the_base(base, kind):
+    before, plain = copy.deepcopy(base.state_dict()), logits(base)
+    model = get_peft_model(base, CONFIGS[kind]())
+    assert torch.equal(logits(model), plain)
+    after = model.get_base_model().state_dict()
+    assert same(before, {name: after[name] for name in before})
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trainable) == len(find_active(model, kind).weights()) == (0 if kind != "TOY" else 5)
+    assert all("toy_" in name for name in trainable)
+    model.get_model_status()
+    model.print_trainable_parameters()
+
+
+def test_save_and_load(base, base_path, kind, tmp_path):
+    folder, expected, config = saved(base_path, tmp_path, CONFIGS[kind]())
+    stored = load_file(f"{folder}/adapter_model.safetensors")
+    prefix = f"base_model.model.spec_modules.type_{kind.lower()}.{kind.lower()}_"
+    assert sorted(stored) == sorted(prefix + name for name in expected or ["format"])
+
+    loaded = PeftConfig.from_pretrained(folder)
+    assert type(loaded) is type(config)
+    assert loaded.peft_type == kind == loaded.peft_type.value == loaded.peft_type.name
+    assert loaded.base_model_name_or_path == base_path and loaded.inference_mode
+    facts = config.to_dict() | {"inference_mode": True}
+    assert loaded.to_dict() == facts
+
+    plain = logits(base)
+    model = PeftModel.from_pretrained(base, folder)
+    assert isinstance(model, PeftModelForCausalLM)
+    assert same(weights(model, kind), expected)
+    assert active_adapter_config(model, kind) == loaded == active_adapter_config(base, kind)
+    assert torch.equal(logits(model), plain)
+    assert not any(p.requires_grad for p in model.parameters())
+    trainable = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base_path), folder, is_trainable=True
+    )
+    assert len([p for p in trainable.parameters() if p.requires_grad]) == len(expected)
+
+
+def test_auto_class(base_path, kind, tmp_path):
+    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    assert same(weights(model, kind), expected)
+
+
+def test_another_adapter_name(base, base_path, kind, tmp_path):
+    """Saved as one name, loaded as another; the type's own name makes no trouble either."""
+    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind](), kind.lower())
+    model = PeftModel.from_pretrained(base, folder, adapter_name="mine")
+    assert same(weights(model, kind), expected)
+    assert find_active(model, kind).name == "mine"
+    model.load_adapter(folder, kind.lower())
+    model.save_pretrained(str(tmp_path / "again"))
+    again = load_file(tmp_path / "again" / "mine" / "adapter_model.safetensors")
+    assert same(again, load_file(f"{folder}/adapter_model.safetensors"))
+
+
+def test_switching_and_deleting(base, base_path, kind, tmp_path):
+    one, one_weights, one_config = saved(base_path, tmp_path / "1", CONFIGS[kind]())
+    two, two_weights, two_config = saved(base_path, tmp_path / "2", OTHERS[kind]())
+    model = PeftModel.from_pretrained(base, one, adapter_name="one")
+    model.load_adapter(two, "two")
+    assert same(weights(model, kind), one_weights)
+    model.set_adapter("two")
+    assert same(weights(model, kind), two_weights)
+    assert find_active(model, kind).config.to_dict() == two_config.to_dict() | {
+        "inference_mode": True
+    }
+    model.base_model.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match=r"2 adapters of type .* active \(one, two\).*set_adapter"):
+        active_adapter_config(model, kind)
+    model.set_adapter("two")
+    with model.disable_adapter():
+        assert active_adapter_config(model, kind) is None
+    with pytest.warns(UserWarning, match="now deleted"):
+        model.delete_adapter("two")
+    assert find_active(model, kind).name == "one"
+    assert same(weights(model, kind), one_weights)
+
+
+def test_low_cpu_mem_usage(base, base_path, kind, tmp_path):
+    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
+    model = PeftModel.from_pretrained(base, folder, low_cpu_mem_usage=True)
+    assert same(weights(model, kind), expected)
+    other = AutoModelForCausalLM.from_pretrained(base_path)
+    other.load_adapter(folder, low_cpu_mem_usage=True)
+    assert same(weights(other, kind), expected)
+
+
+def test_bfloat16(base_path, kind, tmp_path):
+    """PEFT trains bf16 adapters in fp32; a base that loads one itself keeps the dtype on disk."""
+    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
+    model = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.bfloat16)
+    plain = logits(model)
+    added = copy.deepcopy(model)
+    wrapped = get_peft_model(copy.deepcopy(model), CONFIGS[kind]())
+    assert all(w.dtype == torch.float32 for w in weights(wrapped, kind).values())
+    added.add_adapter(CONFIGS[kind]())
+    assert all(w.dtype == torch.bfloat16 for w in weights(added, kind).values())
+    model.load_adapter(folder)
+    assert torch.equal(logits(model), plain) and torch.equal(logits(wrapped), plain)
+    for name, weight in weights(model, kind).items():
+        assert torch.equal(weight.to(torch.bfloat16), expected[name].to(torch.bfloat16))
+    reloaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.bfloat16), folder
+    )
+    assert weights(reloaded, kind).keys() == expected.keys()
+
+
+def test_unload_restores_the_base(base, base_path, kind):
+    model = get_peft_model(base, CONFIGS[kind]())
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError, match=f"a {kind} adapter cannot be merged.*unload"):
+            merge()
+    restored = model.unload()
+    fresh = AutoModelForCausalLM.from_pretrained(base_path)
+    assert same(restored.state_dict(), fresh.state_dict())
+    assert not hasattr(restored, "spec_modules") and not hasattr(restored, "peft_config")
+    assert find_active(restored, kind) is None
+    assert find_active(get_peft_model(restored, CONFIGS[kind]()), kind).name == "default"
+
+
+# --------------------------------------------------------------------------- through the base model
+
+
+def test_base_loads_adds_sets_deletes(base, base_path, kind, tmp_path):
+    plain = logits(base)
+    folder, expected, config = saved(base_path, tmp_path, CONFIGS[kind]())
+    base.load_adapter(folder, adapter_name="one")
+    assert same(weights(base, kind), expected)
+    assert active_adapter_config(base, kind).to_dict() == config.to_dict() | {
+        "inference_mode": True
+    }
+    base.add_adapter(OTHERS[kind](), adapter_name="two")
+    assert find_active(base, kind).name == "two"
+    base.set_adapter("one")
+    assert same(weights(base, kind), expected)
+    assert torch.equal(logits(base), plain)
+    base.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert len(again) == max(1, len(expected))
+    base.disable_adapters()
+    assert find_active(base, kind) is None
+    base.enable_adapters()
+    assert find_active(base, kind).name == "one"
+    base.delete_adapter("one")
+    base.set_adapter("two")
+    base.delete_adapter("two")
+    assert find_active(base, kind) is None
+    base.load_adapter(folder)
+    assert same(weights(base, kind), expected)
+
+
+def test_together_with_lora_and_another_type(base, base_path, kind, tmp_path):
+    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    plain = logits(base)
+    base.add_adapter(lora, adapter_name="lora")
+    with_lora = logits(base)
+    assert not torch.equal(with_lora, plain)
+    base.load_adapter(folder, adapter_name="ours")
+    other = next(k for k in CONFIGS if k != kind)
+    base.add_adapter(CONFIGS[other](), adapter_name="other")
+    base.set_adapter(["lora", "ours"])
+    assert torch.equal(logits(base), with_lora)
+    assert same(weights(base, kind), expected)
+    assert find_active(base, other) is None
+    base.set_adapter(["lora", "ours", "other"])
+    assert find_active(base, kind).name == "ours"
+    assert find_active(base, other).name == "other"
+    assert same(weights(base, kind), expected)
+    base.set_adapter("ours")
+    assert torch.equal(logits(base), plain)
+    base.delete_adapter("lora")
+    assert same(weights(base, kind), expected)
+
+
+def test_merging_a_lora_beside_ours(base, kind):
+    base.add_adapter(CONFIGS[kind](), adapter_name="ours")
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    with_lora = logits(model)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), with_lora)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), with_lora)
+    assert find_active(model, kind).name == "ours"
+    torch.testing.assert_close(logits(model.merge_and_unload()), with_lora)
+
+
+def test_adding_keeps_others_trainable(base, kind):
+    base.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="lora")
+    base.add_adapter(CONFIGS[kind](), adapter_name="ours")
+    base.set_adapter(["lora", "ours"])
+    names = {n.split(".")[-1] for n, p in base.named_parameters() if p.requires_grad}
+    assert names == ({"weight", "ours"} if kind == "TOY" else {"weight"})
+    weight = base.model.layers[0].mlp.up_proj.weight
+    assert not weight.requires_grad
+    weight.requires_grad = True  # on purpose, by the user
+    base.add_adapter(OTHERS[kind](), adapter_name="another")
+    assert weight.requires_grad
+
+
+def test_dispatched_base(base, base_path, kind, tmp_path):
+    """Loading looks the adapter's device up in the base's map."""
+    accelerate = pytest.importorskip("accelerate")
+    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
+    device_map = {"model": "cpu", "lm_head": "cpu"}
+    base = accelerate.dispatch_model(base, device_map, force_hooks=True)
+    base.load_adapter(folder)
+    assert same(weights(base, kind), expected)
+    assert base.hf_device_map == {**device_map, "spec_modules": "cpu"}
+
+
+def test_offloaded_base(base, kind):
+    """The base's weights are on no device between calls; the adapter's are."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(base, execution_device=torch.device("cpu"))
+    assert base.get_input_embeddings().weight.device.type == "meta"
+    base.add_adapter(CONFIGS[kind]())
+    assert all(w.device.type == "cpu" for w in find_active(base, kind).weights().values())
+
+
+def test_converted_architectures(kind, tmp_path):
+    """Mixtral's keys are rewritten while loading; ours are left alone."""
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    folder, expected, _ = saved(str(tmp_path / "base"), tmp_path / "adapter", CONFIGS[kind]())
+    for load in (PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        load(base, folder)
+        assert same(weights(base, kind), expected)
+
+
+def test_fresh_process(base_path, tmp_path):
+    """Importing the adapter's module is all it takes."""
+    folder, _, _ = saved(base_path, tmp_path, CONFIGS["LAYER_SKIP"]())
+    code = f"""
+import hf_spec.methods.layer_skip.adapter
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from hf_spec.adapters.active import active_adapter_config
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_path!r}), {folder!r})
+base = AutoModelForCausalLM.from_pretrained({base_path!r})
+base.load_adapter({folder!r})
+for m in (model, base):
+    config = active_adapter_config(m, "LAYER_SKIP")
+    assert (config.skip_attention, config.skip_mlp) == ([1, 2], [1]), config
+print("loaded")
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.stdout.split() == ["loaded"], done.stderr
+
+
+# -------------------------------------------------------------------------------------- bad inputs
+
+
+def doors(base_path, folder, config):
+    """Every way to attach an adapter: from a config, from a folder."""
+    yield lambda base: get_peft_model(base, config)
+    yield lambda base: base.add_adapter(config)
+    yield lambda base: PeftModel.from_pretrained(base, folder)
+    yield lambda base: base.load_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp .* 0 to 3 \(the model has 4 layers\), got 4"),
+        (LayerSkipConfig(skip_attention=[7]), r"skip_attention must .* got 7"),
+        (
+            LayerSkipConfig(num_layers=6),
+            r"made for a model with num_hidden_layers=6.* has num_hidden_layers=4\. Load it",
+        ),
+    ],
+)
+def test_wrong_base(base_path, tmp_path, config, message):
+    folder, _, _ = saved(base_path, tmp_path, LayerSkipConfig())
+    config.save_pretrained(folder)
+    for attach in doors(base_path, folder, config):
+        base = AutoModelForCausalLM.from_pretrained(base_path)
+        with pytest.raises(ValueError, match=message):
+            attach(base)
+        assert find_active(base, "LAYER_SKIP") is None and not hasattr(base, "spec_modules")
+        base.add_adapter(LayerSkipConfig(skip_attention=[1]))  # the failure left nothing behind
+        assert active_adapter_config(base, "LAYER_SKIP").skip_attention == [1]
+        with pytest.raises(ValueError, match=message):
+            base.add_adapter(copy.deepcopy(config), adapter_name="second")
+        assert list(base.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"skip_attention": [-1]}, r"skip_attention must list integers >= 0 .* got -1 in \[-1\]"),
+        ({"skip_mlp": [1, "2"]}, r"skip_mlp must list integers >= 0 .* got '2'"),
+        ({"skip_mlp": [True]}, r"skip_mlp must list integers >= 0 .* got True"),
+        ({"skip_mlp": [3, 1, 3]}, r"skip_mlp must list each layer once, got \[3\]"),
+        ({"skip_mlp": "12"}, r"skip_mlp must be a list of layer indices, got '12'"),
+        ({"skip_attention": 3}, r"skip_attention must be a list of layer indices, got 3"),
+        ({"num_layers": 0}, r"number of layers must be a positive integer, got 0"),
+        ({"format_version": 2}, r"format_version=2; this hf_spec reads versions 1 to 1\. Upgrade"),
+        ({"peft_type": "LORA"}, r"LayerSkipConfig is of PEFT type LAYER_SKIP, got .*'LORA'"),
+    ],
+)
+def test_bad_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LayerSkipConfig(**fields)
+
+
+def test_good_configs():
+    assert LayerSkipConfig().skip_mlp == [] and LayerSkipConfig().format_version == 1
+    config = LayerSkipConfig(skip_attention=(3, 1), skip_mlp=range(2))
+    assert (config.skip_attention, config.skip_mlp) == ([1, 3], [0, 1])
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert repr(config.peft_type) == "'LAYER_SKIP'"
+
+
+def test_truncated_weights(base, base_path, kind, tmp_path):
+    folder, _, _ = saved(base_path, tmp_path, CONFIGS[kind]())
+    file = Path(folder, "adapter_model.safetensors")
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(Exception, match=r"(?i)safetensors|header|incomplete|invalid"):
+        PeftModel.from_pretrained(base, folder)
+    with pytest.raises(Exception, match=r"(?i)safetensors|header|incomplete|invalid"):
+        AutoModelForCausalLM.from_pretrained(base_path).load_adapter(folder)
+
+
+def test_wrong_shapes(base, base_path, tmp_path):
+    folder, _, config = saved(base_path, tmp_path, ToyConfig())
+    ToyConfig(num_masks=4).save_pretrained(folder)
+    message = r"toy_masks' has shape \(3, 32\), expected \(4, 32\)"
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(base, folder)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(base_path).load_adapter(folder)
+
+
+def test_registration():
+    register_type(ToyConfig, ToyAdapter)
+    assert PEFT_TYPE_TO_CONFIG_MAPPING["TOY"] is ToyConfig
+
+    @dataclass
+    class Another(SpecPeftConfig):
+        type_name: ClassVar[str] = "TOY"
+
+    with pytest.raises(ValueError, match=r"TOY already belongs to .*ToyConfig; choose another"):
+        register_type(Another, ToyAdapter)
+    for name in ("LORA", "toy", "", "SPEC", "TYPE", "TOY_", "A-B"):
+        Another.type_name = name
+        with pytest.raises(ValueError, match="type_name|already belongs"):
+            register_type(Another, ToyAdapter)
+    assert "SPEC" not in PEFT_TYPE_TO_CONFIG_MAPPING
+
+
+def test_bad_parameter_names(base):
+    class Bad(ToyAdapter):
+        def build(self, config, model):
+            return {"heads.0": torch.zeros(1)}
+
+    layer = Bad("toy_")
+    with pytest.raises(ValueError, match=r"Bad.build named a parameter 'heads.0'; names must be"):
+        layer.update_layer("default", ToyConfig(), base)
+
+
+def test_training_and_gradients(base):
+    """Parameters are ordinary: they take gradients, the base takes none."""
+    model = get_peft_model(base, ToyConfig())
+    active = find_active(model, "TOY")
+    hidden = model.model.model(TOKENS).last_hidden_state
+    values = active.weights()
+    heads = torch.nn.functional.linear(hidden, values["head_0_weight"], values["head_0_bias"])
+    heads.square().mean().backward()
+    assert values["head_0_weight"].grad is not None and values["masks"].grad is None
+    assert model.get_base_model().lm_head.weight.grad is None
+
+
+def test_the_tuner_is_the_only_user_of_the_mapping():
+    package = Path(peft_bridge.__file__).parents[1]
+    users = [p.name for p in package.rglob("*.py") if "peft.mapping" in p.read_text()]
+    assert users == ["tuner.py"]

@@ -1,0 +1,74 @@
+"""The loss that methods share, against loops over single predictions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.model.sequences import IGNORED
+
+BATCH, ANCHORS, DISTANCES, VOCAB = 3, 4, 2, 7
+
+
+def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Predictions, wanted tokens (none at all in the last sequence), and the model's own logits."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (BATCH, ANCHORS, DISTANCES)
+    logits, own = (3 * torch.randn(*shape, VOCAB, generator=generator) for _ in range(2))
+    wanted = torch.randint(VOCAB, shape, generator=generator)
+    wanted[torch.rand(shape, generator=generator) < 0.3] = IGNORED
+    wanted[-1] = IGNORED
+    assert 0 < (wanted[:-1] == IGNORED).sum() < wanted[:-1].numel()
+    return logits.to(dtype), wanted, own.to(dtype)
+
+
+def naive(logits: list[float], token: int, own: list[float] | None) -> float:
+    def log_softmax(row: list[float]) -> list[float]:
+        total = math.log(sum(map(math.exp, row)))
+        return [value - total for value in row]
+
+    p = log_softmax(logits)
+    if token == IGNORED:
+        return 0.0
+    if own is None:
+        return -p[token]
+    return sum(math.exp(b) * (b - a) for a, b in zip(p, log_softmax(own)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("distilled", [False, True])
+def test_losses_are_those_of_single_predictions(dtype: torch.dtype, distilled: bool) -> None:
+    logits, wanted, own = example(dtype)
+    losses = prediction_losses(logits, wanted, own if distilled else None)
+    assert losses.dtype == torch.promote_types(dtype, torch.float32)
+    for place in torch.cartesian_prod(*map(torch.arange, wanted.shape)):
+        at = tuple(place.tolist())
+        expected = naive(logits[at].tolist(), int(wanted[at]), own[at].tolist() * distilled or None)
+        # Sums of seven terms of up to about 10, in float32 at least.
+        assert float(losses[at]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_ignored_places_get_no_gradient() -> None:
+    logits, wanted, own = example(torch.float32)
+    logits.requires_grad_(True)
+    wanted_mean(prediction_losses(logits, wanted, own), wanted, (1, 2)).sum().backward()
+    assert logits.grad is not None
+    assert not logits.grad[wanted == IGNORED].any()
+    assert logits.grad[wanted != IGNORED].abs().sum(-1).min() > 0
+
+
+def test_means_are_over_what_is_wanted() -> None:
+    logits, wanted, _ = example(torch.float64)
+    losses = prediction_losses(logits, wanted)
+    by_sequence, by_distance = wanted_mean(losses, wanted, (1, 2)), wanted_mean(losses, wanted, 1)
+    assert by_sequence.shape == (BATCH,) and by_distance.shape == (BATCH, DISTANCES)
+    for row in range(BATCH - 1):
+        real = wanted[row] != IGNORED
+        assert float(by_sequence[row]) == pytest.approx(float(losses[row][real].mean()))
+        for distance in range(DISTANCES):
+            some = losses[row, :, distance][real[:, distance]]
+            assert float(by_distance[row, distance]) == pytest.approx(float(some.mean()))
+    assert by_sequence[-1] == 0 and not by_distance[-1].any()

@@ -1,0 +1,193 @@
+"""Probes of training and of decoding are the same: masks, positions, learned states in front.
+
+The oracle runs one group at a time behind its own prefix, without our masks and caches: the learned
+states stand in front of a stock cache, and a plain causal forward follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import prompt
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.probes import ProbeGroup, hang
+from hf_spec.core.tree import TokenTree
+from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.sequences import future_labels, probe_sequences
+from hf_spec.model.tree_forward import ProbeInputs, TreeForward
+from modeling_patches.support import kv_shape
+
+#: Everything that moves a mask or a position: windows, hybrids, learned positions, ALiBi.
+ARCHITECTURES = ["llama", "mistral", "gemma3", "gpt2", "opt", "bloom", "falcon_alibi", "gpt_neo"]
+GROUP = ProbeGroup.causal(3)
+#: Rounding of fp32 under another order of reductions, for states of size about 10.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def learned(model: PreTrainedModel, slots: int, seed: int = 0) -> ProbeInputs:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = model.get_input_embeddings().weight.shape[1]
+    layers, heads, dim = kv_shape(model)
+    states = torch.randn(layers, 2, heads, slots, dim, generator=generator)
+    front = [(keys, values) for keys, values in states.unbind(0)] if slots else []
+    return ProbeInputs(torch.randn(len(GROUP), hidden, generator=generator), front)
+
+
+def decoded(
+    model: Any, ids: torch.Tensor, inputs: ProbeInputs, group: ProbeGroup = GROUP
+) -> torch.Tensor:
+    """(group, hidden) of a step whose root is the last of ``ids`` (seq,)."""
+    source = DynamicCache()
+    model(input_ids=ids[None, :-1], past_key_values=source, use_cache=True)
+    cache = TreeCache.pack(source, None, len(ids) + 8, "cpu")
+    forward = TreeForward(model, cache, torch.tensor([1000]), probe_inputs=inputs)
+    tree = TokenTree.chain(0).batch()
+    return forward(ids[None, -1:], tree, probes=hang(group, tree)).probe_hidden[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [0, 5])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_training_runs_what_decoding_runs(
+    tiny: Callable[..., PreTrainedModel], architecture: str, slots: int
+) -> None:
+    model = tiny(architecture)
+    inputs = learned(model, slots)
+    ids = prompt(14, 2)
+    padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), ids, ids[:, :1]], dim=1)
+    mask = torch.tensor([[0, 0] + [1] * 14 + [0]] * 2)
+    anchors = torch.tensor([[3, 9, 13], [2, 6, 11]])
+    hidden = probe_sequences(model, padded, mask, anchors + 2, GROUP, inputs).probe_hidden
+    for row in range(2):
+        for column, anchor in enumerate(anchors[row].tolist()):
+            alone = decoded(model, ids[row, : anchor + 1], inputs)
+            torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("exits", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_training_runs_what_decoding_runs_by_kind(
+    tiny: Callable[..., PreTrainedModel], architecture: str, exits: int
+) -> None:
+    """Kinds that see slots of their own, share positions, and leave the model by several exits."""
+    model, group = tiny(architecture), ProbeGroup((1, 1, 2), ((1, 1, 0), (1, 1, 0), (1, 0, 1)))
+    everyone = learned(model, 5)
+    seen = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 0, 0]]).bool()
+    inputs = replace(everyone, front_seen=seen, exits=exits)
+    ids, anchors = prompt(14, 2), torch.tensor([[3, 9, 13], [2, 6, 11]])
+    hidden = probe_sequences(model, ids, None, anchors, group, inputs).probe_hidden
+    for row in range(2):
+        for column, anchor in enumerate(anchors[row].tolist()):
+            alone = decoded(model, ids[row, : anchor + 1], inputs, group)
+            torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
+    other = probe_sequences(model, ids, None, anchors, group, replace(inputs, front_seen=None))
+    assert not torch.allclose(hidden, other.probe_hidden, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", range(3))
+def test_slots_a_kind_does_not_see_do_not_matter(
+    tiny: Callable[..., PreTrainedModel], kind: int
+) -> None:
+    own = torch.eye(3).bool()
+    model, group = tiny("llama"), ProbeGroup((1, 2, 3), tuple(map(tuple, own.tolist())))
+    seen = own.repeat_interleave(2, dim=1)  # two slots of each kind's own
+    inputs = replace(learned(model, 6), front_seen=seen)
+    for keys, values in inputs.front:
+        keys[:, 2 * kind : 2 * kind + 2] += 3
+        values[:, 2 * kind : 2 * kind + 2] += 3
+    ids, anchors = prompt(9), torch.tensor([[5]])
+    before, after = (
+        probe_sequences(model, ids, None, anchors, group, given).probe_hidden[0, 0]
+        for given in (replace(learned(model, 6), front_seen=seen), inputs)
+    )
+    changed = [not torch.equal(one, other) for one, other in zip(before, after)]
+    assert changed == [place == kind for place in range(3)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [0, 5])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+def test_against_a_stock_cache(
+    tiny: Callable[..., PreTrainedModel], architecture: str, slots: int
+) -> None:
+    """Probes behind a prefix are a causal continuation of it, with the learned states in front."""
+    model = tiny(architecture)
+    inputs = learned(model, slots)
+    ids = prompt(9)
+    hidden = probe_sequences(model, ids, None, torch.tensor([[5]]), GROUP, inputs).probe_hidden
+    seen = DynamicCache()
+    model(input_ids=ids[:, :6], past_key_values=seen, use_cache=True)
+    cache = DynamicCache()
+    for index, layer in enumerate(seen.layers):
+        states = [layer.keys, layer.values]
+        if slots:
+            states = [torch.cat(pair, dim=2) for pair in zip(
+                [part[None] for part in inputs.front[index]], states
+            )]  # fmt: skip
+        cache.update(*states, index)
+    mask = torch.ones(3, slots + 9).tril(slots + 6)
+    additive = torch.zeros_like(mask).masked_fill(mask == 0, torch.finfo(torch.float32).min)
+    out = model(
+        inputs_embeds=inputs.embeddings[None], past_key_values=cache,
+        position_ids=torch.tensor([[6, 7, 8]]), attention_mask=additive[None, None],
+    )  # fmt: skip
+    torch.testing.assert_close(output_logits(model, hidden[:, 0]), out.logits, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("exits", [1, 3])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "bloom"])
+def test_together_equals_apart(
+    tiny: Callable[..., PreTrainedModel], architecture: str, exits: int
+) -> None:
+    """The differentiable single forward and the two of a frozen base."""
+    model = tiny(architecture)
+    ids, anchors = prompt(12, 2), torch.tensor([[4, 8], [1, 10]])
+    inputs = replace(learned(model, 0), exits=exits)
+    apart = probe_sequences(model, ids, None, anchors, GROUP, inputs)
+    together = probe_sequences(model, ids, None, anchors, GROUP, inputs, frozen=False)
+    torch.testing.assert_close(apart.probe_hidden, together.probe_hidden, **CLOSE)
+    torch.testing.assert_close(apart.token_hidden, together.token_hidden, **CLOSE)
+
+
+def test_base_tokens_never_see_probes(tiny: Callable[..., PreTrainedModel]) -> None:
+    model = tiny("llama")
+    ids, anchors = prompt(12), torch.tensor([[4, 8]])
+    with torch.no_grad():
+        results = [
+            probe_sequences(
+                model, ids, None, anchors, GROUP, learned(model, 0, seed), frozen=False
+            ).token_hidden
+            for seed in (0, 1)
+        ]
+    assert torch.equal(*results)
+
+
+def test_gradients_reach_what_is_learned_and_nothing_else(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    model = fresh("llama").requires_grad_(False)
+    inputs = learned(model, 4)
+    leaves = [inputs.embeddings, *(part for pair in inputs.front for part in pair)]
+    for leaf in leaves:
+        leaf.requires_grad_(True)
+    model.train()
+    hidden = probe_sequences(model, prompt(12, 2), None, torch.tensor([[4], [8]]), GROUP, inputs)
+    assert model.training
+    hidden.probe_hidden.square().sum().backward()
+    assert all(leaf.grad is not None and leaf.grad.abs().sum() > 0 for leaf in leaves)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_future_labels() -> None:
+    labels = torch.tensor([[-100, -100, 12, 13, 14, 15]])
+    wanted = future_labels(labels, torch.tensor([[0, 1, 3, 5]]), GROUP)
+    assert wanted.tolist() == [[[12, 13, 14], [13, 14, 15], [15, -100, -100], [-100] * 3]]
