@@ -9,6 +9,7 @@ Updates can also be merged into the weights of plain modules, and be taken out a
 This file knows neither adapters nor files: where the factors come from is the caller's business.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
     Raises:
         ValueError: nothing matches, or one of several names matches nothing.
     """
-    everything = {name: m for name, m in _walk(model) if features(m) is not None}
+    everything = {name: m for name, m in _walk(model) if _is_linear(m)}
     if targets is None or targets == ALL_LINEAR:
         inside = {id(module) for module in decoder_layers(model).modules()}
         found = {name: module for name, module in everything.items() if id(module) in inside}
@@ -89,6 +90,12 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
             "names."
         )
     return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it has features and returns its product; routers of experts return more."""
+    returns = str(inspect.signature(type(module).forward).return_annotation)
+    return features(module) is not None and "tuple" not in returns.lower()
 
 
 def _ends(name: str, end: str) -> bool:

@@ -17,6 +17,7 @@ from peft import PeftConfig
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import GenerationMixin
 
 from hf_spec.methods.base_facts import check_facts, facts_of, warn_of_other_weights
 from hf_spec.methods.companions import write_companions
@@ -28,6 +29,7 @@ from hf_spec.methods.stored_weights import (
     check_fit,
     tensor_facts,
 )
+from modeling_patches.support import check_model
 
 #: Newest layout of adapter_config.json and weights this release reads and the one it writes.
 FORMAT_VERSION = 1
@@ -114,6 +116,8 @@ class SpecPeftConfig(PeftConfig):
         Facts about the base that the saved config should carry are recorded here, too; those of
         `base_facts` have been checked and recorded before.
         """
+        if isinstance(model, GenerationMixin):
+            check_model(model)
 
     @property
     def trains_base(self) -> bool:
