@@ -18,12 +18,14 @@ from hf_spec.decoding.choose import Choice, Chooser
 from hf_spec.decoding.controller import controller_for, switched_on
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
-from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
+from hf_spec.decoding.prefill import Prefilled, catch_up, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.methods.active_adapter import find_active
 from hf_spec.methods.base import DecodingState, Draft, Method, get_method
 from hf_spec.methods.forward import TreeOutput, states_at
 from hf_spec.methods.retrieval import WithRetrieval
+from modeling_patches.support import check_length
 
 
 @torch.no_grad()
@@ -48,13 +50,16 @@ def decode(
     record = bool(config.return_dict_in_generate)
     record_scores, record_logits = record and config.output_scores, record and config.output_logits
     pad = config._pad_token_tensor
+    real = real_tokens(input_ids, model_kwargs.get("attention_mask"))
     emission = Emission(
-        input_ids, real_tokens(input_ids, model_kwargs.get("attention_mask")), stopping_criteria,
-        None if pad is None else int(pad), streamer, bool(record_scores), bool(record_logits),
+        input_ids, real, stopping_criteria, None if pad is None else int(pad), streamer,
+        bool(record_scores), bool(record_logits),
     )  # fmt: skip
+    check_length(model, emission.max_length)
     scorer = Scorer(logits_processor, emission.ids, emission.lengths)
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
+    check_tree_forward(model, method.name, drafter, synced_gpus or real is not None)
     if options.retrieval:
         drafter = WithRetrieval(drafter)
     stats = SpecStats()
@@ -109,6 +114,7 @@ def decode(
                 continue
             if shrinking.step():
                 controller.move((state.batch_size, context, device))
+            catch_up(state)
             drafts = controller.speculate()
             with watch.phase("draft"):
                 draft = Draft(_root_only(state), state.root[:, None])
@@ -169,8 +175,10 @@ def _adapter(method: Method, model: Any) -> str | None:
 
 
 def _within_budget(draft: Draft, state: DecodingState) -> Draft:
-    """Mark candidates invalid that lie deeper than their row can still emit."""
+    """Mark candidates invalid that lie deeper than their row can still go."""
     limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
+    if state.forward.reach is not None:
+        limits = list(map(min, limits, state.forward.reach.room(state.cache.host_lengths)))
     tree = draft.tree
     if tree.max_depth <= min(limits):
         return draft

@@ -18,8 +18,10 @@ from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
+from hf_spec.methods.base import DecodingState
 from hf_spec.methods.forward import ProbeInputs, TreeForward, final_hidden
 from modeling_patches.attention_masks import tree_attention
+from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.support import sliding_windows
 
 #: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
@@ -134,7 +136,9 @@ def prefill(
             forward.last_position = forward.last_position + 2**30
             logits, hidden = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
             last = None if positions is None else positions[:, -1]
-            yield Prefilled(make_forward(given, last), logits, hidden, None, None)
+            forward = make_forward(given, last)
+            forward.reach = _reach(forward, input_ids.shape[1])
+            yield Prefilled(forward, logits, hidden, None, None)
         return
 
     if given is not None:
@@ -153,6 +157,7 @@ def prefill(
     cache = TreeCache.pack(source, mask, length + min(budget, RESERVE), logits.device, front)
     with tree_attention(model, windows) as attention:
         forward = make_forward(cache, None if positions is None else positions[:, -1])
+        forward.reach = _reach(forward, input_ids.shape[1])
         # generate() makes a cache where the caller gave none; only the caller's is filled again.
         callers = given if getattr(given, "_is_user_defined", False) else None
         yield Prefilled(forward, logits, hidden, callers, mask)
@@ -200,7 +205,19 @@ def _extend(
                     "Give the whole conversation, with its attention_mask (without one, generate "
                     "takes pad tokens for padding), or leave past_key_values out."
                 )
-        rows = [row[length:] for row, length in zip(rows, lengths)]
+        end = forgets_at(forward.model)
+        if end is not None and cache.max_length <= end < max(map(len, rows)):
+            cache.truncate([0] * len(rows))  # plain generation computes all of it anew
+        rows = [row[length:] for row, length in zip(rows, cache.host_lengths)]
+    if followers(forward.model):
+        forward.reach = Reach(forward.model, [1] * len(rows))
+        forward.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
+    return _append(forward, rows)
+
+
+def _append(forward: TreeForward, rows: list[list[int]]) -> tuple[Tensor, Tensor | None]:
+    """Forward tokens behind each row, its own number of them, and keep them; see `_extend`."""
+    cache = forward.cache
     last: list[tuple[Tensor, Tensor | None] | None] = [None] * len(rows)
     longest = max(len(row) for row in rows)
     for start in range(0, longest, CHUNK):
@@ -221,3 +238,42 @@ def _extend(
     found = [one for one in last if one is not None]
     states = [state for _, state in found if state is not None]
     return torch.stack([one for one, _ in found]), torch.stack(states) if states else None
+
+
+def _reach(forward: TreeForward, width: int) -> Reach | None:
+    """For a model whose rotary frequencies follow the longest position; else None.
+
+    Args:
+        forward: behind a prompt.
+        width: columns of its ids, padding included.
+    """
+    if not followers(forward.model):
+        return None
+    lengths = forward.cache.host_lengths
+    longest = int((forward.cache.lengths + forward.position_shift[:, 0]).max())
+    end = forgets_at(forward.model)
+    if end is not None and width <= end and bool(forward.position_shift.any()):
+        raise ValueError(
+            f"position_ids that don't count from 0: {type(forward.model).__name__} computes its "
+            f"cache anew at position {end}, which strategies cannot follow then. Leave them out."
+        )
+    # Plain generation looks at the ids; where all rows are padded, frequencies change later.
+    near = end if end is not None and longest == width <= end else None
+    return Reach(forward.model, [longest - length + 1 for length in lengths], near)
+
+
+def catch_up(state: DecodingState) -> None:
+    """Before a step: compute rows anew that plain generation would compute anew at their length."""
+    forward, cache = state.forward, state.cache
+    if forward.reach is None:
+        return
+    due = [room < 0 for room in forward.reach.room(cache.host_lengths)]
+    if any(due):
+        lengths = cache.host_lengths
+        least = max(forward.reach.next(lengths))
+        rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
+        cache.truncate([0 if now else length for length, now in zip(lengths, due)])
+        forward.reach.least = least
+        _append(forward, rows)
+        forward.reach.least = 0
+        forward.reach.renewed(lengths)

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.methods.base import get_method
 from modeling_patches.support import check_model
 
@@ -33,7 +32,6 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     method = get_method(strategy)
     method.parse_options(config.assistant_kwargs)
     check_model(model)
-    check_tree_forward(model)
 
     def refuse(option: str, value: Any, why: str, remedy: str) -> None:
         raise ValueError(f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}")
@@ -53,8 +51,9 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             f"{leave} To let the assistant draft with a strategy, name it in the assistant's "
             "generation_config.",
         )  # fmt: skip
-    if config.use_cache is False:
+    if config.use_cache is False and model.generation_config.use_cache is not False:
         refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
+    config.use_cache = True  # where only the model's own default is to generate without (MPT)
     if config.cache_implementation not in (None, "dynamic"):
         refuse(
             "cache_implementation", config.cache_implementation,

@@ -10,7 +10,8 @@ import dataclasses
 import importlib
 import pkgutil
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -220,11 +221,15 @@ class Drafter(CandidateGenerator):
             the model, too.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
         wants_hidden: whether it reads ``DecodingState.hidden``.
+        prune_layer: layers that run on all nodes, where some steps prune.
+        drafting: entered while it drafts with the model itself; None if it does not.
     """
 
     single_forward: ClassVar[bool] = True
     probe_inputs: ProbeInputs | None = None
     wants_hidden: bool = False
+    prune_layer: int | None = None
+    drafting: AbstractContextManager[Any] | None = None
 
     def __init__(self, model: Any, options: Any):
         self.model = model
@@ -237,6 +242,13 @@ class Drafter(CandidateGenerator):
         Which ones depends on their tokens, so that such a draft must carry no distributions.
         """
         return None
+
+    @property
+    def kind_of_forward(self) -> Hashable:
+        """What its forwards ask of the model, beside a tree."""
+        inputs = self.probe_inputs
+        probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
+        return probes, self.wants_hidden, self.prune_layer, repr(self.drafting)
 
     def start(self, state: DecodingState) -> None:
         """Called once, after the prefill."""

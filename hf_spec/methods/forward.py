@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import early_pruning
 from modeling_patches.exits import averaged_exits
 
@@ -106,6 +107,20 @@ def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
     return hidden.gather(1, index)
 
 
+def decoder_of(model: Any) -> Any:
+    """The module whose output the model makes its logits of.
+
+    Some models call their head "decoder" (ModernBERT's), or don't know of one (Mllama's).
+    """
+    found = model.get_decoder()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if found is model or not any(module is embeddings for module in found.modules()):
+        children = [child for child in model.children() if child is not head]
+        inside = [c for c in children if any(module is embeddings for module in c.modules())]
+        found = inside[0] if inside else found
+    return found
+
+
 class _DecoderOutput(BaseModelOutput):
     """Final hidden states; whatever else a model looks for (caches, router logits) is None."""
 
@@ -121,7 +136,7 @@ def model_logits(model: Any, hidden: Tensor) -> Tensor:
     With all that it does to them, in contrast to :func:`output_logits`: for losses and for
     distributions to sample from. The model runs with its decoder's layers left out.
     """
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     # Slices take a slow path of the matrix product on CPUs; see output_logits.
     made = _DecoderOutput(last_hidden_state=hidden.contiguous())
     own = vars(decoder).get("forward")  # a patch or a hook of accelerate's
@@ -139,6 +154,24 @@ def taken(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of ``inputs`` that the model's forward knows: not all take positions, for example."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
+
+
+def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """Inputs of a forward over rows of which only the first are tokens.
+
+    Args:
+        model: a causal language model.
+        embeddings: ``(batch, rows, hidden)`` of all rows.
+        tokens: ``(batch, tokens)`` the first rows' ids. Models that look up an input of every layer
+            by them (Gemma 3n, Gemma 4) see token 0 in the others.
+    """
+    inputs = {"inputs_embeds": embeddings}
+    decoder = decoder_of(model)
+    if getattr(decoder, "hidden_size_per_layer_input", 0):
+        missing = embeddings.shape[1] - tokens.shape[1]
+        ids = torch.nn.functional.pad(tokens, (0, missing))
+        inputs["per_layer_inputs"] = decoder.get_per_layer_inputs(ids)
+    return inputs
 
 
 @contextmanager
@@ -167,7 +200,7 @@ def final_hidden(model: Any, rows: Callable[[], int] | None = None) -> Iterator[
         output.last_hidden_state = fewer
         return output
 
-    handle = model.get_decoder().register_forward_hook(note)
+    handle = decoder_of(model).register_forward_hook(note)
     try:
         yield seen
     finally:
@@ -213,6 +246,7 @@ class TreeForward:
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.wants_hidden = wants_hidden
+        self.reach: Reach | None = None
         self.runs_hooks = True  # until a compiled model shows that it does not
         if probe_inputs is not None:
             self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
@@ -261,13 +295,25 @@ class TreeForward:
         tokens = tokens[:, first:].to(self.device)
         if probes is None:
             inputs["input_ids"] = tokens
-            if not self.wants_hidden and pruning is None:
-                return TreeOutput(self.model(**inputs).logits)
         else:
             embeddings = self.model.get_input_embeddings()(tokens)
             learned = self.probe_embeddings[probes.kinds.to(self.device)]
-            inputs["inputs_embeds"] = torch.cat([embeddings, learned], dim=1)
-        return self._run(inputs, tokens, tree, probes, pruning)
+            inputs |= embedded(self.model, torch.cat([embeddings, learned], dim=1), tokens)
+        with self._reaching(tree, first, probes):
+            if probes is None and pruning is None and not self.wants_hidden:
+                return TreeOutput(self.model(**inputs).logits)
+            return self._run(inputs, tokens, tree, probes, pruning)
+
+    def _reaching(
+        self, tree: TreeBatch, first: int, probes: ProbeRows | None
+    ) -> AbstractContextManager[None]:
+        """For models whose rotary frequencies follow the longest position."""
+        if self.reach is None:
+            return nullcontext()
+        depths, deepest = tree.depths, tree.max_depth
+        if probes is not None:
+            depths, deepest = probes.depths, deepest + max(probes.group.offsets, default=0)
+        return self.reach.of(self.cache.host_lengths, depths[:, first:], deepest)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``.
@@ -283,6 +329,8 @@ class TreeForward:
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        if self.reach is not None:
+            self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
 
     def _run(

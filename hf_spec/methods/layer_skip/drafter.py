@@ -25,6 +25,7 @@ class LayerSkipDrafter(Drafter):
 
     single_forward: ClassVar[bool] = False
     options: LayerSkipOptions
+    drafting: DraftingModel
 
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)

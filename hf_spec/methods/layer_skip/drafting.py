@@ -44,3 +44,6 @@ class DraftingModel:
 
     def __exit__(self, *exc_info: Any) -> None:
         self._entered.pop().close()
+
+    def __repr__(self) -> str:
+        return f"DraftingModel({self.skipper!r}, {len(self.parts)} parts)"
