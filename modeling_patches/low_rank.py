@@ -9,6 +9,7 @@ Updates can also be merged into the weights of plain modules, and be taken out a
 This file knows neither adapters nor files: where the factors come from is the caller's business.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
         ValueError: nothing matches, or one of several names matches nothing; or a pattern is none,
             or takes too long.
     """
-    everything = {name: m for name, m in _walk(model) if features(m) is not None}
+    everything = {name: m for name, m in _walk(model) if _is_linear(m)}
     if targets is None or targets == ALL_LINEAR:
         inside = {id(module) for module in decoder_layers(model).modules()}
         found = {name: module for name, module in everything.items() if id(module) in inside}
@@ -133,6 +134,12 @@ def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Mo
             f"the pattern {pattern!r} takes longer than {PATTERN_SECONDS:g} seconds to match the "
             "names of the model's modules: simplify it, or give a list of names."
         ) from error
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it has features and returns its product; routers of experts return more."""
+    returns = str(inspect.signature(type(module).forward).return_annotation)
+    return features(module) is not None and "tuple" not in returns.lower()
 
 
 def _ends(name: str, end: str) -> bool:

@@ -23,10 +23,47 @@ _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 
 def sliding_windows(model: Any) -> list[int | None]:
     """Attention window of each layer, None for full attention."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return [
+    text = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=text).layers
+    windows = [
         layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers
     ]
+    # Layers that read an earlier one's keys keep none, and see what others of their type do.
+    types = getattr(text, "layer_types", None) or []
+    own = {
+        kind: window
+        for kind, layer, window in zip(types, layers, windows)
+        if not _keeps_nothing(layer)
+    }
+    for index, (kind, layer) in enumerate(zip(types, layers)):
+        if _keeps_nothing(layer):
+            windows[index] = own.get(kind)
+    return windows
+
+
+def _keeps_nothing(layer: Any) -> bool:
+    return type(layer).__name__ == "DummyLayer"
+
+
+def context_ends(model: Any) -> list[int]:
+    """Positions behind which a model may do something else: the contexts that its config names.
+
+    The end of a table of positions is none of them: nothing can stand behind it.
+    """
+    found: set[int] = set()
+
+    def search(value: Any) -> None:
+        for key, part in value.items() if isinstance(value, dict) else ():
+            search(part)
+            if str(key).endswith("max_position_embeddings") and isinstance(part, int):
+                found.add(part)
+
+    search(model.config.get_text_config(decoder=True).to_dict())
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    sizes = {table.num_embeddings for table in tables}
+    sizes |= {size for buffer in model.buffers() for size in buffer.shape}
+    # Some tables have a few rows before the first position.
+    return sorted(end for end in found if sizes.isdisjoint(range(end, end + 8)))
 
 
 def check_model(model: Any) -> None:
@@ -55,10 +92,29 @@ def check_model(model: Any) -> None:
     if getattr(text, "attention_chunk_size", None) is not None:
         raise ValueError(f"{name} uses chunked attention, which takes no tree mask. {remedy}")
     forward = inspect.signature(model.forward).parameters
+    if "past_key_values" not in forward:
+        raise ValueError(
+            f"{name}.forward takes no past_key_values: it keeps no cache of keys. {remedy}"
+        )
     if "position_ids" not in forward and text.model_type not in alibi.MODEL_TYPES:
         raise ValueError(
             f"{name}.forward takes no position_ids, so siblings in a tree cannot share a position. "
             f"{remedy}"
+        )
+
+
+def check_length(model: Any, length: int) -> None:
+    """Raise if the model cannot be decoded exactly up to so many tokens, the prompt's among them.
+
+    Raises:
+        ValueError: naming the limit.
+    """
+    keep = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
+    if keep is not None and length > keep:
+        raise ValueError(
+            f"{type(model).__name__} keeps keep_window_size={keep} keys, and which of equal ones "
+            "depends on how many there are, candidates included: prompt and max_new_tokens make "
+            f"{length} tokens. Lower max_new_tokens, or generate without assistant_strategy."
         )
 
 
@@ -67,18 +123,27 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     """Layers, key-value heads and head dimension of the model's cache, by running one token.
 
     Raises:
-        ValueError: if the weights are not loaded, or layers or keys and values differ in shape.
+        ValueError: if the weights are not loaded, a layer keeps no keys, or layers or keys and
+            values differ in shape.
     """
+    check_model(model)
+    name = type(model).__name__
     weight = model.get_input_embeddings().weight
     if weight.device.type == "meta":
-        raise ValueError(f"{type(model).__name__} has no weights: load it before the adapter.")
-    cache = DynamicCache()
+        raise ValueError(f"{name} has no weights: load it before the adapter.")
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     token = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
     model(input_ids=token, past_key_values=cache, use_cache=True)
+    without = [index for index, layer in enumerate(cache.layers) if layer.keys is None]
+    if without:
+        raise ValueError(
+            f"layers {without} of {name} keep no keys and values of their own, and learned states "
+            "are for every layer. Choose an adapter without such states."
+        )
     shapes = {part.shape for layer in cache.layers for part in (layer.keys, layer.values)}
     if len(shapes) != 1:
         raise ValueError(
-            f"{type(model).__name__} has keys and values of several shapes "
+            f"{name} has keys and values of several shapes "
             f"({sorted(tuple(shape) for shape in shapes)}): learned states in every layer need one."
         )
     _, heads, _, dim = shapes.pop()

@@ -6,6 +6,8 @@ and then repeat themselves; drafts are rejected and accepted alike.
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -100,6 +102,39 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Architectures that Transformers has no sdpa for.
 EAGER_ONLY = frozenset({"bloom", "gemma2", "gpt_neo", "gptj", "mpt"})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-architecture",
+        action="store_true",
+        help="Every causal language model with every strategy, and a table of what came out.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # In the environment, so that workers of pytest-xdist choose the same tests.
+    os.environ.setdefault("HF_SPEC_SEED", str(random.randrange(10**6)))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"architectures chosen at random: HF_SPEC_SEED={os.environ['HF_SPEC_SEED']}"
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--every-architecture"):
+        return
+    outcomes: dict[str, dict[str, list[str]]] = {}
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    for report in reports:
+        outcome = dict(getattr(report, "user_properties", ())).get("outcome")
+        if outcome is not None and report.when == "call":
+            model_type, _, name = report.nodeid.partition("[")[2].rstrip("]").rpartition("-")
+            outcomes.setdefault(model_type, {}).setdefault(outcome, []).append(name)
+    terminalreporter.section("architectures")
+    for model_type, found in sorted(outcomes.items()):
+        for outcome, names in found.items():
+            terminalreporter.line(f"{model_type}: {', '.join(sorted(names))}: {outcome}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from peft import PeftConfig
 from torch import nn
+from transformers import GenerationMixin
 
 from hf_spec.adapters.base_model import (
     check_facts,
@@ -16,6 +17,7 @@ from hf_spec.adapters.base_model import (
 )
 from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights
 from hf_spec.adapters.repo_files import write_companions
+from modeling_patches.support import check_model
 
 #: Newest layout of adapter_config.json and weights this release reads and the one it writes.
 FORMAT_VERSION = 1
@@ -102,6 +104,8 @@ class SpecPeftConfig(PeftConfig):
         Facts about the base that the saved config should carry are recorded here, too; those of
         `base_facts` have been checked and recorded before.
         """
+        if isinstance(model, GenerationMixin):
+            check_model(model)
 
     @property
     def trains_base(self) -> bool:

@@ -19,8 +19,9 @@ from hf_spec.decoding.choose import Choice, Chooser
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
-from hf_spec.decoding.prefill import prefill, real_tokens
+from hf_spec.decoding.prefill import catch_up, prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.methods.registry import Method, get_method
@@ -28,6 +29,7 @@ from hf_spec.model.hidden_states import states_at
 from hf_spec.model.tree_forward import TreeOutput
 from hf_spec.policy.controller import controller_for, switched_on
 from modeling_patches.ranks import Ranks
+from modeling_patches.support import check_length
 
 
 @torch.no_grad()
@@ -55,14 +57,16 @@ def decode(
     if config.do_sample:
         ranks.share_random_state()
     pad = config._pad_token_tensor
+    real = real_tokens(input_ids, model_kwargs.get("attention_mask"))
     emission = Emission(
-        input_ids, real_tokens(input_ids, model_kwargs.get("attention_mask")), stopping_criteria,
-        None if pad is None else int(pad), streamer, bool(record_scores), bool(record_logits),
-        ranks.same,
+        input_ids, real, stopping_criteria, None if pad is None else int(pad), streamer,
+        bool(record_scores), bool(record_logits), ranks.same,
     )  # fmt: skip
+    check_length(model, emission.max_length)
     scorer = Scorer(logits_processor, emission)
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
+    check_tree_forward(model, method.name, drafter, synced_gpus or real is not None)
     if options.retrieval:
         drafter = with_retrieval(drafter)
     stats = SpecStats()
@@ -111,6 +115,7 @@ def decode(
             if shrinking.step():
                 controller.move((state.batch_size, context, device))
             ends = handover.ends(state.rows)
+            catch_up(state)
             drafts = controller.speculate()
             with watch.phase("draft"):
                 draft = Draft(_root_only(state), state.root[:, None])
@@ -163,8 +168,10 @@ def _adapter(method: Method, model: Any) -> str | None:
 
 
 def _within_budget(draft: Draft, state: DecodingState) -> Draft:
-    """Mark candidates invalid that lie deeper than their row can still emit."""
+    """Mark candidates invalid that lie deeper than their row can still go."""
     limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
+    if state.forward.reach is not None:
+        limits = list(map(min, limits, state.forward.reach.room(state.cache.host_lengths)))
     tree = draft.tree
     if tree.max_depth <= min(limits):
         return draft

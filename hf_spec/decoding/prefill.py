@@ -18,8 +18,10 @@ from transformers import GenerationConfig
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.handover import Handover
+from hf_spec.drafting.drafter import DecodingState
 from hf_spec.model.hidden_states import final_hidden
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward
+from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
 
 #: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
@@ -103,12 +105,13 @@ def prefill(
         return TreeForward(model, cache, limit, shift, extra, inputs, wants_hidden)
 
     if isinstance(given, TreeCache):
-        rows = _new_tokens(handover, model_kwargs.get("attention_mask"), config)
+        rows = _new_tokens(handover, model_kwargs.get("attention_mask"), config, model)
         forward = make_forward(given, None, None)  # the prompt has no probes
         logits, hidden = _extend(forward, rows)
         handover.start = given.host_lengths
-        last = None if positions is None else positions[:, -1]
-        return Prefilled(make_forward(given, last), logits, hidden)
+        forward = make_forward(given, None if positions is None else positions[:, -1])
+        forward.reach = _reach(forward, input_ids.shape[1])
+        return Prefilled(forward, logits, hidden)
 
     if given is not None:
         check_packable(given)
@@ -126,13 +129,13 @@ def prefill(
     front = 0 if probe_inputs is None else probe_inputs.num_front
     cache = handover.take_over(source, mask, length + min(budget, RESERVE), front, logits)
     handover.start = cache.host_lengths
-    return Prefilled(
-        make_forward(cache, None if positions is None else positions[:, -1]), logits, hidden
-    )
+    forward = make_forward(cache, None if positions is None else positions[:, -1])
+    forward.reach = _reach(forward, input_ids.shape[1])
+    return Prefilled(forward, logits, hidden)
 
 
 def _new_tokens(
-    handover: Handover, attention_mask: Tensor | None, config: GenerationConfig
+    handover: Handover, attention_mask: Tensor | None, config: GenerationConfig, model: Any
 ) -> list[list[int]]:
     """Each row's tokens to append to a continued TreeCache, which is cut where its prompt parts."""
     cache, emission = handover.given, handover.emission
@@ -162,6 +165,9 @@ def _new_tokens(
             f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
             "than the cache."
         )
+    end = forgets_at(model)
+    if end is not None and cache.max_length <= end < max(map(len, rows)):
+        cache.truncate([0] * len(rows))  # plain generation computes all of it anew
     handover.continue_with(cache, [[] for _ in rows])
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
@@ -180,9 +186,19 @@ def _extend(forward: TreeForward, rows: list[list[int]]) -> tuple[Tensor, Tensor
         states if ``forward`` gives them.
     """
     cache = forward.cache
+    if followers(forward.model):
+        forward.reach = Reach(forward.model, [1] * len(rows))
+        forward.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
+    return _append(forward, rows)
+
+
+def _append(forward: TreeForward, rows: list[list[int]]) -> tuple[Tensor, Tensor | None]:
+    """Forward tokens behind each row, its own number of them, and keep them; see `_extend`."""
+    cache, limit = forward.cache, forward.last_position
     counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
     # Shorter rows are filled up; what fills them must not be looked up behind the last position.
-    forward.last_position = (cache.lengths + counts - 1)[:, None]
+    ends = (cache.lengths + counts - 1).clamp(min=0)
+    forward.last_position = ends[:, None] + forward.position_shift
     last: list[tuple[Tensor, Tensor | None] | None] = [None] * len(rows)
     longest = max(len(row) for row in rows)
     for start in range(0, longest, CHUNK):
@@ -200,6 +216,46 @@ def _extend(forward: TreeForward, rows: list[list[int]]) -> tuple[Tensor, Tensor
                 end = len(part) - 1
                 state = None if hidden is None else hidden[row, end].clone()
                 last[row] = logits[row, end].clone(), state
+    forward.last_position = limit
     found = [one for one in last if one is not None]
     states = [state for _, state in found if state is not None]
     return torch.stack([one for one, _ in found]), torch.stack(states) if states else None
+
+
+def _reach(forward: TreeForward, width: int) -> Reach | None:
+    """For a model whose rotary frequencies follow the longest position; else None.
+
+    Args:
+        forward: behind a prompt.
+        width: columns of its ids, padding included.
+    """
+    if not followers(forward.model):
+        return None
+    lengths = forward.cache.host_lengths
+    longest = int((forward.cache.lengths + forward.position_shift[:, 0]).max())
+    end = forgets_at(forward.model)
+    if end is not None and width <= end and bool(forward.position_shift.any()):
+        raise ValueError(
+            f"position_ids that don't count from 0: {type(forward.model).__name__} computes its "
+            f"cache anew at position {end}, which strategies cannot follow then. Leave them out."
+        )
+    # Plain generation looks at the ids; where all rows are padded, frequencies change later.
+    near = end if end is not None and longest == width <= end else None
+    return Reach(forward.model, [longest - length + 1 for length in lengths], near)
+
+
+def catch_up(state: DecodingState) -> None:
+    """Before a step: compute rows anew that plain generation would compute anew at their length."""
+    forward, cache = state.forward, state.cache
+    if forward.reach is None:
+        return
+    due = [room < 0 for room in forward.reach.room(cache.host_lengths)]
+    if any(due):
+        lengths = cache.host_lengths
+        least = max(forward.reach.next(lengths))
+        rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
+        cache.truncate([0 if now else length for length, now in zip(lengths, due)])
+        forward.reach.least = least
+        _append(forward, rows)
+        forward.reach.least = 0
+        forward.reach.renewed(lengths)

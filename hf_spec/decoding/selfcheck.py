@@ -1,63 +1,247 @@
 """A trial of the tree forward on architectures that our tests do not cover.
 
-Once per model: a small tree behind a short random prompt must give the logits that plain forward
-passes give for each of its paths. A model that mishandles an explicit mask or explicit positions
-is refused here, instead of generating something else without a word.
+Once per model, and per kind of forward that a drafter needs: a small tree behind a short random
+prompt must give the logits that plain generation gives along each of its paths. A model that
+mishandles an explicit mask or explicit positions, or what a drafter does with it, is refused here,
+instead of generating something else without a word, or failing in the middle of a call.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
-from hf_spec.core.cache import TreeCache, check_packable
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.probes import ProbeGroup, hang
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.decoding.emission import Emission
+from hf_spec.decoding.handover import Handover
+from hf_spec.decoding.prefill import prefill
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.model.hidden_states import output_logits, taken
 from hf_spec.model.tree_forward import TreeForward
-from modeling_patches.support import VERIFIED
+from modeling_patches.dynamic_rope import as_before, forgets_at
+from modeling_patches.per_call import Changes
+from modeling_patches.support import VERIFIED, context_ends
 
 #: Largest relative error of the logits that rounding explains; a wrong mask or position is far
 #: above it (0.1 and more in the tests' models).
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 _TREE = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
+#: Its longest path, and the one that pruning leaves.
+_PATH = [node for node in range(len(_TREE)) if _TREE.batch().ancestors[0, len(_TREE) - 1, node]]
+_PROMPT, _PADDING = 8, 3
+
+_NO_TREE = (
+    "does not take explicit masks and positions as tree attention needs them. Generate without "
+    "assistant_strategy, or try attn_implementation='eager'"
+)
+_NO_STATES = (
+    "makes its logits of more than its decoder's final states, which heads and probes are read "
+    "from. Choose prompt_lookup, layer_skip, or none"
+)
 
 
 @torch.no_grad()
-def check_tree_forward(model: Any) -> None:
-    """Raise unless the model's tree forward equals its plain forward; free for known models.
+def check_tree_forward(
+    model: Any, name: str, drafter: Drafter | None = None, padded: bool = False
+) -> None:
+    """Raise unless the model's tree forward equals plain generation; free for known models.
+
+    Args:
+        model: a causal language model.
+        name: what wants it, for errors.
+        drafter: what its forwards do besides is tried, too. None: its final states are read.
+        padded: whether a call may have padding; the same on all ranks that share the model.
 
     Raises:
         ValueError: naming the architecture and the error that was found.
     """
-    text_config = model.config.get_text_config(decoder=True)
-    if text_config.model_type in VERIFIED or model in _checked:
+    if model.config.get_text_config(decoder=True).model_type in VERIFIED:
         return
-    device = model.get_input_embeddings().weight.device
-    # A generator of its own: the caller's seeds must not notice.
-    generator = torch.Generator().manual_seed(0)
-    length = 8 + len(_TREE)
-    ids = torch.randint(text_config.vocab_size, (1, length), generator=generator).to(device)
-    prompt, nodes = ids[:, :8], ids[:, 8:]
-    cache = DynamicCache(config=text_config)
-    model(input_ids=prompt, past_key_values=cache, use_cache=True)
-    check_packable(cache)
-    packed = TreeCache.pack(cache, None, length, device)
-    forward = TreeForward(model, packed, torch.tensor([length], device=device))
-    tree_logits = forward(nodes, _TREE.batch(1, device)).logits[0].float()
-    for node in range(len(_TREE)):
-        path = [at for at in range(len(_TREE)) if bool(_TREE.batch().ancestors[0, node, at])]
-        plain = model(input_ids=torch.cat([prompt, nodes[:, path]], 1), use_cache=False)
-        expected = plain.logits[0, -1].float()
-        error = float((tree_logits[node] - expected).norm() / expected.norm())
-        if not error <= TOLERANCE.get(model.dtype, 5e-2):
-            raise ValueError(
-                f"{type(model).__name__} does not take explicit masks and positions as tree "
-                f"attention needs them (relative error {error:.2g} in a trial). Generate without "
-                "assistant_strategy, or try attn_implementation='eager'."
-            )
-    _checked.add(model)
+    kind = (padded, None if drafter is None else drafter.kind_of_forward)
+    if kind in _checked.setdefault(model, set()):
+        return
+    reads = drafter is None or drafter.wants_hidden or drafter.probe_inputs is not None
+    trials = [(_Trial(model, padded), drafter, reads)]
+    if not _checked[model] and forgets_at(model) is None:
+        # Across the ends of contexts, where rotary frequencies may change.
+        ends = [end for end in context_ends(model) if end > _PROMPT]
+        trials = [(_Trial(model, False, end - _PROMPT - 1), None, False) for end in ends] + trials
+    try:
+        for trial, tried, read in trials:
+            problem, error = trial.run(tried, read)
+            if not error <= trial.tolerance:
+                break
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as raised:
+        raise ValueError(
+            f"{type(model).__name__} does not work with {name}: a trial raised "
+            f"{type(raised).__name__}: {raised} Choose another strategy, or none."
+        ) from raised
+    if not error <= trial.tolerance:
+        raise ValueError(
+            f"{type(model).__name__} does not work with {name}: it {problem} (relative error "
+            f"{error:.2g} in a trial{' with padding' * trial.padded} at position {trial.start})."
+        )
+    _checked[model].add(kind)
+
+
+class _Pruning:
+    """Leaves the longest path."""
+
+    def __init__(self, layer: int):
+        self.layer = layer
+
+    def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
+        if hidden.ndim != 3:
+            raise ValueError(f"hidden states between layers have shape {tuple(hidden.shape)}.")
+        alive = torch.zeros_like(tree.valid)
+        alive[:, _PATH] = True
+        return alive
+
+
+class _Trial:
+    """Two prompts of which one may be padded, from a position on, and a tree behind each."""
+
+    def __init__(self, model: Any, padded: bool, start: int = 0):
+        self.model = model
+        self.padded, self.start = padded, start
+        self.tolerance = TOLERANCE.get(model.dtype, 5e-2)
+        self.text_config = model.config.get_text_config(decoder=True)
+        self.device = model.get_input_embeddings().weight.device
+        self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
+        self.config._pad_token_tensor = None
+        # A generator of its own: the caller's seeds must not notice.
+        generator = torch.Generator().manual_seed(0)
+        size = (2, _PROMPT + len(_TREE))
+        ids = torch.randint(self.text_config.vocab_size, size, generator=generator)
+        self.prompt, self.nodes = ids.to(self.device).split([_PROMPT, len(_TREE)], dim=1)
+        self.mask = torch.ones_like(self.prompt)
+        if padded:
+            self.mask[1, :_PADDING] = 0
+        self.limit = _PROMPT + len(_TREE)
+
+    def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
+        """What went wrong, if it did, and the largest relative error.
+
+        Args:
+            drafter: what its forwards do besides is done.
+            reads: final states must be what the output embeddings are applied to.
+        """
+        model, tree = self.model, _TREE.batch(2, self.device)
+        probe_inputs = None if drafter is None else drafter.probe_inputs
+        plain = self._plain()
+        inputs = self._inputs()
+        emission = Emission(self.prompt, self.mask.bool(), _until(self.limit), None)
+        handover = Handover(inputs["past_key_values"], emission, False)
+        with as_before(model):
+            forward = prefill(
+                model, self.prompt, self.config, inputs, handover, probe_inputs, reads
+            ).forward
+            if forward.cache.max_length != _PROMPT:
+                raise ValueError(
+                    f"{_PROMPT} tokens of a prompt left {forward.cache.max_length} in the cache."
+                )
+            if drafter is not None and drafter.drafting is not None:
+                self._draft(forward, drafter.drafting)
+            probes = None
+            if probe_inputs is not None:
+                probes = hang(ProbeGroup.causal(len(probe_inputs.embeddings)), tree)
+            output = forward(self.nodes, tree, probes=probes)
+            if output.node_hidden is not None:
+                error = _disagreement(output_logits(model, output.node_hidden), output.logits)
+                if not error <= self.tolerance:
+                    return _NO_STATES, error
+            errors = [_error(output.logits[:, node], plain[node]) for node in range(len(_TREE))]
+            if drafter is not None and drafter.prune_layer is not None:
+                left = forward(
+                    self.nodes, tree, probes=probes, pruning=_Pruning(drafter.prune_layer)
+                )
+                errors += [
+                    _error(left.logits[:, place], plain[node]) for place, node in enumerate(_PATH)
+                ]
+            # The accepted path must stand in the cache as if it had been forwarded alone.
+            forward.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
+            root = forward(self.nodes[:, :1], TokenTree.chain(0).batch(2, self.device))
+            errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
+        return _NO_TREE, max(errors)
+
+    def _inputs(self) -> dict[str, Any]:
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start
+        return {
+            "attention_mask": self.mask,
+            "past_key_values": DynamicCache(config=self.text_config),
+            "use_cache": True,
+            **taken(self.model, position_ids=positions, logits_to_keep=1),
+        }
+
+    def _plain(self) -> dict[int, Tensor]:
+        """Logits ``(2, vocab)`` after each node, and after the longest path and the root again."""
+        found: dict[int, Tensor] = {}
+        ancestors = _TREE.batch().ancestors[0]
+        for leaf in (node for node in range(len(_TREE)) if int(ancestors[:, node].sum()) == 1):
+            path = [node for node in range(len(_TREE)) if ancestors[leaf, node]]
+            forced = self.nodes[:, path]
+            if path == _PATH:
+                forced = torch.cat([forced, self.nodes[:, :1]], dim=1)
+            length = _PROMPT + forced.shape[1] + 1
+            with as_before(self.model):
+                output = GenerationMixin._sample(
+                    self.model, self.prompt, LogitsProcessorList([_force(forced)]),
+                    _until(length), self.config,
+                    **self._inputs(),
+                )  # fmt: skip
+            found |= dict(zip([*path, len(_TREE)], output.logits[1:]))
+        return found
+
+    def _draft(self, forward: TreeForward, drafting: Changes) -> None:
+        for first in range(2):
+            chain = TokenTree.chain(first).batch(2, self.device)
+            forward(self.nodes[:, : first + 1], chain, first=first, changes=drafting)
+        forward.cache.rollback()
+
+
+def _until(length: int) -> StoppingCriteriaList:
+    return StoppingCriteriaList([MaxLengthCriteria(length)])
+
+
+def _force(tokens: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """A logits processor under which each row says ``tokens`` (batch, n), then anything."""
+
+    def process(ids: Tensor, scores: Tensor) -> Tensor:
+        step = ids.shape[1] - _PROMPT
+        if step == tokens.shape[1]:
+            return scores
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, step, None], 0.0)
+
+    return process
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Largest relative error of a row's logits (batch, vocab)."""
+    difference = (found.float() - expected.to(found.device).float()).norm(dim=-1)
+    return float((difference / expected.to(found.device).float().norm(dim=-1)).max())
+
+
+def _disagreement(found: Tensor, logits: Tensor) -> float:
+    """By how much the likeliest tokens of ``found`` miss those of ``logits``, in their spread."""
+    logits = logits.float()
+    best = logits.amax(-1)
+    missed = best - logits.gather(-1, found.argmax(-1, keepdim=True))[..., 0]
+    return float((missed / (best - logits.mean(-1))).max())

@@ -7,7 +7,6 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_spec.decoding.config import warn_if_lossy
-from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_model
 
@@ -35,7 +34,6 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     options = method.parse_options(config.assistant_kwargs)
     warn_if_lossy(config.assistant_kwargs, options.lossless)
     check_model(model)
-    check_tree_forward(model)
 
     def refuse(option: str, value: Any, why: str, remedy: str) -> None:
         raise ValueError(f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}")
@@ -55,8 +53,9 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             f"{leave} To let the assistant draft with a strategy, name it in the assistant's "
             "generation_config.",
         )  # fmt: skip
-    if config.use_cache is False:
+    if config.use_cache is False and model.generation_config.use_cache is not False:
         refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
+    config.use_cache = True  # where only the model's own default is to generate without (MPT)
     if config.cache_implementation not in (None, "dynamic"):
         refuse(
             "cache_implementation", config.cache_implementation,

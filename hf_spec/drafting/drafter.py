@@ -17,6 +17,7 @@ from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TreeBatch
 from hf_spec.model.tree_forward import ProbeInputs, Pruning, TreeForward
+from modeling_patches.per_call import Changes
 
 
 @dataclass
@@ -140,12 +141,16 @@ class Drafter(CandidateGenerator):
         runs_modules: whether drafting runs modules of the model, such as its output embeddings.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
         wants_hidden: whether it reads ``DecodingState.hidden``.
+        prune_layer: layers that run on all nodes, where some steps prune.
+        drafting: with which the model runs while it drafts; None if it does not.
     """
 
     single_forward: ClassVar[bool] = True
     runs_modules: ClassVar[bool] = False
     probe_inputs: ProbeInputs | None = None
     wants_hidden: bool = False
+    prune_layer: int | None = None
+    drafting: Changes | None = None
 
     def __init__(self, model: Any, options: Any):
         self.model = model
@@ -158,6 +163,13 @@ class Drafter(CandidateGenerator):
         Which ones depends on their tokens, so that such a draft must carry no distributions.
         """
         return None
+
+    @property
+    def kind_of_forward(self) -> Hashable:
+        """What its forwards ask of the model, beside a tree."""
+        inputs = self.probe_inputs
+        probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
+        return probes, self.wants_hidden, self.prune_layer
 
     def start(self, state: DecodingState) -> None:
         """Called once, after the prefill."""

@@ -23,6 +23,7 @@ class WrappedDrafter(Drafter):
         self.inner = inner
         self.probe_inputs = inner.probe_inputs
         self.wants_hidden = inner.wants_hidden
+        self.prune_layer, self.drafting = inner.prune_layer, inner.drafting
 
     @property
     def pruning(self) -> Pruning | None:

@@ -31,6 +31,20 @@ def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
     return hidden.gather(1, index)
 
 
+def decoder_of(model: Any) -> Any:
+    """The module whose output the model makes its logits of.
+
+    Some models call their head "decoder" (ModernBERT's), or don't know of one (Mllama's).
+    """
+    found = model.get_decoder()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if found is model or not any(module is embeddings for module in found.modules()):
+        children = [child for child in model.children() if child is not head]
+        inside = [c for c in children if any(module is embeddings for module in c.modules())]
+        found = inside[0] if inside else found
+    return found
+
+
 class _DecoderOutput(BaseModelOutput):
     """Final hidden states; whatever else a model looks for (caches, router logits) is None."""
 
@@ -55,7 +69,7 @@ def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> 
     own = Changes()
     if changes is not None:
         own.update(changes)
-    own.instead(model.get_decoder(), "forward", lambda *args, **kwargs: made)
+    own.instead(decoder_of(model), "forward", lambda *args, **kwargs: made)
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     logits = own.run_alone(eager(model), input_ids=ids, use_cache=False, return_dict=True).logits
     return logits.to(hidden.device)
@@ -65,6 +79,24 @@ def taken(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of ``inputs`` that the model's forward knows: not all take positions, for example."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
+
+
+def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """Inputs of a forward over rows of which only the first are tokens.
+
+    Args:
+        model: a causal language model.
+        embeddings: ``(batch, rows, hidden)`` of all rows.
+        tokens: ``(batch, tokens)`` the first rows' ids. Models that look up an input of every layer
+            by them (Gemma 3n, Gemma 4) see token 0 in the others.
+    """
+    inputs = {"inputs_embeds": embeddings}
+    decoder = decoder_of(model)
+    if getattr(decoder, "hidden_size_per_layer_input", 0):
+        missing = embeddings.shape[1] - tokens.shape[1]
+        ids = torch.nn.functional.pad(tokens, (0, missing))
+        inputs["per_layer_inputs"] = decoder.get_per_layer_inputs(ids)
+    return inputs
 
 
 def final_hidden(
@@ -94,5 +126,5 @@ def final_hidden(
         output.last_hidden_state = fewer
         return output
 
-    changes.after(model.get_decoder(), note)
+    changes.after(decoder_of(model), note)
     return seen

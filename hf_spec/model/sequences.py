@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.model.hidden_states import final_hidden, taken
+from hf_spec.model.hidden_states import embedded, final_hidden, taken
 from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.exits import averaged_exits
@@ -192,7 +192,8 @@ class _Run:
         averaged_exits(self.model, changes, self.inputs.exits)
         seen = final_hidden(self.model, changes)
         changes.run(
-            eager(self.model), inputs_embeds=self._embeddings(),
+            eager(self.model),
+            **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
             attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
             past_key_values=full, use_cache=True, **self._given(self.probe_positions),
         )  # fmt: skip
@@ -212,7 +213,7 @@ class _Run:
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
         seen = final_hidden(self.model, changes)
         changes.run(
-            eager(self.model), inputs_embeds=embeddings,
+            eager(self.model), **embedded(self.model, embeddings, self.input_ids),
             attention_mask=self._mask(visible, positions, 0),
             use_cache=False, **self._given(positions),
         )  # fmt: skip
@@ -273,8 +274,9 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     """
     cache = DynamicCache()
     dtype = model.get_input_embeddings().weight.dtype
+    tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
     model(
-        inputs_embeds=embeddings[None].to(dtype), past_key_values=cache, use_cache=True,
-        **taken(model, logits_to_keep=1),
+        **embedded(model, embeddings[None].to(dtype), tokens), past_key_values=cache,
+        use_cache=True, **taken(model, logits_to_keep=1),
     )  # fmt: skip
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

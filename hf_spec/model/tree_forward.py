@@ -6,8 +6,9 @@ knows nothing of drafting, acceptance or generation options.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,8 +19,9 @@ from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
-from hf_spec.model.hidden_states import final_hidden, taken
+from hf_spec.model.hidden_states import embedded, final_hidden, taken
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes, eager
@@ -140,6 +142,7 @@ class TreeForward:
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.wants_hidden = wants_hidden
+        self.reach: Reach | None = None
         self._changes, self._call = self.attention.changes, eager(model)
         #: The same, and what looks into the model and prunes; made when first needed.
         self._watching: tuple[Changes, list[Tensor]] | None = None
@@ -197,17 +200,30 @@ class TreeForward:
         if self.takes_positions:
             inputs["position_ids"] = positions[:, first:].to(self.device)
         tokens = tokens[:, first:].to(self.device)
+        call = self._reaching(tree, first, probes)
         if probes is None:
             inputs["input_ids"] = tokens
             if changes is not None:
-                return TreeOutput(changes.run(self._changes.run, self._call, **inputs).logits)
+                return TreeOutput(changes.run(self._changes.run, call, **inputs).logits)
             if not self.wants_hidden and pruning is None:
-                return TreeOutput(self._changes.run(self._call, **inputs).logits)
+                return TreeOutput(self._changes.run(call, **inputs).logits)
         else:
             embeddings = self.model.get_input_embeddings()(tokens)
             learned = self.probe_embeddings[probes.kinds.to(self.device)]
-            inputs["inputs_embeds"] = torch.cat([embeddings, learned], dim=1)
-        return self._run(inputs, tokens, tree, probes, pruning)
+            inputs |= embedded(self.model, torch.cat([embeddings, learned], dim=1), tokens)
+        return self._run(call, inputs, tokens, tree, probes, pruning)
+
+    def _reaching(
+        self, tree: TreeBatch, first: int, probes: ProbeRows | None
+    ) -> Callable[..., Any]:
+        """The model, which is told the reach of tokens where its rotary frequencies follow it."""
+        if self.reach is None:
+            return self._call
+        depths, deepest = tree.depths, tree.max_depth
+        if probes is not None:
+            depths, deepest = probes.depths, deepest + max(probes.group.offsets, default=0)
+        lengths = self.cache.host_lengths
+        return partial(self.reach.run, self._call, lengths, depths[:, first:], deepest)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``.
@@ -223,11 +239,13 @@ class TreeForward:
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        if self.reach is not None:
+            self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
 
     def _run(
-        self, inputs: dict[str, Any], tokens: Tensor, tree: TreeBatch, probes: ProbeRows | None,
-        pruning: Pruning | None,
+        self, call: Callable[..., Any], inputs: dict[str, Any], tokens: Tensor, tree: TreeBatch,
+        probes: ProbeRows | None, pruning: Pruning | None,
     ) -> TreeOutput:  # fmt: skip
         """The forward where more than the logits of all rows is wanted, or less."""
         left: Survivors | None = None
@@ -247,7 +265,7 @@ class TreeForward:
 
         changes, seen = self._watched(pruning)
         running.choose = choose if pruning is not None and tokens.shape[1] > 1 else None
-        logits = changes.run(self._call, **inputs).logits
+        logits = changes.run(call, **inputs).logits
         running.choose = None  # nothing may hold what it belongs to until it is collected
         hidden = seen[0]
         rest = probes if left is None else left.probes

@@ -343,4 +343,4 @@ def check_base(model: Any) -> None:
     from modeling_patches.support import check_model
 
     check_model(model)
-    check_tree_forward(model)
+    check_tree_forward(model, "training")

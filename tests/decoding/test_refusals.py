@@ -88,6 +88,15 @@ def test_options(tiny: Tiny, spec: Spec, case: str) -> None:
         model.generate(prompt(), **{**GREEDY, **spec, **kwargs})
 
 
+def test_models_whose_own_default_is_no_cache(fresh: Tiny, spec: Spec) -> None:
+    """MPT's: the caller has not asked for that."""
+    model = fresh("mpt")
+    plain = model.generate(prompt(), **GREEDY)
+    model.config.use_cache = model.generation_config.use_cache = False
+    assert model.generate(prompt(), **GREEDY, **spec).tolist() == plain.tolist()
+    assert model.generation_config.use_cache is False
+
+
 def test_assistant_model(tiny: Tiny, spec: Spec) -> None:
     model = tiny()
     with no_forward(model), pytest.raises(ValueError, match="assistant_model.*Leave one"):

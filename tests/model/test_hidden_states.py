@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from architectures import build
 from conftest import ARCHITECTURES, prompt
 from running import added, fingerprint
 from transformers import PreTrainedModel
 
-from hf_spec.model.hidden_states import final_hidden, model_logits, output_logits
+from hf_spec.model.hidden_states import decoder_of, final_hidden, model_logits, output_logits
 from modeling_patches.per_call import Changes
 
 
@@ -31,6 +32,15 @@ def test_model_logits_are_the_models_own(
     # Products of other shapes may be summed in another order.
     torch.testing.assert_close(part, expected[:, 3:5], rtol=1e-5, atol=1e-5)
     assert left[0] == left[1] == fingerprint(model), "another use adds nothing"
+
+
+@pytest.mark.parametrize("architecture", ["modernbert-decoder", "mllama", "gemma4"])
+def test_the_decoder_of_models_that_name_another_module(architecture: str) -> None:
+    model = build(architecture)
+    with torch.no_grad(), final_hidden(model) as seen:
+        model(prompt(9, 2))
+    assert seen[0].shape == (2, 9, 32)
+    assert decoder_of(model) is model.model or decoder_of(model) is model.model.language_model
 
 
 def test_scales_and_soft_caps_count(fresh: Callable[..., PreTrainedModel]) -> None:

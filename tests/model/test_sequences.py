@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from conftest import prompt
 from transformers import DynamicCache, PreTrainedModel
 
@@ -68,6 +69,22 @@ def test_training_runs_what_decoding_runs(
         for column, anchor in enumerate(anchors[row].tolist()):
             alone = decoded(model, ids[row, : anchor + 1], inputs)
             torch.testing.assert_close(hidden[row, column], alone, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["gemma3n_text", "gemma4_text"])
+def test_inputs_of_every_layer(architecture: str) -> None:
+    """Models that look them up by token ids, which probes have none of."""
+    model = build(architecture)
+    hidden = model.get_input_embeddings().weight.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    inputs = ProbeInputs(torch.randn(len(GROUP), hidden, generator=generator))
+    ids, anchors = prompt(14), torch.tensor([[3, 9, 13]])
+    runs = [probe_sequences(model, ids, None, anchors, GROUP, inputs, fixed) for fixed in (1, 0)]
+    for column, anchor in enumerate(anchors[0].tolist()):
+        alone = decoded(model, ids[0, : anchor + 1], inputs)
+        for run in runs:
+            torch.testing.assert_close(run.probe_hidden[0, column], alone, **CLOSE)
 
 
 @torch.no_grad()

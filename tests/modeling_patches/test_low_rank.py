@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from conftest import ARCHITECTURES, prompt
 from peft import LoraConfig, get_peft_model
 from running import added, fingerprint
@@ -400,3 +401,10 @@ def test_results_that_are_not_finite_can_be_refused(tiny: Tiny) -> None:
         update.merge(model, check_finite=True)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not update.merged
+
+
+def test_routers_of_experts_are_no_linear_modules() -> None:
+    """Phi-3.5-MoE's derives from one, but returns a choice as well."""
+    model = build("phimoe")
+    assert any("router" in name for name, m in model.named_modules() if features(m) is not None)
+    assert not any("router" in name for name in linear_modules(model))

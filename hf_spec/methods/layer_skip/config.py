@@ -82,6 +82,7 @@ class LayerSkipConfig(SpecPeftConfig):
 
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if the indices do not fit the layers of `model`."""
+        super().check_base(model)
         LayerSkipper(model, self.skip_attention, self.skip_mlp)  # finds every sublayer or raises
         self.draft_modules(model)
 

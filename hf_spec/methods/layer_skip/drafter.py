@@ -8,7 +8,7 @@ the verifying forward, so every layer ends up with the full model's states.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.policy.memory import recall
+from modeling_patches.per_call import Changes
 
 
 class LayerSkipDrafter(Drafter):
@@ -29,6 +30,7 @@ class LayerSkipDrafter(Drafter):
     single_forward: ClassVar[bool] = False
     runs_modules: ClassVar[bool] = True
     options: LayerSkipOptions
+    drafting: Changes
 
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)
@@ -36,7 +38,12 @@ class LayerSkipDrafter(Drafter):
         self.drafting = drafting_model(model, attention, mlp, adapter)
         name = None if adapter is None else adapter.name
         key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
+        self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, key, lambda: DraftExit(options))
+
+    @property
+    def kind_of_forward(self) -> Hashable:
+        return super().kind_of_forward, self._left_out
 
     def propose(self, state: DecodingState) -> Draft:
         depth = min(self.options.max_draft, state.max_depth)

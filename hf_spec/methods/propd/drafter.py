@@ -44,6 +44,7 @@ class ProPDDrafter(WrappedDrafter):
         self._latest: Switch | None = None
         if options.prune:
             self._check_exits(config.prune_layer)
+            self.prune_layer = config.prune_layer
             self._early = EarlyPruning(
                 model, weights, config.prune_layer, config.prune_top_k, options
             )

@@ -1,0 +1,254 @@
+"""Rotary frequencies that follow the longest position of a forward, token by token.
+
+Dynamic NTK and LongRoPE (the 128k Phi models) choose their frequencies by the largest position id
+of a forward. So plain generation rotates a token by what holds at the length that the batch has
+reached in the token's step: its *reach*. A forward over several tokens, or over rows that have come
+to different lengths, would rotate all by what holds for the longest.
+
+Here the caller says every token's reach, and the rotary modules are asked once per set of
+frequencies, on copies: some keep the longest length they have seen. What such a module is called
+and how it computes plays no role; it is found by its answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+#: No sequence is as long.
+_NEVER = 2**62
+
+
+class Reach:
+    """The reach of one call's tokens; knows the rotary modules as they are when it is made.
+
+    Args:
+        model: a causal language model with :func:`followers`.
+        lead: for each row of the batch, the reach of its first token. It is more than 1 where other
+            rows are longer.
+        forgets: see :func:`forgets_at`; None if rows are beyond that already.
+
+    Attributes:
+        least: reach of all tokens at least, while a forward is part of a longer one.
+    """
+
+    def __init__(self, model: Any, lead: Sequence[int], forgets: int | None = None):
+        self.lead = list(lead)
+        self.least = 0
+        self._ends = [_NEVER if forgets is None else forgets] * len(self.lead)
+        self._modules = {module: _Frozen(module) for module in followers(model)}
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row ``i`` is now the one that was ``rows[i]``."""
+        self.lead = [self.lead[row] for row in rows]
+        self._ends = [self._ends[row] for row in rows]
+
+    def next(self, lengths: Sequence[int]) -> list[int]:
+        """Reach of the token behind the first ``lengths`` of each row."""
+        return [max(length + lead, self.least) for length, lead in zip(lengths, self.lead)]
+
+    def room(self, lengths: Sequence[int]) -> list[int]:
+        """How much deeper than the token behind the first ``lengths`` each row's tokens may lie;
+        below 0 where the row must be computed anew before that token."""
+        return [end - reach for end, reach in zip(self._ends, self.next(lengths))]
+
+    def renewed(self, lengths: Sequence[int]) -> None:
+        """Rows without room have been computed anew."""
+        self._ends = [end if room >= 0 else _NEVER
+                      for end, room in zip(self._ends, self.room(lengths))]  # fmt: skip
+
+    def run(
+        self, function: Callable[..., Any], lengths: Sequence[int], depths: Tensor, deepest: int,
+        **inputs: Any,
+    ) -> Any:  # fmt: skip
+        """``function(**inputs)``, a forward of tokens at ``depths`` (batch, rows), up to
+        ``deepest``, behind the first ``lengths`` of each row; for a context of its own."""
+        first = [length + lead for length, lead in zip(lengths, self.lead)]
+        reach = torch.tensor(first, device=depths.device)[:, None] + depths
+        bounds = min(self.next(lengths)), max(self.next(lengths)) + deepest
+        _current.set((self, reach.clamp(min=self.least), *bounds))
+        return function(**inputs)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        frozen = self._modules.get(module)
+        current = _current.get()
+        if frozen is None or current is None:
+            return None
+        _, reach, low, high = current
+        given = {**dict(zip(frozen.names, args)), **kwargs}
+        last, *earlier = reversed(frozen.last_of_each(low, high, given.get("layer_type")))
+        made = frozen.run(last, given)
+        for last in earlier:
+            within = (reach <= last)[..., None]  # (batch, rows, 1)
+            made = _map(partial(_where, within), frozen.run(last, given), made)
+        return made
+
+
+_current: ContextVar[tuple[Reach, Tensor, int, int] | None] = ContextVar("reach", default=None)
+
+
+@torch.compiler.disable  # it waits for nothing, but asks modules in Python
+def _rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    """Forward hook of the modules: changes nothing outside of :meth:`Reach.run`."""
+    current = _current.get()
+    return None if current is None else current[0](module, args, kwargs)
+
+
+class _Frozen:
+    """A rotary module in the state in which it was found.
+
+    Attributes:
+        names: of what it is given.
+    """
+
+    def __init__(self, module: nn.Module, device: Any = None):
+        self._module = _copy(module, device)
+        self.names = _names(module)
+        self._answers: dict[tuple[str | None, int], list[Tensor]] = {}
+
+    def run(self, reach: int, given: dict[str, Any]) -> Any:
+        """Its output in a forward whose longest position is ``reach - 1``."""
+        ids = given["position_ids"]
+        longest = torch.full_like(ids[..., :1], reach - 1)
+        # A token's position lies below its reach: what is cut off here is another reach's.
+        ids = torch.cat([ids.clamp(max=reach - 1), longest], dim=-1)
+        module = _copy(self._module)
+        made = type(module).forward(module, **{**given, "position_ids": ids})
+        return _map(lambda one: one[..., :-1, :], made)
+
+    def last_of_each(self, low: int, high: int, kind: str | None) -> list[int]:
+        """The reach in ``low .. high`` up to which each set of frequencies holds, ascending.
+
+        Args:
+            kind: the type of layer that is asked for, where the module knows several.
+        """
+        # Frequencies move one way, so that what holds at both ends holds in between.
+        if low == high or self.same(low, high, kind):
+            return [high]
+        middle = (low + high) // 2
+        first = self.last_of_each(low, middle, kind)
+        joined = self.same(middle, middle + 1, kind)
+        return first[: -1 if joined else None] + self.last_of_each(middle + 1, high, kind)
+
+    def same(self, one: int, other: int, kind: str | None) -> bool:
+        """Whether it rotates alike at both reaches."""
+        return all(map(torch.equal, self._answer(one, kind), self._answer(other, kind)))
+
+    def _answer(self, reach: int, kind: str | None) -> list[Tensor]:
+        """How it rotates two positions, computed on the CPU, where asking for it costs no wait."""
+        if (kind, reach) not in self._answers:
+            ids = torch.tensor([[0, 1]])
+            given: dict[str, Any] = {self.names[0]: torch.zeros(1, 1, 2, 8), "position_ids": ids}
+            if kind is not None:
+                given["layer_type"] = kind
+            made = _Frozen(self._module, "cpu").run(reach, given)
+            self._answers[kind, reach] = list(made) if isinstance(made, tuple) else [made]
+        return self._answers[kind, reach]
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Of what a module's forward is given."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _copy(module: nn.Module, device: Any = None) -> Any:
+    """A copy with buffers of its own, which are written in place."""
+    made = copy.copy(module)
+    made._buffers = {name: b if b is None else b.to(device, copy=True)
+                     for name, b in module._buffers.items()}  # fmt: skip
+    for name, value in vars(module).items():
+        if device is not None and isinstance(value, Tensor):
+            vars(made)[name] = value.to(device)
+    return made
+
+
+def _where(within: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(within.to(new.device), new, old)
+
+
+def _map(function: Any, *made: Any) -> Any:
+    if isinstance(made[0], tuple):
+        return tuple(function(*ones) for ones in zip(*made))
+    return function(*made)
+
+
+# -- which models --------------------------------------------------------------------------------
+
+_found: weakref.WeakKeyDictionary[Any, list[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def followers(model: Any) -> list[nn.Module]:
+    """The modules of a model whose answer depends on a forward's longest position."""
+    if model not in _found:
+        text = model.config.get_text_config(decoder=True)
+        kinds = sorted(set(getattr(text, "layer_types", None) or [])) or [None]
+        far = 2 * (getattr(text, "max_position_embeddings", None) or 2**16)
+        _found[model] = [module for module in model.modules() if _follows(module, kinds, far)]
+        for module in _found[model]:
+            if _rotate not in module._forward_hooks.values():
+                module.register_forward_hook(_rotate, with_kwargs=True)
+    return _found[model]
+
+
+@contextmanager
+def as_before(model: Any) -> Iterator[None]:
+    """Puts back, after the block, what these modules remember of the positions they have seen."""
+    states = {module: _copy(module) for module in followers(model)}
+    try:
+        yield
+    finally:
+        for module, state in states.items():
+            module.__dict__ = state.__dict__
+
+
+def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
+    names = _names(module)
+    # As everywhere in Transformers: what to rotate, whose values play no role, and positions.
+    if names[1:2] != ["position_ids"] or any(True for _ in module.parameters()):
+        return False
+    frozen = _Frozen(module)
+    found = False
+    for kind in kinds if "layer_type" in names else [None]:
+        try:
+            found = found or not frozen.same(2, far, kind)
+        except Exception:  # nothing for layers of this type, or not to be asked like this
+            continue
+    return found
+
+
+class _Filled(DynamicCache):
+    """A cache that says it has so many tokens."""
+
+    filled = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.filled
+
+
+def forgets_at(model: Any) -> int | None:
+    """The length past which plain generation computes the whole sequence anew, if it does.
+
+    The Phi models do, when their frequencies change.
+    """
+    text = model.config.get_text_config(decoder=True)
+    length = getattr(text, "original_max_position_embeddings", None)
+    if length is None or not followers(model):
+        return None
+    cache = _Filled(config=text)
+    cache.filled = length
+    ids = torch.zeros(1, length + 1, dtype=torch.long)
+    inputs = model.prepare_inputs_for_generation(
+        ids, past_key_values=cache, attention_mask=torch.ones_like(ids), next_sequence_length=1,
+        position_ids=torch.arange(length + 1)[None],
+    )  # fmt: skip
+    return length if inputs.get("past_key_values") is None else None

@@ -1,0 +1,214 @@
+"""Models that do something else once a sequence is long: rotary frequencies that follow the
+longest position (dynamic NTK, LongRoPE), caches that are computed anew, keys that are not kept."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from architectures import OVERRIDES, build
+from conftest import _LLAMA, STRATEGIES, prompt, ragged
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_spec.methods.registry import methods
+from modeling_patches import dynamic_rope
+
+#: Where frequencies change.
+END = 32
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": END, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": END}),
+    "interleaved": ("cohere", {"rope_parameters": _DYNAMIC, "max_position_embeddings": END}),
+    "longrope": ("llama", {"rope_parameters": _LONG}),
+    # Plain generation computes the cache anew when frequencies change.
+    "phi3": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": END}),
+    "phimoe": (
+        "phimoe",
+        {
+            "rope_parameters": {**_LONG, "short_mscale": 1.1, "long_mscale": 1.3},
+            "original_max_position_embeddings": END,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "by layer type": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": _LONG,
+            },
+        },
+    ),
+}
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@cache
+def _build(kind: str) -> Any:
+    model_type, fields = MODELS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_LLAMA | fields))
+    return model.eval()
+
+
+def fresh(kind: str) -> Any:
+    """Dynamic NTK remembers the longest position, so that each call gets a model of its own."""
+    return copy.deepcopy(_build(kind))
+
+
+def check_same(kind: str, given: dict[str, Any], spec: dict[str, Any], new: int = 24) -> Any:
+    settings = {
+        **GREEDY, "max_new_tokens": new, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    plain = fresh(kind).generate(**given, **settings)
+    ours = fresh(kind).generate(**given, **settings, **spec)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    for found, wanted in zip(ours.logits, plain.logits):
+        # fp32 in other orders of reduction; wrong frequencies are above 0.1.
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+    return ours.spec_stats
+
+
+@pytest.mark.parametrize("lengths", [(20,), (31,), (32,), (33,), (20, 9, 15), (28, 33, 5)], ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+def test_calls_that_cross_the_end(
+    kind: str, lengths: tuple[int, ...], spec: dict[str, Any]
+) -> None:
+    given = ragged(lengths) if len(lengths) > 1 else {"input_ids": prompt(*lengths)}
+    check_same(kind, given, spec)
+
+
+def test_rows_that_are_all_padded() -> None:
+    """Phi then computes its cache anew too early for the frequencies, which change later."""
+    given = {name: torch.nn.functional.pad(t, (3, 0)) for name, t in ragged((20, 9)).items()}
+    for kind in ("longrope", "phi3"):
+        check_same(kind, given, STRATEGIES["prompt_lookup"])
+
+
+def test_candidates_are_accepted_on_both_sides() -> None:
+    """The comparisons above mean something."""
+    for kind in ("dynamic", "longrope", "phi3"):
+        stats = check_same(kind, {"input_ids": prompt(20)}, STRATEGIES["layer_skip"], new=40)
+        assert stats.num_generated_tokens > 1.1 * stats.num_steps
+
+
+@pytest.mark.parametrize("name", [name for name, m in methods().items() if m.needs_adapter])
+def test_adapters(name: str) -> None:
+    """Probes lie deeper than candidates; heads' and probes' rows are none of plain generation's."""
+    for kind in ("dynamic", "phi3"):
+        model = fresh(kind)
+        given = {**ragged((20, 9, 15)), **GREEDY, "max_new_tokens": 24}
+        plain = fresh(kind).generate(**given)
+        torch.manual_seed(2)
+        model.add_adapter(methods()[name].adapter_config())
+        assert model.generate(**given, assistant_strategy=name).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "phi3"])
+def test_a_chat_that_crosses_the_end(kind: str, spec: dict[str, Any]) -> None:
+    """In the second answer, in the second prompt, or before."""
+    model = fresh(kind)
+    for length, more in ((12, 4), (12, 16), (28, 4)):
+        ids, plain_cache, caches = prompt(length), DynamicCache(config=model.config), [None] * 2
+        caches[0] = DynamicCache(config=model.config)
+        for turn in range(2):
+            settings = {**GREEDY, "max_new_tokens": 8, "return_dict_in_generate": True}
+            expected = model.generate(ids, **settings, past_key_values=plain_cache)
+            plain_cache = expected.past_key_values
+            for place, own in enumerate(caches):
+                out = model.generate(ids, **settings, **spec, past_key_values=own)
+                assert out.sequences.tolist() == expected.sequences.tolist()
+                caches[place] = out.past_key_values
+            ids = torch.cat([expected.sequences, prompt(more, seed=turn)], dim=1)
+
+
+def test_positions_of_the_callers_own() -> None:
+    given = {"input_ids": prompt(12), **GREEDY, **STRATEGIES["prompt_lookup"]}
+    given["position_ids"] = torch.arange(3, 15)[None]
+    with pytest.raises(ValueError, match="position_ids.*Phi3ForCausalLM.*position 32.*Leave them"):
+        fresh("phi3").generate(**given, max_new_tokens=2)
+
+
+# -- modules of other names ----------------------------------------------------------------------
+
+
+class Remote(LlamaForCausalLM):
+    """An architecture that our tests do not cover."""
+
+    def __init__(self, config: Any, rotary: type) -> None:
+        super().__init__(config)
+        self.config.model_type = "remote"
+        self.model.rotary_emb = rotary(config=config)
+
+
+class Scaled(LlamaRotaryEmbedding):
+    """Longer than ever before, frequencies shrink."""
+
+    longest = END
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        self.longest = max(self.longest, int(position_ids.max()) + 1)
+        return super().forward(x, position_ids * (END / self.longest))
+
+
+class Hidden(Scaled):
+    """The same, asked in a way of its own."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return Scaled.forward(self, x, position_ids)
+
+
+Hidden.forward.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+
+
+def remote(rotary: type) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **_LLAMA | {"max_position_embeddings": END})
+    return Remote(config, rotary).eval()
+
+
+def test_a_module_is_found_by_its_answers() -> None:
+    model = remote(Scaled)
+    assert dynamic_rope.followers(model) == [model.model.rotary_emb]
+    assert dynamic_rope.followers(_build("longrope")) and not dynamic_rope.followers(
+        remote(LlamaRotaryEmbedding)
+    )
+    settings = {**ragged((20, 9, 15)), **GREEDY, "max_new_tokens": 24}
+    plain = copy.deepcopy(model).generate(**settings)
+    ours = model.generate(**settings, **STRATEGIES["prompt_lookup"])
+    assert ours.tolist() == plain.tolist()
+
+
+def test_the_trial_notices_a_module_that_cannot_be_asked() -> None:
+    model = remote(Hidden)
+    assert not dynamic_rope.followers(model)
+    with pytest.raises(ValueError, match="Remote does not work with prompt_lookup.*position 23"):
+        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"], max_new_tokens=2)
+
+
+# -- keys of which only some are kept ------------------------------------------------------------
+
+
+def test_doge_past_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OVERRIDES, "doge", {"keep_window_size": 24})
+    build.cache_clear()
+    model = build("doge")
+    build.cache_clear()
+    given = {"input_ids": prompt(), **GREEDY, **STRATEGIES["prompt_lookup"]}
+    plain = model.generate(prompt(), **GREEDY, max_new_tokens=12)
+    assert model.generate(**given, max_new_tokens=12).tolist() == plain.tolist()
+    with pytest.raises(ValueError, match="Doge.*keep_window_size=24.*25 tokens.*Lower max_new"):
+        model.generate(**given, max_new_tokens=13)

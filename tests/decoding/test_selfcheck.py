@@ -1,0 +1,140 @@
+"""The trial of architectures that our tests do not cover: what it finds, and when it runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import STRATEGIES, prompt, ragged
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+import hf_spec
+from hf_spec.decoding.selfcheck import check_tree_forward
+
+Tiny = Callable[..., PreTrainedModel]
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+LOOKUP = STRATEGIES["prompt_lookup"]
+
+
+def remote(tiny: Tiny, kind: type) -> Any:
+    """The tiny llama as an architecture that nobody knows."""
+    base = copy.deepcopy(tiny("llama"))
+    base.__class__ = kind
+    base.config.model_type = "remote"
+    return base
+
+
+class Slots(LlamaForCausalLM):
+    """Counts slots of the cache where it is given positions."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, position_ids: Any = None,
+                **kwargs: Any) -> Any:  # fmt: skip
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+
+
+class Padding(LlamaForCausalLM):
+    """Sees the first two tokens even where they are padding."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, past_key_values: Any = None,
+                position_ids: Any = None, **kwargs: Any) -> Any:  # fmt: skip
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = attention_mask.clone()
+            attention_mask[:, :2] = 1
+        return super().forward(
+            *args, attention_mask=attention_mask, past_key_values=past_key_values,
+            position_ids=position_ids, **kwargs,
+        )  # fmt: skip
+
+
+class NoEmbeddings(LlamaForCausalLM):
+    """Needs token ids."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None,
+                inputs_embeds: Any = None, **kwargs: Any) -> Any:  # fmt: skip
+        if input_ids is None:
+            raise KeyError("ids")
+        return super().forward(
+            input_ids, past_key_values=past_key_values, position_ids=position_ids, **kwargs
+        )
+
+
+class Transformed(LlamaForCausalLM):
+    """Something stands between its decoder and its output embeddings."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, position_ids: Any = None,
+                logits_to_keep: Any = 0, **kwargs: Any) -> Any:  # fmt: skip
+        output = self.model(
+            *args, past_key_values=past_key_values, position_ids=position_ids,
+            **{name: value for name, value in kwargs.items() if name != "return_dict"},
+        )  # fmt: skip
+        output.logits = self.lm_head(output.last_hidden_state.roll(1, dims=-1))
+        return output
+
+
+def test_a_model_that_mishandles_positions(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="Slots does not work with prompt_lookup.*explicit masks"):
+        remote(tiny, Slots).generate(prompt(), **GREEDY, **LOOKUP)
+
+
+def test_only_padding_is_mishandled(tiny: Tiny) -> None:
+    model = remote(tiny, Padding)
+    plain = model.generate(prompt(), **GREEDY)
+    assert model.generate(prompt(), **GREEDY, **LOOKUP).tolist() == plain.tolist()
+    with pytest.raises(ValueError, match="Padding does not work with prompt_lookup.*with padding"):
+        model.generate(**ragged(), **GREEDY, **LOOKUP)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        (NoEmbeddings, hf_spec.SpaceConfig(), "NoEmbeddings does not work with space.*KeyError"),
+        (Transformed, hf_spec.MedusaConfig(), "Transformed does not work with medusa.*final stat"),
+        (Transformed, hf_spec.PPDConfig(), "Transformed does not work with ppd: it makes its log"),
+    ],
+    ids=["embeddings", "heads", "probes"],
+)
+def test_what_a_drafter_needs_is_tried(tiny: Tiny, kind: type, config: Any, message: str) -> None:
+    model = remote(tiny, kind)
+    plain = model.generate(prompt(), **GREEDY)
+    # A strategy that needs less runs.
+    assert model.generate(prompt(), **GREEDY, **LOOKUP).tolist() == plain.tolist()
+    model.add_adapter(config)
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt(), **GREEDY, assistant_strategy=config.type_name.lower())
+
+
+def test_once_per_model_and_kind_of_forward(tiny: Tiny) -> None:
+    model = remote(tiny, LlamaForCausalLM)
+    calls: list[int] = []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    counts = []
+    for given in (LOOKUP, LOOKUP, STRATEGIES["layer_skip"], STRATEGIES["layer_skip"]):
+        torch.manual_seed(0)
+        state = torch.get_rng_state()
+        model.generate(prompt(), **{**GREEDY, "max_new_tokens": 1}, **given)
+        assert torch.equal(torch.get_rng_state(), state)
+        counts.append(len(calls))
+        calls.clear()
+    assert counts[0] > counts[1] == counts[3] == 1 < counts[2]
+
+
+def test_training_reads_final_states(tiny: Tiny) -> None:
+    check_tree_forward(remote(tiny, LlamaForCausalLM), "training")
+    with pytest.raises(ValueError, match="Transformed does not work with training.*final states"):
+        check_tree_forward(remote(tiny, Transformed), "training")
+
+
+def test_running_out_of_memory_is_no_refusal(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = remote(tiny, LlamaForCausalLM)
+
+    def full(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(model, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_tree_forward(model, "training")

@@ -1,0 +1,125 @@
+"""Every causal language model of the installed Transformers with every strategy: the output is that
+of plain generation, or the call is refused by an error that says what is in the way. Nothing else.
+
+A run takes a few pairs at random, and prints the seed that repeats them; all of them:
+``make sweep``, or ``pytest tests/test_every_architecture.py --every-architecture``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import EXCLUDED, REFUSED, build, model_types
+from conftest import ragged
+
+from hf_spec.methods.registry import methods
+
+#: Pairs of a run, beside those that once failed.
+AT_RANDOM = 30
+ALWAYS = [
+    ("openai-gpt", "prompt_lookup"), ("modernbert-decoder", "medusa"), ("gemma4_text", "ppd"),
+    ("gemma4_text", "space"), ("gemma3n_text", "propd"), ("jetmoe", "layer_skip"),
+    ("inkling_text", "bita"), ("deepseek_v4", "bita"), ("nemotron_h", "bita"), ("zamba2", "bita"),
+    ("mpt", "prompt_lookup"), ("git", "prompt_lookup"), ("phimoe", "space"),
+    ("gemma3n_text", "bita"),
+]  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "draft_exit": "fixed", "max_draft": 3},
+    "propd": {"tree": "sparse", "prune_top_k": 20, "prune": True},
+}
+NEW = 16
+#: What is refused is known of this release; others have other models.
+LISTED = transformers.__version__.startswith("5.23.")
+OURS = [Path(__file__).parents[1] / name for name in ("hf_spec", "modeling_patches")]
+
+
+def pairs(config: pytest.Config) -> list[tuple[str, str]]:
+    every = [(kind, name) for kind in model_types() for name in methods()]
+    if config.getoption("--every-architecture"):
+        return every
+    chosen = random.Random(int(os.environ["HF_SPEC_SEED"])).sample(every, AT_RANDOM)
+    known = [pair for pair in ALWAYS if pair in every]
+    return sorted({*known, *chosen})
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model_type" in metafunc.fixturenames:
+        found = pairs(metafunc.config)
+        metafunc.parametrize(("model_type", "name"), found, ids=["-".join(pair) for pair in found])
+
+
+def prompts() -> list[dict[str, torch.Tensor]]:
+    """One row alone, and three that are padded on the left."""
+    batch = ragged()
+    return [{"input_ids": batch["input_ids"][:1]}, batch]
+
+
+GREEDY = {
+    "max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True,
+    "output_logits": True,
+}  # fmt: skip
+
+
+@cache
+def plain(model_type: str) -> list[Any]:
+    return [build(model_type).generate(**given, **GREEDY) for given in prompts()]
+
+
+@contextmanager
+def adapted(model: Any, name: str) -> Any:
+    method = methods()[name]
+    if not method.needs_adapter:
+        yield
+        return
+    torch.manual_seed(2)
+    try:
+        model.add_adapter(method.adapter_config(), "sweep")
+        yield
+    finally:
+        if "sweep" in (getattr(model, "peft_config", None) or {}):
+            model.delete_adapter("sweep")
+
+
+def test_exact_or_refused(
+    model_type: str, name: str, record_property: pytest.RecordProperty
+) -> None:
+    if model_type in EXCLUDED:
+        record_property("outcome", f"not built: {EXCLUDED[model_type]}")
+        pytest.skip(EXCLUDED[model_type])
+    model = build(model_type)
+    expected = plain(model_type)
+    refusal = None
+    try:
+        with adapted(model, name):
+            for given, wanted in zip(prompts(), expected):
+                found = model.generate(
+                    **given, **GREEDY, assistant_strategy=name,
+                    assistant_kwargs={**OPTIONS.get(name, {}), "fallback": False},
+                )  # fmt: skip
+                assert found.sequences.tolist() == wanted.sequences.tolist()
+                for ours, theirs in zip(found.logits, wanted.logits):
+                    # fp32 in other orders of reduction, some layers deep.
+                    assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
+    except ValueError as error:
+        refusal = error
+    if refusal is not None:
+        check_refusal(refusal, model)
+    record_property("outcome", "exact" if refusal is None else f"refused: {refusal}")
+    if LISTED:
+        assert (refusal is not None) == (name in REFUSED.get(model_type, "").split()), refusal
+
+
+def check_refusal(error: ValueError, model: Any) -> None:
+    """It is ours, and names the architecture, or the part of it that is in the way."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    assert any(folder in raised_in.parents for folder in OURS), raised_in
+    assert any(type(module).__name__ in str(error) for module in model.modules()), error
