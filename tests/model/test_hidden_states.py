@@ -37,7 +37,7 @@ def test_model_logits_are_the_models_own(
 @pytest.mark.parametrize("architecture", ["modernbert-decoder", "mllama", "gemma4"])
 def test_the_decoder_of_models_that_name_another_module(architecture: str) -> None:
     model = build(architecture)
-    with torch.no_grad(), final_hidden(model) as seen:
+    with torch.no_grad(), added(final_hidden, model) as seen:
         model(prompt(9, 2))
     assert seen[0].shape == (2, 9, 32)
     assert decoder_of(model) is model.model or decoder_of(model) is model.model.language_model
