@@ -74,7 +74,7 @@ class Changes:
         return self
 
     @torch.compiler.disable  # compiled code would leave the changes out
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` with these changes, and those that run already.
 
         In a context of its own, which ends with the call however that ends.
@@ -82,7 +82,7 @@ class Changes:
         return copy_context().run(self._run, function, args, kwargs)
 
     @torch.compiler.disable
-    def run_alone(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`run`, but without the changes that run already."""
         return copy_context().run(self._run_alone, function, args, kwargs)
 

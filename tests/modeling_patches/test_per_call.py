@@ -1,0 +1,382 @@
+"""What a call changes of a model: in which order, for how long, and for whom."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from running import fingerprint
+from torch import Tensor, nn
+
+from modeling_patches import per_call
+from modeling_patches.per_call import Changes, eager, plain, refuse_compiled, replaced
+
+
+class Block(nn.Module):
+    """Gives ``2 x + shift``, where the factor is a method's."""
+
+    def factor(self) -> int:
+        return 2
+
+    def forward(self, x: Tensor, shift: int = 0) -> Tensor:
+        return self.factor() * x + shift
+
+
+class Model(nn.Module):
+    """Two blocks in a row: ``4 x``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x), shift=0)
+
+
+ONE = torch.ones(1)
+
+
+def value(model: nn.Module, changes: Changes | None = None) -> int:
+    return int(model(ONE) if changes is None else changes.run(model, ONE))
+
+
+def adding(model: Model, number: int) -> Changes:
+    """Changes under which the first block gives so much more: the model ``4 x + 2 number``."""
+    changes = Changes()
+    changes.after(model.first, lambda args, kwargs, output: output + number)
+    return changes
+
+
+def everything(model: Model) -> Changes:
+    """A change of each kind; the model gives 3 * (2 (1 + 1) + 5) = 27."""
+    changes = adding(model, 5)
+    changes.before(model.first, lambda args, kwargs: ((args[0] + 1,), kwargs))
+    changes.instead(model.second, "factor", lambda: 3)
+    return changes
+
+
+# -- what the changes do -------------------------------------------------------------------------
+
+
+def test_hooks_run_in_the_order_in_which_they_were_added() -> None:
+    model, changes, seen = Model(), Changes(), []
+
+    def before(number: int) -> Callable[..., Any]:
+        def hook(args: Any, kwargs: Any) -> Any:
+            seen.append((int(args[0]), dict(kwargs)))
+            return (args[0] * 10,), {"shift": number}
+
+        return hook
+
+    def after(number: int) -> Callable[..., Any]:
+        def hook(args: Any, kwargs: Any, output: Any) -> Any:
+            seen.append((int(args[0]), dict(kwargs), int(output)))
+            return output + number
+
+        return hook
+
+    changes.after(model.second, after(1))
+    changes.before(model.second, before(7))
+    changes.before(model.second, before(8))
+    changes.after(model.second, after(2))
+    assert value(model, changes) == 2 * 200 + 8 + 1 + 2
+    assert seen == [
+        (2, {"shift": 0}), (20, {"shift": 7}),
+        (200, {"shift": 8}, 408), (200, {"shift": 8}, 409),
+    ]  # fmt: skip
+
+
+def test_none_leaves_things_as_they_are() -> None:
+    model, changes, seen = Model(), Changes(), []
+    changes.before(model.first, lambda args, kwargs: seen.append("before"))
+    changes.after(model.first, lambda args, kwargs, output: seen.append("after"))
+    assert value(model, changes) == value(model) == 4
+    assert seen == ["before", "after"]
+
+
+def test_a_falsy_output_is_an_output() -> None:
+    model, changes = Model(), Changes()
+    changes.after(model.second, lambda args, kwargs, output: 0)
+    assert changes.run(model, ONE) == 0
+
+
+def test_a_function_instead_of_a_method() -> None:
+    model, changes = Model(), Changes()
+    changes.instead(model.first, "factor", lambda: 5)
+    changes.instead(model.second, "forward", lambda x, shift: x + 100)
+    assert value(model, changes) == 5 + 100
+    changes.instead(model.second, "forward", lambda x, shift: x)  # the last one counts
+    assert value(model, changes) == 5
+    assert value(model) == 4
+    assert plain(model.first, "factor")() == 2 == plain(Block(), "factor")()
+
+
+def test_a_method_that_the_instance_has_is_the_plain_one() -> None:
+    model, changes = Model(), Changes()
+    model.first.factor = lambda: 7  # type: ignore[method-assign]
+    changes.instead(model.first, "factor", lambda: 5)
+    assert value(model, changes) == 10 and value(model) == 14
+    assert plain(model.first, "factor")() == 7
+
+
+def test_functions_of_no_module() -> None:
+    changes, owner = Changes(), object()
+    changes.replace_function(owner, "name", len)
+    assert changes.run(replaced, owner, "name") is len
+    assert replaced(owner, "name") is changes.run(replaced, owner, "other") is None
+
+
+def test_what_is_added_works_from_the_next_forward_on() -> None:
+    model, changes = Model(), Changes()
+
+    def calls() -> list[int]:
+        found = [value(model)]
+        changes.after(model.first, lambda args, kwargs, output: output + 1)
+        return [*found, value(model)]
+
+    assert changes.run(calls) == [4, 6] and value(model) == 4
+
+
+def test_update_adds_behind() -> None:
+    model = Model()
+    one, two = adding(model, 3), Changes()
+    two.after(model.first, lambda args, kwargs, output: output * 10)
+    two.before(model.first, lambda args, kwargs: ((args[0] + 1,), kwargs))
+    two.instead(model.second, "factor", lambda: 1)
+    both = Changes().update(one).update(two)
+    assert value(model, both) == (2 * 2 + 3) * 10
+    assert value(model, Changes().update(two).update(one)) == 2 * 2 * 10 + 3
+    both.after(model.first, lambda args, kwargs, output: output * 0)
+    assert [value(model, changes) for changes in (one, two, both)] == [10, 40, 0]
+
+
+# -- for how long --------------------------------------------------------------------------------
+
+
+def test_calls_within_calls() -> None:
+    """Hooks of all that run, the outermost first; of functions the innermost."""
+    model = Model()
+    outer, inner = adding(model, 1), Changes()
+    inner.after(model.first, lambda args, kwargs, output: output * 10)
+    for changes, number in ((outer, 3), (inner, 5)):
+        changes.instead(model.second, "factor", lambda number=number: number)
+    outer.instead(model.first, "factor", lambda: 4)
+
+    def nested() -> list[int]:
+        return [
+            value(model), value(model, inner), int(inner.run_alone(model, ONE)),
+            int(Changes().run_alone(model, ONE)), value(model),
+        ]  # fmt: skip
+
+    # 3 (4 + 1), 5 * 10 (4 + 1), 5 * 10 * 2, stock, 3 (4 + 1)
+    assert outer.run(nested) == [15, 250, 100, 4, 15]
+    assert outer.run(outer.run, model, ONE) == 3 * (4 + 1 + 1)
+    assert value(model) == 4
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("run", [Changes.run, Changes.run_alone])
+def test_the_context_ends_however_the_call_ends(run: Any, error: type[BaseException]) -> None:
+    model = Model()
+    changes, outer = everything(model), adding(model, 1)
+
+    def fails(*args: Any) -> None:
+        raise error
+
+    changes.after(model.second, fails)
+
+    def tried() -> int:
+        with pytest.raises(error):
+            run(changes, model, ONE)
+        return value(model)
+
+    assert tried() == 4
+    assert outer.run(tried) == 6 and value(model) == 4
+    assert per_call._running.get() == ()
+
+
+def test_arguments_and_results_pass_through() -> None:
+    for run in (Changes().run, Changes().run_alone):
+        assert run(lambda *args, **kwargs: (args, kwargs), 1, function=2) == ((1,), {"function": 2})
+
+
+# -- for whom ------------------------------------------------------------------------------------
+
+
+def test_other_threads_see_nothing() -> None:
+    """A thread runs the model at the very moment in which another one's changes are at work."""
+    model, seen = Model(), []
+    changes = everything(model)
+
+    def other(*args: Any) -> None:
+        thread = threading.Thread(target=lambda: seen.append(value(model)))
+        thread.start()
+        thread.join()
+
+    changes.before(model.first, other)
+    changes.after(model.second, other)
+    assert value(model, changes) == 27 and seen == [4, 4]
+
+
+def test_threads_with_changes_of_their_own() -> None:
+    """Each sees its own, whatever the others do; dispatchers are put on once for all."""
+    model, results = Model(), {}
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        start.wait()
+        results[number] = [
+            (value(model, adding(model, number)), value(model)) for _ in range(50)
+        ]
+
+    with quick_switches():
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {number: [(4 + 2 * number, 4)] * 50 for number in range(8)}
+    assert len(model.first._forward_hooks) == 1 and not model.second._forward_hooks
+
+
+def test_threads_put_dispatchers_on_one_after_the_other() -> None:
+    meeting = threading.Barrier(2)
+
+    class Meeting(Block):
+        def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+            with suppress(threading.BrokenBarrierError):  # where nobody else gets here meanwhile
+                meeting.wait(0.5)
+            return super().register_forward_hook(*args, **kwargs)
+
+    model = Model()
+    model.first = Meeting()
+    threads = [threading.Thread(target=adding, args=(model, 1)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(model.first._forward_hooks) == 1
+
+
+@contextmanager
+def quick_switches() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_another_model_is_left_alone() -> None:
+    model, other = Model(), Model()
+    assert everything(model).run(other, ONE) == 4
+    assert not other.first._forward_hooks and "factor" not in vars(other.second)
+
+
+# -- what stays on the model ---------------------------------------------------------------------
+
+
+def test_a_second_use_adds_nothing() -> None:
+    model = Model()
+    model.config = torch.nn.Module()  # what `fingerprint` asks
+    model.config.to_dict, model.config._attn_implementation = dict, None
+    handle = model.first.register_forward_hook(lambda module, args, output: output + 100)
+    assert value(model, everything(model)) == 3 * 109  # hooks of others first: they came first
+    once = fingerprint(model)
+    assert value(model, everything(model)) == 3 * 109
+    assert fingerprint(model) == once
+    handle.remove()
+    assert value(model, everything(model)) == 27 and value(model) == 4
+
+
+def seven() -> int:
+    return 7
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_dispatchers_of_their_own(copied: Callable[[Any], Any]) -> None:
+    model = Model()
+    model.second.factor = seven  # type: ignore[method-assign]
+    assert value(model, everything(model)) == 27
+    other = copied(model)
+    assert value(other) == 14 and value(other, everything(model)) == 14
+    assert value(other, everything(other)) == 27 and value(model, everything(other)) == 14
+    assert len(other.first._forward_hooks) == len(other.first._forward_pre_hooks) == 1
+    del model
+    gc.collect()
+    assert value(other, everything(other)) == 27
+
+
+def test_a_model_is_freed_at_once() -> None:
+    """Without the garbage collector, which may come late where memory is on a device."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = Model()
+        assert value(model, everything(model)) == 27
+        refs = [weakref.ref(module) for module in model.modules()]
+        del model
+        assert [found() for found in refs] == [None] * 3
+    finally:
+        gc.enable()
+
+
+# -- torch.compile -------------------------------------------------------------------------------
+
+
+def test_compiled_code_is_stock() -> None:
+    """In one graph, compiled before dispatchers were put on and after it."""
+    model = Model()
+    wrapper = torch.compile(model, backend="eager", fullgraph=True)
+    model.first.compile(backend="eager", fullgraph=True)
+    assert [value(wrapper), value(model)] == [4, 4]
+    changes = everything(model)
+    assert [value(wrapper), value(model)] == [4, 4]
+    torch.compiler.reset()
+    assert [value(wrapper), value(model)] == [4, 4]
+    assert value(wrapper, changes) == 4, "hence `eager`"
+
+
+def test_what_is_run_with_changes_is_not_compiled() -> None:
+    """Also where all around it is, as in a training step."""
+    model = Model()
+    changes = everything(model)
+
+    def step(x: Tensor) -> Tensor:
+        return changes.run(model, x + 1) - changes.run_alone(model, x)
+
+    expected = step(ONE)
+    compiled = torch.compile(step, backend="eager")
+    assert int(compiled(ONE)) == int(expected) == 33 - 27
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # rather than wrong without a word
+        torch.compile(step, backend="eager", fullgraph=True)(ONE)
+
+
+def test_eager_is_the_forward_that_is_not_compiled() -> None:
+    model = Model()
+    changes = everything(model)
+    assert eager(model) is model
+    model.compile(backend="eager")
+    assert value(model, changes) == 4
+    assert int(changes.run(eager(model), ONE)) == 27
+
+
+def test_compiled_modules_are_refused() -> None:
+    model = Model()
+    model.compile(backend="eager")
+    refuse_compiled(model, "this")
+    model.second.compile(backend="eager")
+    message = "second of this Model is compiled, .* leaves out this: use the model without compil"
+    with pytest.raises(ValueError, match=message):
+        refuse_compiled(model, "this")
