@@ -46,4 +46,5 @@ class DraftingModel:
         self._entered.pop().close()
 
     def __repr__(self) -> str:
-        return f"DraftingModel({self.skipper!r}, {len(self.parts)} parts)"
+        kinds = sorted({type(module).__name__ for module in self.skipper.replaced})
+        return f"DraftingModel(without {', '.join(kinds)})"
