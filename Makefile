@@ -1,6 +1,7 @@
 # Every target does its own set-up: the first call makes .venv, later ones see the stamp and are quick.
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
+#   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make quality   linter, format, types: exactly what CI runs
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,10 +9,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test quality clean
+.PHONY: help venv demo test sweep quality clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 venv: $(STAMP)
 
@@ -27,6 +28,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 $(ARGS)
+
+sweep: $(STAMP)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -q tests/test_every_architecture.py --every-architecture
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

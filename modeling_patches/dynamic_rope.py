@@ -79,7 +79,8 @@ class Reach:
         _current.set((self, reach.clamp(min=self.least), *bounds))
         return function(**inputs)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def rotated(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """What a module would have given each token in its own step; None for other modules."""
         frozen = self._modules.get(module)
         current = _current.get()
         if frozen is None or current is None:
@@ -101,7 +102,7 @@ _current: ContextVar[tuple[Reach, Tensor, int, int] | None] = ContextVar("reach"
 def _rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Forward hook of the modules: changes nothing outside of :meth:`Reach.run`."""
     current = _current.get()
-    return None if current is None else current[0](module, args, kwargs)
+    return None if current is None else current[0].rotated(module, args, kwargs)
 
 
 class _Frozen:

@@ -144,7 +144,8 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     if len(shapes) != 1:
         raise ValueError(
             f"{name} has keys and values of several shapes "
-            f"({sorted(tuple(shape) for shape in shapes)}): learned states in every layer need one."
+            f"({sorted(tuple(shape) for shape in shapes)}), and learned states are of one. Choose "
+            "an adapter without such states."
         )
     _, heads, _, dim = shapes.pop()
     return len(cache.layers), heads * tensor_parallel_size(model), dim

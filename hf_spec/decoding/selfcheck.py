@@ -180,7 +180,7 @@ class _Trial:
             forward.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
             root = forward(self.nodes[:, :1], TokenTree.chain(0).batch(2, self.device))
             errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
-        return _NO_TREE, max(errors)
+        return _NO_TREE, float(torch.tensor(errors).max())  # NaN, if one of them is
 
     def _inputs(self) -> dict[str, Any]:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start

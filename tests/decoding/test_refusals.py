@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from conftest import PAD, STRATEGIES, prompt, ragged
 from peft import PromptTuningConfig, get_peft_model
 from transformers import (
@@ -211,6 +212,42 @@ def test_models_that_cannot_forget(spec: Spec, model_type: str) -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     with no_forward(model), pytest.raises(ValueError, match=message):
         model.generate(prompt(), **GREEDY, **spec)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("openai-gpt", "OpenAIGPTLMHeadModel.forward takes no past_key_values.*Generate without"),
+        ("whisper", "WhisperForCausalLM.forward takes no position_ids.*Generate without"),
+        ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
+    ],
+)
+def test_other_models(spec: Spec, model_type: str, message: str) -> None:
+    model = build(model_type)
+    with no_forward(model), pytest.raises(ValueError, match=message):
+        model.generate(prompt(), **GREEDY, **spec)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("inkling_text", "InklingForCausalLM has a cache layer of type.*Generate without"),
+        ("gemma4_text", "Gemma4ForCausalLM has keys and values of several shapes.*Choose an adap"),
+        ("gemma3n_text", r"layers \[2, 3\] of Gemma3nForCausalLM keep no keys.*Choose an adapter"),
+    ],
+)
+def test_learned_states_for_every_layer(model_type: str, message: str) -> None:
+    """Refused where the adapter is attached; one without such states is not."""
+    model = build(model_type)
+    with pytest.raises(ValueError, match=message):
+        model.add_adapter(hf_spec.BitaConfig(), "refused")
+    assert not getattr(model, "peft_config", None)
+    if model_type != "inkling_text":
+        model.add_adapter(hf_spec.BitaConfig(prompt_depth="none"), "fits")
+        plain = model.generate(prompt(), **GREEDY)
+        ours = model.generate(prompt(), **GREEDY, assistant_strategy="bita")
+        model.delete_adapter("fits")
+        assert ours.tolist() == plain.tolist()
 
 
 def test_encoder_decoder(spec: Spec) -> None:
