@@ -38,6 +38,7 @@ def generate(model: Any, **kwargs: Any) -> Any:
             "pip install hf_spec"
         ) from error
     from transformers import GenerationMixin
+    from transformers.utils import logging
 
     config = kwargs.get("generation_config")
     named = kwargs.get("assistant_strategy") or getattr(config, "assistant_strategy", None)
@@ -48,8 +49,15 @@ def generate(model: Any, **kwargs: Any) -> Any:
                 "repository, or pass assistant_strategy=..."
             )
         _load_adapter(model)
+        own = kwargs.get("assistant_kwargs") or {}
+        if OPTIONS.get("acceptance") == "typical" and "acceptance" not in own:
+            logging.get_logger("hf_spec").warning_once(
+                f"{REPOSITORY or Path(__file__).parents[1]} asks for acceptance='typical', which "
+                "emits other tokens than the model alone would. Pass assistant_kwargs="
+                "{'acceptance': 'match'} for the model's own."
+            )
         kwargs["assistant_strategy"] = STRATEGY
-        kwargs["assistant_kwargs"] = {**OPTIONS, **(kwargs.get("assistant_kwargs") or {})}
+        kwargs["assistant_kwargs"] = {**OPTIONS, **own}
     # Not model.generate, which may be this very function.
     return GenerationMixin.generate(model, **kwargs)
 

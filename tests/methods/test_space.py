@@ -676,6 +676,20 @@ def test_bad_configs(fields: dict[str, Any], message: str) -> None:
         hf_spec.SpaceConfig(**fields)
 
 
+@pytest.mark.parametrize("update", ["lora", "none"])
+def test_a_pattern_of_targets_is_spelt_out(tiny: Tiny, tmp_path: Path, update: str) -> None:
+    """On saving, PEFT matches patterns with embeddings by `re`, which nothing interrupts."""
+    model = copy.deepcopy(tiny("llama"))
+    pattern = r".*\.1\..*[qv]_proj|(([a-z_.]+)+)+[A-Z]"
+    model.add_adapter(hf_spec.SpaceConfig(target_modules=pattern, update=update))
+    names = [f"model.layers.1.self_attn.{name}_proj" for name in "qv"] if update == "lora" else None
+    assert model.peft_config["default"].target_modules == names
+    model.save_pretrained(tmp_path)
+    again = copy.deepcopy(tiny("llama"))
+    again.load_adapter(tmp_path)
+    assert again.peft_config["default"].target_modules == names
+
+
 def test_bad_targets_leave_nothing_behind(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     with pytest.raises(ValueError, match=r"no linear module of LlamaForCausalLM matches 'query'"):

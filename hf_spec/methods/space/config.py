@@ -87,8 +87,10 @@ class SpaceConfig(SpecPeftConfig):
         return linear_modules(model, self.target_modules) if self.update == "lora" else {}
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise ValueError if `model` cannot be updated as the config says."""
+        """Raise ValueError if `model` cannot be updated as the config says; spell out a pattern."""
         super().check_base(model)
-        self.modules(model)
+        found = self.modules(model)
+        if isinstance(self.target_modules, str):  # PEFT would match it again, however long it takes
+            self.target_modules = sorted(found) or None
         if self.trains_base and not self.inference_mode:
             check_unquantised(model, "update='full'", "update='lora' or 'none'")
