@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from hf_spec.adapters.config import FrontConfig
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import check_choices, check_count
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE
 
 DEPTHS = ("deep", "shallow", "none")
@@ -48,10 +48,7 @@ class BitaConfig(FrontConfig):
         if self.num_mask_tokens is not None:
             check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
         check_count("num_prompt_tokens", self.num_prompt_tokens, low=0, high=MAX_FRONT)
-        if self.prompt_depth not in DEPTHS:
-            raise ValueError(
-                f"prompt_depth={self.prompt_depth!r}: choose one of {', '.join(DEPTHS)}."
-            )
+        check_choices(self, prompt_depth=DEPTHS)
         if self.prompt_depth == "none":
             self.num_prompt_tokens = 0
         elif not self.num_prompt_tokens:

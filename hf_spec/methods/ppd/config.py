@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from hf_spec.adapters.config import FrontConfig
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from modeling_patches.layer_skip import num_layers
 
@@ -99,16 +99,7 @@ class PPDConfig(FrontConfig):
         check_count("num_exits", self.num_exits)
         check_count("head_stages", self.head_stages, high=2)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
-        for name, known in (
-            ("ept_mask", MASKS),
-            ("ept_aggregation", AGGREGATIONS),
-            ("loss", LOSSES),
-            ("head", HEADS),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(known)}."
-                )
+        check_choices(self, ept_mask=MASKS, ept_aggregation=AGGREGATIONS, loss=LOSSES, head=HEADS)
         if self.head_rank is not None:
             check_count("head_rank", self.head_rank, high=MAX_RANK)
             if self.head != "residual":
