@@ -24,13 +24,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import hf_spec.methods.layer_skip.adapter  # noqa: F401  registers LAYER_SKIP
 from hf_spec.adapters import tuner as peft_bridge
-from hf_spec.adapters.active import active_adapter_config, find_active
+from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
 
 TOKENS = torch.arange(3, 12)[None]
+
+
+def active_adapter_config(model, kind):
+    active = find_active(model, kind)
+    return None if active is None else active.config
 
 
 @dataclass
