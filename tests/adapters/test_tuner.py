@@ -405,7 +405,7 @@ def doors(base_path, folder, config):
         (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp .* 0 to 3 \(the model has 4 layers\), got 4"),
         (LayerSkipConfig(skip_attention=[7]), r"skip_attention must .* got 7"),
         (
-            LayerSkipConfig(num_layers=6),
+            LayerSkipConfig(base_facts={"num_hidden_layers": 6}),
             r"made for a model with num_hidden_layers=6.* has num_hidden_layers=4\. Load it",
         ),
     ],
@@ -434,7 +434,10 @@ def test_wrong_base(base_path, tmp_path, config, message):
         ({"skip_mlp": [3, 1, 3]}, r"skip_mlp must list each layer once, got \[3\]"),
         ({"skip_mlp": "12"}, r"skip_mlp must be a list of layer indices, got '12'"),
         ({"skip_attention": 3}, r"skip_attention must be a list of layer indices, got 3"),
-        ({"num_layers": 0}, r"number of layers must be a positive integer, got 0"),
+        (
+            {"base_facts": {"num_hidden_layers": 0}},
+            r"number of layers must be a positive integer, got 0",
+        ),
         ({"format_version": 2}, r"format_version=2; this hf_spec reads versions 1 to 1\. Upgrade"),
         ({"peft_type": "LORA"}, r"LayerSkipConfig is of PEFT type LAYER_SKIP, got .*'LORA'"),
     ],
