@@ -374,12 +374,12 @@ def test_fresh_process(base_path, tmp_path):
 import hf_spec.methods.layer_skip.adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from hf_spec.adapters.active import active_adapter_config
+from hf_spec.adapters.active import find_active
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_path!r}), {folder!r})
 base = AutoModelForCausalLM.from_pretrained({base_path!r})
 base.load_adapter({folder!r})
 for m in (model, base):
-    config = active_adapter_config(m, "LAYER_SKIP")
+    config = find_active(m, "LAYER_SKIP").config
     assert (config.skip_attention, config.skip_mlp) == ([1, 2], [1]), config
 print("loaded")
 """
