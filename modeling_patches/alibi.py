@@ -36,12 +36,12 @@ def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
     additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
     query attends may carry any position. Forwards with a 2-D mask or none run as they always did.
     """
-    positions = _Positions()
+    positions = Positions()
     _PATCHES[model.config.model_type](model.get_decoder(), positions, changes)
     return positions.set
 
 
-class _Positions:
+class Positions:
     """What `set_positions` said last."""
 
     def __init__(self) -> None:
@@ -73,17 +73,18 @@ class _Positions:
         return self.query, self.key.masked_fill(unseen, 0)
 
 
-def _is_tree(mask: Any) -> TypeGuard[Tensor]:
+def is_tree(mask: Any) -> TypeGuard[Tensor]:
+    """Whether a forward brings a 4-D mask, so that positions count."""
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def _patch_bloom(transformer: Any, positions: _Positions, changes: Changes) -> None:
+def _patch_bloom(transformer: Any, positions: Positions, changes: Changes) -> None:
     stock = plain(transformer, "build_alibi_tensor")
     heads = transformer.num_heads
     slopes = stock(_two_tokens(transformer), heads, torch.float32)[:, 0, 1]  # position 1: the slope
 
     def build_alibi_tensor(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-        if not _is_tree(attention_mask):
+        if not is_tree(attention_mask):
             return stock(attention_mask, num_heads, dtype)
         _, keys = positions.of(attention_mask)
         alibi = _per_head(slopes, keys).to(dtype)  # rounded last, as the original does
@@ -92,7 +93,7 @@ def _patch_bloom(transformer: Any, positions: _Positions, changes: Changes) -> N
     changes.instead(transformer, "build_alibi_tensor", build_alibi_tensor)
 
 
-def _patch_falcon(transformer: Any, positions: _Positions, changes: Changes) -> None:
+def _patch_falcon(transformer: Any, positions: Positions, changes: Changes) -> None:
     # Falcon builds ALiBi in a function of its module, out of an instance's reach, from a 2-D mask.
     # So for a tree that mask is all ones, the blocks get the bias itself, and a mask that has it
     # written in (Falcon's own recipe) in place of what the model makes of them.
@@ -108,7 +109,7 @@ def _patch_falcon(transformer: Any, positions: _Positions, changes: Changes) -> 
     def before_model(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
         tree.clear()
-        if not _is_tree(mask):
+        if not is_tree(mask):
             return None
         _, keys = positions.of(mask)
         alibi = _per_head(slopes, keys).to(mask.dtype)  # (batch, heads, 1, key)
@@ -127,7 +128,7 @@ def _patch_falcon(transformer: Any, positions: _Positions, changes: Changes) -> 
         changes.before(block, before_block)
 
 
-def _patch_mpt(transformer: Any, positions: _Positions, changes: Changes) -> None:
+def _patch_mpt(transformer: Any, positions: Positions, changes: Changes) -> None:
     stock = plain(transformer, "build_mpt_alibi_tensor")
     # One before the last slot.
     slopes = -stock(transformer.num_heads, 2, device=transformer.device)[:, 0, 0]
@@ -138,7 +139,7 @@ def _patch_mpt(transformer: Any, positions: _Positions, changes: Changes) -> Non
         mask = kwargs.get("attention_mask")
 
     def build_mpt_alibi_tensor(*args: Any, **kwargs: Any) -> Tensor:
-        if not _is_tree(mask):
+        if not is_tree(mask):
             return stock(*args, **kwargs)
         queries, keys = positions.of(mask)
         # MPT counts back from the last slot. From the root, here: a constant means nothing to

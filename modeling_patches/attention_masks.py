@@ -7,6 +7,7 @@ run: a back end that takes them, and the architecture's own patches.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -214,13 +215,9 @@ def mask_kinds(model: Any, windows: list[int | None]) -> dict[str, int | None]:
     return kinds
 
 
-_warned: set[str] = set()
-
-
+@functools.cache  # once for each
 def _warn_switched(current: str) -> None:
-    if current not in _warned:
-        _warned.add(current)
-        logger.warning(
-            "attn_implementation=%r takes no tree mask: speculative steps use sdpa instead "
-            "(the prefill keeps %r).", current, current,
-        )  # fmt: skip
+    logger.warning(
+        "attn_implementation=%r takes no tree mask: speculative steps use sdpa instead "
+        "(the prefill keeps %r).", current, current,
+    )  # fmt: skip

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from modeling_patches.alibi import Positions, SetPositions, is_tree
 from modeling_patches.per_call import Changes, plain
 
 MODEL_TYPES = frozenset({"gpt_neo"})
-
-SetPositions = Callable[[Tensor, Tensor], None]
 
 
 def applies(model: PreTrainedModel) -> bool:
@@ -46,7 +45,7 @@ def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
         if attention.attention_type == "local":
             changes.before(block, band.before_block)
         changes.instead(attention, "_attn", _attn(attention, band))
-    return band.set_positions
+    return band.positions.set
 
 
 class _Band:
@@ -55,33 +54,18 @@ class _Band:
     def __init__(self, window_size: int) -> None:
         self.window_size = window_size
         self.mask: Tensor | None = None  # (batch, 1, query, key), additive
-        self.positions: tuple[Tensor, Tensor] | None = None  # (batch, query), (batch, key)
-
-    def set_positions(self, query_positions: Tensor, key_positions: Tensor) -> None:
-        self.positions = query_positions, key_positions
+        self.positions = Positions()
 
     def before_model(self, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")
-        self.mask = self.of(mask) if isinstance(mask, Tensor) and mask.dim() == 4 else None
+        self.mask = self.of(mask) if is_tree(mask) else None
 
     def before_block(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs if self.mask is None else kwargs | {"attention_mask": self.mask}
 
     def of(self, mask: Tensor) -> Tensor:
         """`mask` (batch, 1, query, key) without the keys at a distance of the window or more."""
-        if self.positions is None:
-            raise RuntimeError(
-                f"A 4-D attention mask {tuple(mask.shape)} came without positions; "
-                "call set_positions(query_positions, key_positions) before the forward."
-            )
-        query, key = self.positions
-        sizes = (query.shape[-1], key.shape[-1])
-        if tuple(mask.shape[-2:]) != sizes or not mask.is_floating_point():
-            raise ValueError(
-                f"Got a {mask.dtype} mask of shape {tuple(mask.shape)} for {sizes[0]} query and "
-                f"{sizes[1]} key positions; the mask must be additive (0 or finfo.min) and of "
-                "shape (batch, 1, query, key) with the sizes last given to set_positions."
-            )
+        query, key = self.positions.of(mask)
         outside = query[:, :, None] - key[:, None, :] >= self.window_size  # (batch, query, key)
         return mask.masked_fill(outside[:, None], torch.finfo(mask.dtype).min)
 

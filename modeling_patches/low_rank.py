@@ -167,9 +167,6 @@ class LowRank:
         factors: `factors(name)` gives the update of a module, or None for none. It is asked at
             every call of the module, so that it may follow a state that changes; gradients reach
             what it gives. Factors may be of another floating-point type than the module.
-
-    Attributes:
-        enabled: False leaves the modules as they are while the hooks stay.
     """
 
     def __init__(
@@ -177,7 +174,6 @@ class LowRank:
     ) -> None:
         self.modules: dict[str, Any] = dict(modules)
         self.factors = factors
-        self.enabled = True
         self._handles: list[Any] = []
         # While merged: weights as they were, and a sum over the bits of what replaced them.
         self._originals: dict[str, tuple[Tensor, int]] = {}
@@ -273,7 +269,7 @@ class _Hook:
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         owner = self.owner
-        if not owner.enabled or owner.merged:
+        if owner.merged:
             return None
         factors = owner.factors(self.name)
         if factors is None:

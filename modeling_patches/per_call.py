@@ -79,23 +79,21 @@ class Changes:
 
         In a context of its own, which ends with the call however that ends.
         """
-        return copy_context().run(self._run, function, args, kwargs)
+        running = (*_running.get(), self)
+        return copy_context().run(_run, running, function, args, kwargs)
 
     @torch.compiler.disable
     def run_alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`run`, but without the changes that run already."""
-        return copy_context().run(self._run_alone, function, args, kwargs)
-
-    def _run_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        _running.set((self,))
-        return function(*args, **kwargs)
-
-    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        _running.set((*_running.get(), self))
-        return function(*args, **kwargs)
+        return copy_context().run(_run, (self,), function, args, kwargs)
 
 
 _running: ContextVar[tuple[Changes, ...]] = ContextVar("hf_spec_changes", default=())
+
+
+def _run(running: tuple[Changes, ...], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _running.set(running)
+    return function(*args, **kwargs)
 
 
 def replaced(owner: Any, name: str) -> Callable[..., Any] | None:

@@ -78,12 +78,6 @@ def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAda
     return active
 
 
-def active_adapter_config(model: nn.Module, peft_type: str) -> SpecPeftConfig | None:
-    """The config of the active adapter of `peft_type`; see `find_active`."""
-    active = find_active(model, peft_type)
-    return None if active is None else active.config
-
-
 def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
     """Put what the active adapters of hf_spec change of a model into its weights.
 

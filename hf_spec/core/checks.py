@@ -1,7 +1,8 @@
-"""Checks of what users give: numbers in their range."""
+"""Checks of what users give: numbers in their range, words of a list."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 
@@ -21,3 +22,10 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
     if not whole or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")
+
+
+def check_choices(given: Any, **known: Collection[Any]) -> None:
+    """Raise a ValueError unless each of these attributes of ``given`` is of those known."""
+    for name, values in known.items():
+        if getattr(given, name) not in values:
+            raise ValueError(f"{name}={getattr(given, name)!r}: choose one of {', '.join(values)}.")

@@ -9,6 +9,8 @@ tree. A method that needs another rule writes one more predicate.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 
 import torch
@@ -19,26 +21,12 @@ Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def and_(*predicates: Predicate) -> Predicate:
     """All of them."""
-
-    def joined(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        result = predicates[0](row, query, slot)
-        for predicate in predicates[1:]:
-            result = result & predicate(row, query, slot)
-        return result
-
-    return joined
+    return lambda *at: functools.reduce(operator.and_, (one(*at) for one in predicates))
 
 
 def or_(*predicates: Predicate) -> Predicate:
     """Any of them."""
-
-    def joined(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        result = predicates[0](row, query, slot)
-        for predicate in predicates[1:]:
-            result = result | predicate(row, query, slot)
-        return result
-
-    return joined
+    return lambda *at: functools.reduce(operator.or_, (one(*at) for one in predicates))
 
 
 def prefix(lengths: Tensor) -> Predicate:
@@ -66,11 +54,7 @@ def window(size: int, query_positions: Tensor, key_positions: Tensor) -> Predica
 
     ``query_positions``: (batch, query), ``key_positions``: (batch, key), both token positions.
     """
-
-    def predicate(row: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        return query_positions[row, query] - key_positions[row, slot] < size
-
-    return predicate
+    return lambda row, query, slot: query_positions[row, query] - key_positions[row, slot] < size
 
 
 def build(

@@ -45,16 +45,12 @@ class ProbeGroup:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    @classmethod
-    def causal(cls, size: int) -> ProbeGroup:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def causal(size: int) -> ProbeGroup:
         """One probe per offset 1 .. ``size``, each seeing those before it."""
-        return _causal(size)
-
-
-@lru_cache(maxsize=64)
-def _causal(size: int) -> ProbeGroup:
-    rows = tuple(tuple(k <= q for k in range(size)) for q in range(size))
-    return ProbeGroup(tuple(range(1, size + 1)), rows)
+        rows = tuple(tuple(k <= q for k in range(size)) for q in range(size))
+        return ProbeGroup(tuple(range(1, size + 1)), rows)
 
 
 @lru_cache(maxsize=64)

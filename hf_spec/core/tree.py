@@ -90,10 +90,11 @@ class TokenTree:
         """
         return _from_keys(cls, _checked_paths(paths))
 
-    @classmethod
-    def chain(cls, length: int) -> TokenTree:
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def chain(length: int) -> TokenTree:
         """The root and ``length`` candidates one below the other."""
-        return _chain(length)
+        return TokenTree(tuple(range(-1, length)))
 
     @classmethod
     def from_parents(cls, parents: Sequence[int]) -> TokenTree:
@@ -329,11 +330,6 @@ def _sibling_order(parents: tuple[int, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _from_parents(parents: tuple[int, ...]) -> TokenTree:
     return TokenTree(parents)
-
-
-@lru_cache(maxsize=512)
-def _chain(length: int) -> TokenTree:
-    return TokenTree(tuple(range(-1, length)))
 
 
 @lru_cache(maxsize=512)

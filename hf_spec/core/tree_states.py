@@ -90,19 +90,23 @@ class TreeStates:
                 )
         object.__setattr__(self, "states", states)
 
-    @classmethod
-    def uniform(cls, tree: TokenTree, count: int) -> TreeStates:
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def uniform(tree: TokenTree, count: int) -> TreeStates:
         """The same tree always, with ``count`` probes under each node."""
-        return _uniform(tree, count)
+        trees = [tree.truncate(k) for k in range(count + 1)]
+        return TreeStates(tuple(TreeState(one, (count,) * len(one)) for one in trees))
 
-    @classmethod
-    def bare(cls, tree: TokenTree, depth: int) -> TreeStates:
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def bare(tree: TokenTree, depth: int) -> TreeStates:
         """The same tree always, without probes: ``depth`` tokens are predicted by other means.
 
         Raises:
             ValueError: the tree is deeper.
         """
-        return _bare(tree, depth)
+        trees = [tree.truncate(k) for k in range(depth)] + [tree]
+        return TreeStates(tuple(TreeState(one, (0,) * len(one)) for one in trees))
 
     @property
     def max_probes(self) -> int:
@@ -145,15 +149,3 @@ class TreeStates:
 def _truncate(state: TreeState, max_depth: int) -> TreeState:
     kept = state.tree.kept(max_depth)
     return TreeState(state.tree.truncate(max_depth), tuple(state.probes[node] for node in kept))
-
-
-@lru_cache(maxsize=512)
-def _uniform(tree: TokenTree, count: int) -> TreeStates:
-    trees = [tree.truncate(k) for k in range(count + 1)]
-    return TreeStates(tuple(TreeState(one, (count,) * len(one)) for one in trees))
-
-
-@lru_cache(maxsize=512)
-def _bare(tree: TokenTree, depth: int) -> TreeStates:
-    trees = [tree.truncate(k) for k in range(depth)] + [tree]
-    return TreeStates(tuple(TreeState(one, (0,) * len(one)) for one in trees))

@@ -27,7 +27,8 @@ from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
 from hf_spec.model.tree_forward import TreeOutput
-from hf_spec.policy.controller import controller_for, switched_on
+from hf_spec.policy.controller import Controller, History, switched_on
+from hf_spec.policy.memory import recall
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
@@ -97,9 +98,9 @@ def decode(
         if any(state.active):
             drafter.start(state)
         context, device = max(prompt).bit_length(), str(model.device)
-        controller = controller_for(
-            model, state.strategy, (len(prompt), context, device), stats,
-            switched_on(options, state.do_sample),
+        controller = Controller(
+            stats, recall(model, (History, state.strategy), History),
+            (len(prompt), context, device), switched_on(options, state.do_sample),
         )  # fmt: skip
         shrinking = Shrinking(state, drafter, scorer, handover)
         watch.step()

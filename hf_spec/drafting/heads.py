@@ -19,7 +19,7 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
@@ -67,10 +67,7 @@ class HeadsConfig(SpecPeftConfig):
         check_count("num_heads", self.num_heads, high=MAX_FUTURE)
         check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
-        for name, known in (("projection", PROJECTIONS), ("loss", LOSSES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"{name}={value!r}: choose one of {', '.join(known)}.")
+        check_choices(self, projection=PROJECTIONS, loss=LOSSES)
 
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if `model` has no output embeddings that the heads can start from."""

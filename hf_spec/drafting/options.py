@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 
@@ -40,9 +40,7 @@ class StrategyOptions:
     can_sample: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        rules = ("auto", *ACCEPTANCE_RULES)
-        if self.acceptance not in rules:
-            raise ValueError(f"acceptance={self.acceptance!r}: choose one of {', '.join(rules)}.")
+        check_choices(self, acceptance=("auto", *ACCEPTANCE_RULES))
         if self.acceptance == "rejection" and not self.can_sample:
             raise ValueError(
                 "acceptance='rejection': this strategy's candidates are not sampled from a "

@@ -10,7 +10,6 @@ knows nothing of models, trees or tokens. docs/controller.md has the simulations
 from __future__ import annotations
 
 import statistics
-import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from hf_spec.core.stats import SpecStats
 from hf_spec.drafting.options import StrategyOptions
+from hf_spec.policy.memory import alone
 
 #: What a strategy may lose, in plain steps, before it has shown anything: 1.2 % of 128 tokens. At
 #: tau 1.8 and a step cost of 1.2, bad luck uses it up in one first call of 16.
@@ -157,26 +157,42 @@ class Account:
         self.reopen(RETRY)
 
 
+@dataclass
+class History:
+    """What a strategy has shown on a model: with its options and its adapter.
+
+    Attributes:
+        account: how it has fared.
+        costs: of its steps, by setting.
+    """
+
+    account: Account = field(default_factory=Account)
+    costs: dict[Hashable, Costs] = field(default_factory=dict)
+
+    @alone
+    def costs_of(self, setting: Hashable, like: Costs | None = None) -> Costs:
+        """Those of a setting; at first those ``like`` lends, if that is given."""
+        if setting not in self.costs:
+            self.costs[setting] = Costs() if like is None else like.lent()
+        return self.costs[setting]
+
+
 class Controller:
-    """Decides for one call which steps draft. See :func:`controller_for`.
+    """Decides for one call which steps draft; knows what earlier calls of the model have shown.
 
     Args:
         stats: the call's statistics; plain steps chosen are counted there.
-        costs: what is known of step times; updated.
-        account: how the strategy has fared; updated.
+        history: of the strategy on the model; updated.
+        setting: what else step times depend on: batch size, context length, device.
         enabled: if False, every step drafts and nothing is measured.
-        known: costs by setting, where the call may come to another one.
     """
 
-    def __init__(
-        self, stats: SpecStats, costs: Costs, account: Account, enabled: bool = True,
-        known: dict[Hashable, Costs] | None = None,
-    ):  # fmt: skip
-        self.known: dict[Hashable, Costs] = {} if known is None else known
+    def __init__(self, stats: SpecStats, history: History, setting: Hashable, enabled: bool = True):
         self.stats = stats
-        self.costs = costs
-        self.account = account
+        self.history = history
+        self.account = account = history.account
         self.enabled = enabled
+        self.costs = history.costs_of(setting)
         self._drafts = True
         #: Seconds of the latest plain steps in a row, and speculative steps since.
         self._plain: deque[float] = deque(maxlen=KEPT)
@@ -184,6 +200,7 @@ class Controller:
         if enabled:
             account.reopen(FRESH)
 
+    @alone
     def speculate(self) -> bool:
         """Whether the step that begins now drafts."""
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
@@ -198,6 +215,7 @@ class Controller:
             return costs.age >= LOOKS[1]
         return costs.plain is None or costs.age >= costs.look
 
+    @alone
     def observe(self, rows: int, emitted: Sequence[int], seconds: float) -> None:
         """The step is over.
 
@@ -251,10 +269,11 @@ class Controller:
         """Steps take other times from here on, as in a smaller batch."""
         if not self.enabled:
             return
-        self.costs = self.known.setdefault(setting, self.costs.lent())
+        self.costs = self.history.costs_of(setting, self.costs)
         self._plain.clear()
         self._since = 0
 
+    @alone
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``: what is expected of speculation, and whether it is paused."""
         if not self.enabled:
@@ -277,26 +296,3 @@ def _median(values: Sequence[float], fewest: int = TRUSTED) -> float | None:
 
 def _average(old: float | None, new: float) -> float:
     return new if old is None else old + WEIGHT * (new - old)
-
-
-#: By model, strategy and setting.
-_costs: weakref.WeakKeyDictionary[Any, dict[Hashable, dict[Hashable, Costs]]]
-_costs = weakref.WeakKeyDictionary()
-_accounts: weakref.WeakKeyDictionary[Any, dict[Hashable, Account]] = weakref.WeakKeyDictionary()
-
-
-def controller_for(
-    model: Any, strategy: Hashable, setting: Hashable, stats: SpecStats, enabled: bool
-) -> Controller:
-    """A controller that knows what earlier calls of the same model have shown.
-
-    Args:
-        model: what is remembered is forgotten with it.
-        strategy: whose account it is: the strategy with its options and its adapter.
-        setting: what else step times depend on: batch size, context length, device.
-    """
-    if not enabled:
-        return Controller(stats, Costs(), Account(), enabled)
-    known = _costs.setdefault(model, {}).setdefault(strategy, {})
-    account = _accounts.setdefault(model, {}).setdefault(strategy, Account())
-    return Controller(stats, known.setdefault(setting, Costs()), account, enabled, known)

@@ -1,25 +1,45 @@
-"""What calls leave behind for later calls of the same model; it is forgotten with the model."""
+"""What calls leave behind for later calls of the same model; it is forgotten with the model.
+
+Calls in several threads share it: what reads or changes it is :func:`alone` meanwhile.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
+_lock = threading.RLock()
 _left: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
-    """What earlier calls have left under this key; made now if there is nothing.
+def alone(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, one thread's calls after the other's."""
 
-    Calls in several threads get the same object.
-    """
-    found: T = _left.setdefault(model, {}).setdefault(key, make())
+    @functools.wraps(function)
+    def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return waiting
+
+
+@alone
+def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
+    """What earlier calls have left under this key; made now if there is nothing."""
+    left = _left.setdefault(model, {})
+    if key not in left:
+        left[key] = make()
+    found: T = left[key]
     return found
 
 
+@alone
 def forget(model: Any) -> None:
     """Let the model's next call begin anew, so that calls can be compared."""
     _left.pop(model, None)

@@ -7,9 +7,8 @@ call. How trees are chosen stands in :mod:`hf_spec.policy.online_trees`.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.candidates import tokens_at
 from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.tree_drafter import TreeSource
+from hf_spec.policy.memory import alone, recall
 from hf_spec.policy.online_trees import RANKS, UNKNOWN, HitRates, Shape, TreePlan, check_rows
 from hf_spec.policy.step_cost import StepCost
 from hf_spec.policy.tuned_trees import Device, Measurements, measurements
@@ -90,9 +90,6 @@ class Memory:
     plans: dict[tuple[int, int, str], TreePlan] = field(default_factory=dict)
 
 
-_memories: weakref.WeakKeyDictionary[Any, dict[Hashable, Memory]] = weakref.WeakKeyDictionary()
-
-
 class OnlineTrees(TreeSource):
     """The trees of one call.
 
@@ -140,6 +137,7 @@ class OnlineTrees(TreeSource):
             return TreeStates.bare(tree, self.depth)
         return TreeStates.uniform(tree, ahead if len(tree) > 1 else 0)
 
+    @alone
     def _shape(self, state: DecodingState) -> Shape:
         self._plan = plan = self._plan_for(state)
         if plan.is_due or len(self._pending) >= PENDING:
@@ -148,6 +146,7 @@ class OnlineTrees(TreeSource):
         self._proposals += 1
         return plan.next()
 
+    @alone
     def look(self, depth: int) -> int:
         """Distances to predict where the tree is so deep: now and then all, to know them all."""
         assert self._memory is not None
@@ -170,6 +169,7 @@ class OnlineTrees(TreeSource):
         self._predicted = True
         return tokens_at(trees, state.root, best)
 
+    @alone
     def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
         """A step is over, with these accepted nodes; a plain one, too."""
         before, self._times = self._times, _times(state)
@@ -182,6 +182,7 @@ class OnlineTrees(TreeSource):
         plan.observe(rows, seconds, drafting if usual else None, tokens)
         self._plan, self._predicted, self._looked = None, False, False
 
+    @alone
     def details(self) -> dict[str, Any]:
         """Decisions and what they rest on, as ``SpecStats.details["online"]``.
 
@@ -221,15 +222,16 @@ class OnlineTrees(TreeSource):
         Options that leave the trees alone count, too: pruned steps, and steps with look-ups, take
         other times.
         """
-        key = state.strategy, self.adapter.name, self.depth, self.per_distance
-        known = _memories.setdefault(self.model, {})
-        if key not in known:
-            hits = HitRates(self.depth, self.ranks)
+        key = Memory, state.strategy, self.adapter.name, self.depth, self.per_distance
+
+        def fresh() -> Memory:
             found = self._measured(state.batch_size, length)
-            if found is not None:
-                hits = HitRates.measured(np.array(found.accuracies), self.depth, self.ranks)
-            known[key] = Memory(hits)
-        return known[key]
+            if found is None:
+                return Memory(HitRates(self.depth, self.ranks))
+            accuracies = np.array(found.accuracies)
+            return Memory(HitRates.measured(accuracies, self.depth, self.ranks))
+
+        return recall(self.model, key, fresh)
 
     def _fresh(self, memory: Memory, key: tuple[int, int, str], length: int) -> TreePlan:
         """A plan for new conditions: from those most like them, or from measured step times."""

@@ -8,10 +8,9 @@ Knows times and counts; knows nothing of models.
 from __future__ import annotations
 
 import statistics
-import weakref
 from collections import deque
-from collections.abc import Hashable
-from typing import Any
+
+from hf_spec.policy.memory import alone
 
 #: Steps of one kind in a row while both are tried, and how many of each at first.
 TURN, TRIED = 4, 8
@@ -46,7 +45,7 @@ class _Kind:
 
 
 class Switch:
-    """Chooses for each step; see :func:`switch_for`."""
+    """Chooses for each step of one batch size, context length and number of rows."""
 
     def __init__(self) -> None:
         self.kinds = {True: _Kind(), False: _Kind()}
@@ -54,6 +53,7 @@ class Switch:
         self._trying = True
         self._since, self._look = 0, LOOKS[0]
 
+    @alone
     def prunes(self) -> bool:
         """Whether the step that begins now prunes."""
         tried = {kind: min(one.steps, TRIED) for kind, one in self.kinds.items()}
@@ -73,6 +73,7 @@ class Switch:
         return bool(better)
 
     @property
+    @alone
     def pays(self) -> bool | None:
         """Whether pruned steps emit more per second; None before both have been tried."""
         pruned, whole = self.kinds[True], self.kinds[False]
@@ -83,19 +84,7 @@ class Switch:
         kept = 1 - lost * steps / (steps + DOUBT)
         return kept / pruned.median > 1 / whole.median
 
+    @alone
     def observe(self, pruned: bool, seconds: float, tokens: float) -> None:
         """A step took so long, and emitted so many tokens per unfinished row."""
         self.kinds[pruned].add(seconds, tokens)
-
-
-_switches: weakref.WeakKeyDictionary[Any, dict[Hashable, Switch]] = weakref.WeakKeyDictionary()
-
-
-def switch_for(model: Any, setting: Hashable) -> Switch:
-    """The switch of a model in a setting: what was tried is remembered between calls.
-
-    Args:
-        model: what is remembered is forgotten with it.
-        setting: what it depends on: adapter, options, batch size, context length, rows.
-    """
-    return _switches.setdefault(model, {}).setdefault(setting, Switch())

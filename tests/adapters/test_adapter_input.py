@@ -544,36 +544,17 @@ def test_a_model_without_a_config_has_no_facts() -> None:
 # -------------------------------------------------------------------------------------- layer_skip
 
 
-def test_an_adapter_from_before_base_facts(base_path: str, tmp_path: Path) -> None:
-    hf_spec.LayerSkipConfig(skip_mlp=[2]).save_pretrained(tmp_path)
-    edit(tmp_path, num_layers=4, base_facts=None)
-    data = json.loads((tmp_path / "adapter_config.json").read_text())
-    del data["base_facts"], data["base_fingerprint"]
-    (tmp_path / "adapter_config.json").write_text(json.dumps(data))
-    config = PeftConfig.from_pretrained(str(tmp_path))
-    assert config.base_facts == {"num_hidden_layers": 4} and "num_layers" not in config.to_dict()
-    name = "base_model.model.spec_modules.type_layer_skip.layer_skip_format"
-    save_file({name: torch.tensor([1])}, tmp_path / "adapter_model.safetensors")
-    base = load(base_path)
-    base.load_adapter(str(tmp_path))
-    assert find_active(base, "LAYER_SKIP").config.skip_mlp == [2]
-    short = make_base(tmp_path / "short", num_hidden_layers=3)
-    with pytest.raises(ValueError, match="num_hidden_layers=4.* has num_hidden_layers=3"):
-        load(short).load_adapter(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (
-            {"num_layers": 4, "base_facts": {"num_hidden_layers": 5}},
-            "num_layers=4 contradicts num_hidden_layers=5",
-        ),
-        (
             {"skip_mlp": [1, 4], "base_facts": {"num_hidden_layers": 4}},
             "skip_mlp names layer 4, but the base model has 4 layers, 0 to 3",
         ),
-        ({"skip_attention": [6], "num_layers": 6}, "skip_attention names layer 6"),
+        (
+            {"skip_attention": [6], "base_facts": {"num_hidden_layers": 6}},
+            "skip_attention names layer 6",
+        ),
         ({"base_facts": {"num_hidden_layers": "4"}}, "must be a positive integer, got '4'"),
     ],
 )

@@ -24,13 +24,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import hf_spec.methods.layer_skip.adapter  # noqa: F401  registers LAYER_SKIP
 from hf_spec.adapters import tuner as peft_bridge
-from hf_spec.adapters.active import active_adapter_config, find_active
+from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
 
 TOKENS = torch.arange(3, 12)[None]
+
+
+def active_adapter_config(model, kind):
+    active = find_active(model, kind)
+    return None if active is None else active.config
 
 
 @dataclass
@@ -369,12 +374,12 @@ def test_fresh_process(base_path, tmp_path):
 import hf_spec.methods.layer_skip.adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from hf_spec.adapters.active import active_adapter_config
+from hf_spec.adapters.active import find_active
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_path!r}), {folder!r})
 base = AutoModelForCausalLM.from_pretrained({base_path!r})
 base.load_adapter({folder!r})
 for m in (model, base):
-    config = active_adapter_config(m, "LAYER_SKIP")
+    config = find_active(m, "LAYER_SKIP").config
     assert (config.skip_attention, config.skip_mlp) == ([1, 2], [1]), config
 print("loaded")
 """
@@ -400,7 +405,7 @@ def doors(base_path, folder, config):
         (LayerSkipConfig(skip_mlp=[4]), r"skip_mlp .* 0 to 3 \(the model has 4 layers\), got 4"),
         (LayerSkipConfig(skip_attention=[7]), r"skip_attention must .* got 7"),
         (
-            LayerSkipConfig(num_layers=6),
+            LayerSkipConfig(base_facts={"num_hidden_layers": 6}),
             r"made for a model with num_hidden_layers=6.* has num_hidden_layers=4\. Load it",
         ),
     ],
@@ -429,7 +434,10 @@ def test_wrong_base(base_path, tmp_path, config, message):
         ({"skip_mlp": [3, 1, 3]}, r"skip_mlp must list each layer once, got \[3\]"),
         ({"skip_mlp": "12"}, r"skip_mlp must be a list of layer indices, got '12'"),
         ({"skip_attention": 3}, r"skip_attention must be a list of layer indices, got 3"),
-        ({"num_layers": 0}, r"number of layers must be a positive integer, got 0"),
+        (
+            {"base_facts": {"num_hidden_layers": 0}},
+            r"number of layers must be a positive integer, got 0",
+        ),
         ({"format_version": 2}, r"format_version=2; this hf_spec reads versions 1 to 1\. Upgrade"),
         ({"peft_type": "LORA"}, r"LayerSkipConfig is of PEFT type LAYER_SKIP, got .*'LORA'"),
     ],

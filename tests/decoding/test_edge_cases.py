@@ -232,7 +232,7 @@ def test_flash_is_switched_to_sdpa_for_the_call(
     fresh: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the kernels a prefill cannot run, so the switch is looked at by itself."""
-    monkeypatch.setattr(attention_masks, "_warned", set())
+    attention_masks._warn_switched.cache_clear()
     model = fresh("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     called: list[str] = []

@@ -527,7 +527,7 @@ def test_costs_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPat
         settings.append(setting[0])
         old = self.costs
         move(self, setting)
-        assert self.costs is not old and self.costs is self.known[setting]
+        assert self.costs is not old and self.costs is self.history.costs[setting]
 
     monkeypatch.setattr(controller.Controller, "move", spy)
     model = fresh("llama_tied")

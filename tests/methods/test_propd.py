@@ -22,7 +22,7 @@ from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.early_head import EarlyPruning, early_states
 from hf_spec.methods.propd.options import ProPDOptions
 from hf_spec.methods.registry import methods
-from hf_spec.policy import switch
+from hf_spec.policy import memory
 from hf_spec.policy.switch import Switch
 
 NEW = 16
@@ -391,6 +391,11 @@ def test_the_switch_follows_a_change() -> None:
     assert chooser.pays is False
 
 
+def switches(model: PreTrainedModel) -> dict[Any, Switch]:
+    left = memory._left[model]
+    return {key: one for key, one in left.items() if isinstance(one, Switch)}
+
+
 def test_auto_remembers_what_it_tried(fresh: Callable[..., PreTrainedModel]) -> None:
     model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
     plain = model.generate(prompt(), **settings)
@@ -399,12 +404,12 @@ def test_auto_remembers_what_it_tried(fresh: Callable[..., PreTrainedModel]) -> 
     assert torch.equal(model.generate(prompt(), **settings, **auto), plain)
     stats = hf_spec.last_stats(model)
     assert stats.num_pruned_tokens > 0 and "pruning_pays" in stats.details
-    known = dict(switch._switches[model])  # by batch size, length and rows
+    known = switches(model)  # by batch size, length and rows
     chosen = [one for one in known.values() if one.pays is not None]
     assert chosen, "both kinds were tried, and one was chosen"
     steps = sum(kind.steps for one in known.values() for kind in one.kinds.values())
     model.generate(prompt(), **settings, **auto)
-    assert dict(switch._switches[model]) == known
+    assert switches(model) == known
     again = sum(kind.steps for one in known.values() for kind in one.kinds.values())
     assert again > steps
 
@@ -420,7 +425,7 @@ def test_auto_weighs_looked_up_candidates_like_others(
     # All candidates stay, so that steps are the same whichever kind the clock prefers.
     auto = propd(prune="auto", prune_top_k=VOCAB, tree=[root, root], retrieval=True)
     assert torch.equal(model.generate(prompt(), **settings, **auto), plain)
-    kinds = [one.kinds for one in switch._switches[model].values()]
+    kinds = [one.kinds for one in switches(model).values()]
     assert all(sum(kind[way].steps for kind in kinds) for way in (True, False))
     assert max(kind[way].tokens for kind in kinds for way in (True, False)) > 1
 

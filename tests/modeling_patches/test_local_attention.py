@@ -57,7 +57,7 @@ def test_the_band_is_a_double_loop_over_queries_and_keys():
     queries = torch.randint(0, 12, (2, 5), generator=generator)
     keys = torch.randint(0, 12, (2, 9), generator=generator)
     visible = torch.rand(2, 1, 5, 9, generator=generator) < 0.7
-    band.set_positions(queries, keys)
+    band.positions.set(queries, keys)
     got = band.of(additive(visible)) == 0
     for row in range(2):
         for i, query in enumerate(queries[row].tolist()):

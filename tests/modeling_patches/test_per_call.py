@@ -234,9 +234,7 @@ def test_threads_with_changes_of_their_own() -> None:
 
     def work(number: int) -> None:
         start.wait()
-        results[number] = [
-            (value(model, adding(model, number)), value(model)) for _ in range(50)
-        ]
+        results[number] = [(value(model, adding(model, number)), value(model)) for _ in range(50)]
 
     with quick_switches():
         threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]

@@ -11,6 +11,7 @@ import json
 import math
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import hf_spec
 from hf_spec.core.stats import SpecStats
 from hf_spec.decoding import loop
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.policy import controller as module
+from hf_spec.policy import memory
 from hf_spec.policy.controller import (
     ALLOWANCE,
     CLEAR,
@@ -43,9 +44,10 @@ from hf_spec.policy.controller import (
     Account,
     Controller,
     Costs,
-    controller_for,
+    History,
     switched_on,
 )
+from hf_spec.policy.memory import recall
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -55,6 +57,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock
+
+
+def controller_for(
+    model: Any, strategy: str, setting: Any, stats: SpecStats, enabled: bool
+) -> Controller:
+    """As the loop makes it."""
+    return Controller(stats, recall(model, (History, strategy), History), setting, enabled)
 
 
 class Model:
@@ -256,7 +265,7 @@ class Steps:
     ):
         self.clock, self.stats = clock, SpecStats()
         self.costs, self.account = costs or Costs(), account or Account()
-        self.one = Controller(self.stats, self.costs, self.account)
+        self.one = Controller(self.stats, History(self.account, {None: self.costs}), None)
 
     def plain(self, seconds: float = 1.0) -> None:
         assert not self.one.speculate()
@@ -463,7 +472,7 @@ def test_tokens_of_a_batch_are_counted_per_unfinished_row(clock: FakeClock) -> N
 
 def test_switched_off_it_does_nothing(clock: FakeClock) -> None:
     stats, costs, account = SpecStats(), Costs(), Account(balance=-3.0, paused=True)
-    one = Controller(stats, costs, account, enabled=False)
+    one = Controller(stats, History(account, {None: costs}), None, enabled=False)
     for _ in range(50):
         assert one.speculate()
         one.observe(5, [1], 9.0)
@@ -538,10 +547,33 @@ def test_a_model_is_not_kept_alive() -> None:
     gc.collect()
     model = Model()
     controller_for(model, "s", 1, SpecStats(), True)
-    before = len(module._costs), len(module._accounts)
+    before = len(memory._left)
     del model
     gc.collect()
-    assert (len(module._costs), len(module._accounts)) == (before[0] - 1, before[1] - 1)
+    assert len(memory._left) == before - 1
+
+
+def test_threads_wait_for_each_other() -> None:
+    """What is remembered is changed by one thread at a time."""
+    inside, leave, order = threading.Event(), threading.Event(), []
+
+    @memory.alone
+    def first() -> None:
+        inside.set()
+        leave.wait(10)
+        order.append("first")
+
+    one = threading.Thread(target=first)
+    one.start()
+    assert inside.wait(10)
+    account = History().costs_of
+    two = threading.Thread(target=lambda: order.append(account("here")))
+    two.start()
+    two.join(0.1)
+    assert two.is_alive() and not order
+    leave.set()
+    one.join(10), two.join(10)
+    assert order == ["first", Costs()]
 
 
 # -- the option --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import require_active
 from hf_spec.methods.registry import methods
-from hf_spec.policy import online_policy, tuned_trees
+from hf_spec.policy import memory, online_policy, tuned_trees
 from hf_spec.policy.online_policy import Predicted, ranks_of
 from hf_spec.policy.online_trees import RANKS, UNKNOWN, HitRates, Shape
 from hf_spec.policy.step_cost import StepCost
@@ -232,23 +232,27 @@ def test_the_device_is_read_seldom(
 # -- memory ------------------------------------------------------------------------------------
 
 
+def memories(model: PreTrainedModel) -> list[online_policy.Memory]:
+    return [one for one in memory._left[model].values() if isinstance(one, online_policy.Memory)]
+
+
 def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
     model = adapted(fresh(), "medusa")
     inputs = {"input_ids": prompt()}
     for _ in range(3):
         generate(model, "medusa", inputs)
-    (memory,) = online_policy._memories[model].values()
-    counts = memory.hits.counts.copy()
+    (learned,) = memories(model)
+    counts = learned.hits.counts.copy()
     generate(model, "medusa", inputs)
-    assert (memory.hits.counts > counts).all()
-    assert {key[:2] for key in memory.plans} == {(1, 4), (1, 5), (1, 6)}  # 12 to 52 tokens
+    assert (learned.hits.counts > counts).all()
+    assert {key[:2] for key in learned.plans} == {(1, 4), (1, 5), (1, 6)}  # 12 to 52 tokens
     generate(model, "medusa", ragged())
-    assert {1, 3} <= {key[0] for key in memory.plans} <= {1, 2, 3}  # the batch shrinks
-    assert len({id(plan.hits) for plan in memory.plans.values()}) == 1
+    assert {1, 3} <= {key[0] for key in learned.plans} <= {1, 2, 3}  # the batch shrinks
+    assert len({id(plan.hits) for plan in learned.plans.values()}) == 1
     model.add_adapter(hf_spec.MedusaConfig(), "other")
     model.set_adapter("other")
     generate(model, "medusa", inputs)
-    assert len(online_policy._memories[model]) == 2
+    assert len(memories(model)) == 2
 
 
 @pytest.mark.parametrize(
@@ -274,18 +278,18 @@ def test_other_options_have_a_memory_of_their_own(
                 prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy=name,
                 assistant_kwargs=options,
             )  # fmt: skip
-            assert len(online_policy._memories[model]) == count
+            assert len(memories(model)) == count
 
 
 def test_memory_goes_with_the_model(fresh: Callable[..., PreTrainedModel]) -> None:
     model = adapted(fresh(), "medusa")
     gc.collect()  # other tests' models
-    before = len(online_policy._memories)
+    before = len(memory._left)
     generate(model, "medusa", {"input_ids": prompt()})
-    assert len(online_policy._memories) == before + 1
+    assert len(memory._left) == before + 1
     del model
     gc.collect()
-    assert len(online_policy._memories) == before
+    assert len(memory._left) == before
 
 
 def test_plain_steps_are_observed(
@@ -342,8 +346,8 @@ def test_measurements_of_tune(fresh: Callable[..., PreTrainedModel], tmp_path: P
     out = generate(model, "bita", {"input_ids": prompt()})
     expected = model.generate(prompt(), max_new_tokens=NEW, do_sample=False)
     assert out.sequences.tolist() == expected.tolist()
-    (memory,) = online_policy._memories[model].values()
-    assert memory.hits.counts[0] > online_policy.HitRates.measured(np.ones((1, 1)), 1).counts[0]
+    (learned,) = memories(model)
+    assert learned.hits.counts[0] > online_policy.HitRates.measured(np.ones((1, 1)), 1).counts[0]
 
 
 def test_the_first_trees_come_from_measurements(

@@ -29,8 +29,5 @@ class BitaAdapter(SpecAdapterLayer):
         if config.prompt_depth == "shallow":
             tensors["prompts"] = torch.randn(count, hidden) * INIT_STD
         elif config.prompt_depth == "deep":
-            assert config.num_layers and config.num_kv_heads and config.head_dim
-            shape = (config.num_layers, config.num_kv_heads, count, config.head_dim)
-            tensors["prompt_keys"] = torch.randn(shape) * INIT_STD
-            tensors["prompt_values"] = torch.randn(shape) * INIT_STD
+            tensors |= config.fresh_states("prompt", count, INIT_STD)
         return tensors

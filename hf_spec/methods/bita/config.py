@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_spec.adapters.base_model import check_recorded, record_shape
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.core.checks import check_count
+from hf_spec.adapters.config import FrontConfig
+from hf_spec.core.checks import check_choices, check_count
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE
 
 DEPTHS = ("deep", "shallow", "none")
@@ -17,7 +16,7 @@ LARGE = 13e9
 
 
 @dataclass
-class BitaConfig(SpecPeftConfig):
+class BitaConfig(FrontConfig):
     """Config of a BITA adapter.
 
     Raises:
@@ -43,26 +42,13 @@ class BitaConfig(SpecPeftConfig):
             "embeddings. none: mask tokens only."
         },
     )
-    num_layers: int | None = field(
-        default=None, metadata={"help": "Layers of the base's cache; recorded."}
-    )
-    num_kv_heads: int | None = field(
-        default=None, metadata={"help": "Key-value heads of the base; recorded."}
-    )
-    head_dim: int | None = field(
-        default=None, metadata={"help": "Dimension of the base's heads; recorded."}
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_mask_tokens is not None:
             check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
         check_count("num_prompt_tokens", self.num_prompt_tokens, low=0, high=MAX_FRONT)
-        check_recorded(self)
-        if self.prompt_depth not in DEPTHS:
-            raise ValueError(
-                f"prompt_depth={self.prompt_depth!r}: choose one of {', '.join(DEPTHS)}."
-            )
+        check_choices(self, prompt_depth=DEPTHS)
         if self.prompt_depth == "none":
             self.num_prompt_tokens = 0
         elif not self.num_prompt_tokens:
@@ -78,4 +64,4 @@ class BitaConfig(SpecPeftConfig):
             parameters = sum(p.numel() for p in model.parameters())
             self.num_mask_tokens = 4 if parameters > LARGE else 3
         if self.prompt_depth == "deep":
-            record_shape(self, model)
+            self.record_shape(model)

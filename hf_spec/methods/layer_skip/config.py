@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
@@ -20,9 +20,6 @@ class LayerSkipConfig(SpecPeftConfig):
 
     Both may be empty; drafting then costs as much as verifying. The lists are kept sorted. The
     adapter has no weights unless `draft_rank` says so.
-
-    Args:
-        num_layers: layers of the base model, in adapters that were saved before `base_facts` were.
 
     Raises:
         ValueError: an entry that is not an integer >= 0, comes twice, or is beyond the last layer
@@ -51,22 +48,14 @@ class LayerSkipConfig(SpecPeftConfig):
             "out, all in the layers that drafting runs."
         },
     )
-    num_layers: InitVar[int | None] = None
 
-    def __post_init__(self, num_layers: int | None) -> None:
+    def __post_init__(self) -> None:
         super().__post_init__()
-        if num_layers is not None:
-            self.base_facts = {"num_hidden_layers": num_layers, **(self.base_facts or {})}
         layers: Any = (self.base_facts or {}).get("num_hidden_layers")
         if layers is not None and (type(layers) is not int or layers < 1):
             raise ValueError(
                 f"the base model's number of layers must be a positive integer, got {layers!r}. "
                 "Leave it out: attaching the adapter records it."
-            )
-        if num_layers not in (None, layers):
-            raise ValueError(
-                f"num_layers={num_layers!r} contradicts num_hidden_layers={layers!r} of "
-                "base_facts. Leave num_layers out."
             )
         self.skip_attention = _indices("skip_attention", self.skip_attention)
         self.skip_mlp = _indices("skip_mlp", self.skip_mlp)

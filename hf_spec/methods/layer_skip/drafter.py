@@ -7,7 +7,6 @@ the verifying forward, so every layer ends up with the full model's states.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from hf_spec.drafting.candidates import distribution
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
-from hf_spec.policy.memory import recall
+from hf_spec.policy.memory import alone, recall
 from modeling_patches.per_call import Changes
 
 
@@ -110,25 +109,24 @@ class DraftExit:
         self.options = options
         self.gamma = options.threshold
         self.acceptance: float | None = None
-        self._lock = threading.Lock()
 
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""
         return self.options.draft_exit == "fixed" or confidence >= self.gamma
 
+    @alone
     def update(self, acceptance: float) -> None:
         """Adapt gamma to the acceptance rate AR_e of the e-th drafting stage, over all its rows."""
         if self.options.draft_exit != "adaptive":
             return
         o = self.options
-        with self._lock:
-            beta1 = o.beta1 if self.acceptance is not None else 0.0
-            smoothed = beta1 * (self.acceptance or 0.0) + (1 - beta1) * acceptance  # eq. (2)
-            step = o.threshold_step if smoothed <= o.target_acceptance else -o.threshold_step
-            gamma = o.beta2 * self.gamma + (1 - o.beta2) * (self.gamma + step)  # eqs. (3), (4)
-            # Beyond these all drafts are alike; from far beyond there would be no way back.
-            self.gamma = min(max(gamma, 0.0), 1.0)
-            self.acceptance = smoothed
+        beta1 = o.beta1 if self.acceptance is not None else 0.0
+        smoothed = beta1 * (self.acceptance or 0.0) + (1 - beta1) * acceptance  # eq. (2)
+        step = o.threshold_step if smoothed <= o.target_acceptance else -o.threshold_step
+        gamma = o.beta2 * self.gamma + (1 - o.beta2) * (self.gamma + step)  # eqs. (3), (4)
+        # Beyond these all drafts are alike; from far beyond there would be no way back.
+        self.gamma = min(max(gamma, 0.0), 1.0)
+        self.acceptance = smoothed
 
 
 def _choice(

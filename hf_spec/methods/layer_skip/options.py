@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.drafting.options import StrategyOptions
 
@@ -49,12 +49,7 @@ class LayerSkipOptions(StrategyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_exit not in EXITS:
-            raise ValueError(f"draft_exit={self.draft_exit!r}: choose one of {', '.join(EXITS)}.")
-        if self.draft_tokens not in DRAFTS:
-            raise ValueError(
-                f"draft_tokens={self.draft_tokens!r}: choose one of {', '.join(DRAFTS)}."
-            )
+        check_choices(self, draft_exit=EXITS, draft_tokens=DRAFTS)
         check_count("max_draft", self.max_draft, high=MAX_CANDIDATES)
         for name in ("threshold", "threshold_step", "beta1", "beta2", "target_acceptance"):
             check_range(name, getattr(self, name), 0.0, 1.0)

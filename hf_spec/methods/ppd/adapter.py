@@ -30,11 +30,7 @@ class PPDAdapter(SpecAdapterLayer):
         if config.ept_aggregation == "learned":
             tensors["weights"] = torch.full((distances, ept), 1 / ept)
         if config.num_prefix_tokens:
-            assert config.num_layers and config.num_kv_heads and config.head_dim
-            slots = distances * config.num_prefix_tokens
-            shape = (config.num_layers, config.num_kv_heads, slots, config.head_dim)
-            tensors["prefix_keys"] = torch.randn(shape) * INIT_STD
-            tensors["prefix_values"] = torch.randn(shape) * INIT_STD
+            tensors |= config.fresh_states("prefix", distances * config.num_prefix_tokens, INIT_STD)
         # Heads start as the base's own.
         if config.head == "vocabulary":
             output: Any = model.get_output_embeddings()

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_spec.adapters.base_model import check_recorded, record_shape
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.adapters.config import FrontConfig
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from modeling_patches.layer_skip import num_layers
 
@@ -21,7 +20,7 @@ FIRST_STAGE = 0.5
 
 
 @dataclass
-class PPDConfig(SpecPeftConfig):
+class PPDConfig(FrontConfig):
     """Config of a PPD adapter.
 
     Raises:
@@ -90,15 +89,6 @@ class PPDConfig(SpecPeftConfig):
         default=1,
         metadata={"help": "Last layers whose hidden states are averaged (multi-exit ensemble)."},
     )
-    num_layers: int | None = field(
-        default=None, metadata={"help": "Layers of the base's cache; recorded."}
-    )
-    num_kv_heads: int | None = field(
-        default=None, metadata={"help": "Key-value heads of the base; recorded."}
-    )
-    head_dim: int | None = field(
-        default=None, metadata={"help": "Dimension of the base's heads; recorded."}
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,19 +97,9 @@ class PPDConfig(SpecPeftConfig):
         most = MAX_FRONT // self.num_prompt_tokens
         check_count("num_prefix_tokens", self.num_prefix_tokens, low=0, high=most)
         check_count("num_exits", self.num_exits)
-        check_recorded(self)
         check_count("head_stages", self.head_stages, high=2)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
-        for name, known in (
-            ("ept_mask", MASKS),
-            ("ept_aggregation", AGGREGATIONS),
-            ("loss", LOSSES),
-            ("head", HEADS),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(known)}."
-                )
+        check_choices(self, ept_mask=MASKS, ept_aggregation=AGGREGATIONS, loss=LOSSES, head=HEADS)
         if self.head_rank is not None:
             check_count("head_rank", self.head_rank, high=MAX_RANK)
             if self.head != "residual":
@@ -146,4 +126,4 @@ class PPDConfig(SpecPeftConfig):
                 f"num_exits={self.num_exits}: the model has {num_layers(model)} layers."
             )
         if self.num_prefix_tokens:
-            record_shape(self, model)
+            self.record_shape(model)

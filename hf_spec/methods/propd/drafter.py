@@ -12,7 +12,8 @@ from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.early_head import EarlyPruning
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
-from hf_spec.policy.switch import Switch, switch_for
+from hf_spec.policy.memory import recall
+from hf_spec.policy.switch import Switch
 from hf_spec.policy.tree_source import tree_source
 
 
@@ -72,10 +73,10 @@ class ProPDDrafter(WrappedDrafter):
         if self.options.prune == "auto" and draft.tree.num_nodes > 1:
             longest = max(state.cache.host_lengths)
             setting = (
-                state.strategy, state.batch_size, longest.bit_length(),
+                Switch, state.strategy, state.batch_size, longest.bit_length(),
                 draft.num_rows.bit_length(),
             )  # fmt: skip
-            self._switch = switch_for(self.model, setting)
+            self._switch = recall(self.model, setting, Switch)
             self._prunes = self._switch.prunes()
         return draft
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.drafting.options import ONLINE, HeadOptions
 from hf_spec.methods.registry import Method, get_method
 
@@ -50,10 +50,7 @@ class ProPDOptions(HeadOptions):
         super().__post_init__()
         if not isinstance(self.prune, bool) and self.prune != "auto":
             raise ValueError(f"prune={self.prune!r}: must be 'auto', True or False.")
-        if self.prune_criterion not in CRITERIA:
-            raise ValueError(
-                f"prune_criterion={self.prune_criterion!r}: choose one of {', '.join(CRITERIA)}."
-            )
+        check_choices(self, prune_criterion=CRITERIA)
         check_range("prune_probability", self.prune_probability, 0.0, 1.0, open_low=True)
         for name, criterion in (("prune_top_k", "top_k"), ("prune_keep", "probability")):
             value = getattr(self, name)

@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.low_rank import check_settings
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FUTURE
 from modeling_patches.low_rank import linear_modules
 from modeling_patches.support import check_unquantised
@@ -64,8 +64,7 @@ class SpaceConfig(SpecPeftConfig):
         check_range("p_ar", self.p_ar, 0.0, 1.0)
         if not isinstance(self.shared_mask, bool):
             raise ValueError(f"shared_mask={self.shared_mask!r}: must be True or False.")
-        if self.update not in UPDATES:
-            raise ValueError(f"update={self.update!r}: choose one of {', '.join(UPDATES)}.")
+        check_choices(self, update=UPDATES)
         check_settings("", self.rank, self.alpha, self.target_modules)
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             self.target_modules = sorted(self.target_modules)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import check_choices, check_count
 from hf_spec.drafting.options import ONLINE, OnlineOptions
 
 
@@ -29,8 +29,7 @@ class SpaceOptions(OnlineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree not in (known := (*self.trees, ONLINE)):
-            raise ValueError(f"tree={self.tree!r}: choose one of {', '.join(known)}.")
+        check_choices(self, tree=(*self.trees, ONLINE))
         if self.tree == ONLINE and self.acceptance == "rejection":
             raise ValueError(
                 "acceptance='rejection' with tree='online', whose candidates are not sampled. Use "

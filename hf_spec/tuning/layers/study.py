@@ -23,7 +23,7 @@ import torch
 
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.prompts import Prompt
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
 from hf_spec.tuning.layers.objective import (
     OBJECTIVES,
@@ -61,11 +61,7 @@ class Settings:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("objective", OBJECTIVES), ("sampler", SAMPLERS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}"
-                )
+        check_choices(self, objective=OBJECTIVES, sampler=SAMPLERS)
         check_count("max_new_tokens", self.max_new_tokens, low=2)
         check_count("max_draft", self.max_draft)
         check_range("target_acceptance", self.target_acceptance, 0.0, 1.0)
