@@ -1,7 +1,7 @@
 """Train the demo model: a small Llama on the Python standard library of the running interpreter.
 
-Run ``python benchmarks/train_demo_model.py OUTPUT_DIR`` where hf_spec is installed. What decides the
-result is a constant below or in ``hf_spec.demo.prompts``; the script writes the weights, the
+Run ``python benchmarks/train_demo_model.py OUTPUT_DIR`` where hf_spec is installed. What decides
+the result is a constant below or in ``hf_spec.demo.prompts``; the script writes the weights, the
 tokenizer, ``training.json`` (data hash, seed, versions, final losses) and ``loss.png`` to
 OUTPUT_DIR. Modules in ``HELD_OUT`` are never seen.
 
