@@ -43,8 +43,8 @@ def model_folder() -> Path:
     folder = Path(str(files("hf_spec.demo") / MODEL_FOLDER))
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"the demo model is missing from {folder}; reinstall hf_spec, or train it: "
-            f"python -m hf_spec.demo.train_model {folder}"
+            f"the demo model is missing from {folder}; reinstall hf_spec, or train it from a "
+            f"checkout: python benchmarks/train_demo_model.py {folder}"
         )
     return folder
 
@@ -91,10 +91,8 @@ def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
 
     A small model's greedy continuations often loop; those say little about what it can write.
     """
-    best: Measurement | None = None
-    for item in bench.measurements:
-        if item.stats is not None and (best is None or _variety(item) > _variety(best)):
-            best = item
+    drafted = [item for item in bench.measurements if item.stats is not None]
+    best = max(drafted, key=_variety, default=None)
     if best is None:
         return "", ""
     return bench.prompts[best.prompts[0]].text, tokenizer.decode(

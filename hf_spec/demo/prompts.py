@@ -7,15 +7,41 @@ be downloaded or shipped.
 from __future__ import annotations
 
 import ast
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 
 from hf_spec.bench.prompts import Prompt
-from hf_spec.demo.train_model import library_files
 
+#: Modules kept out of the training data; the demo takes its prompts from them.
+HELD_OUT = (
+    "bisect", "calendar", "colorsys", "configparser", "fractions", "heapq",
+    "queue", "shlex", "statistics", "string", "textwrap", "zipapp",
+)  # fmt: skip
+
+#: Folders that are not library code (tests, tools, vendored wheels, generated tables).
+EXCLUDED_PARTS = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "ensurepip",
+     "pydoc_data", "encodings", "__phello__", "__pycache__"}
+)  # fmt: skip
 #: A prompt ends at the last line that keeps it within this many tokens.
 PROMPT_TOKENS = 320
 #: Shorter beginnings (tiny modules, tables cut off by a long line) are left out.
 MIN_TOKENS = 120
+
+
+def library_files(held_out: bool = False) -> list[Path]:
+    """Source files of the standard library: the held-out modules, or all the others, sorted."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = {f"{name}.py" for name in HELD_OUT}
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if EXCLUDED_PARTS & set(parts) or parts[-1].startswith("_sysconfigdata"):
+            continue
+        if (len(parts) == 1 and parts[0] in names) == held_out:
+            files.append(path)
+    return files
 
 
 def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:

@@ -10,7 +10,7 @@ from tiny_checkpoint import make_tokenizer, save_checkpoint
 from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
 from hf_spec.demo import demo, prompts
-from hf_spec.demo.train_model import HELD_OUT, library_files
+from hf_spec.demo.prompts import HELD_OUT, library_files
 from hf_spec.hub.folder import check_complete
 
 
@@ -112,7 +112,7 @@ def test_a_missing_model_is_explained(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "MODEL_FOLDER", "no_such_model")
     assert cli.main(["demo", "--output", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "the demo model is missing from" in error and "hf_spec.demo.train_model" in error
+    assert "the demo model is missing from" in error and "benchmarks/train_demo_model.py" in error
     assert error.count("\n") == 1
 
 

@@ -1,8 +1,9 @@
 """Train the demo model: a small Llama on the Python standard library of the running interpreter.
 
-Run ``python -m hf_spec.demo.train_model OUTPUT_DIR``. Everything that decides the result is a
-constant below; the script writes the weights, the tokenizer, ``training.json`` (data hash, seed,
-versions, final losses) and ``loss.png`` to OUTPUT_DIR. Modules in ``HELD_OUT`` are never seen.
+Run ``python benchmarks/train_demo_model.py OUTPUT_DIR`` where hf_spec is installed. What decides
+the result is a constant below or in ``hf_spec.demo.prompts``; the script writes the weights, the
+tokenizer, ``training.json`` (data hash, seed, versions, final losses) and ``loss.png`` to
+OUTPUT_DIR. Modules in ``HELD_OUT`` are never seen.
 
 The module knows nothing of speculative decoding: the demo model is an ordinary checkpoint.
 """
@@ -14,22 +15,10 @@ import json
 import math
 import platform
 import sys
-import sysconfig
 from pathlib import Path
 
 from hf_spec.bench.figures import new_figure, save_figure
-
-#: Modules kept out of the training data; the demo takes its prompts from them.
-HELD_OUT = (
-    "bisect", "calendar", "colorsys", "configparser", "fractions", "heapq",
-    "queue", "shlex", "statistics", "string", "textwrap", "zipapp",
-)  # fmt: skip
-
-#: Folders that are not library code (tests, tools, vendored wheels, generated tables).
-EXCLUDED_PARTS = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "ensurepip",
-     "pydoc_data", "encodings", "__phello__", "__pycache__"}
-)  # fmt: skip
+from hf_spec.demo.prompts import HELD_OUT, library_files
 
 SEED = 20261121
 VOCAB_SIZE = 4096
@@ -42,20 +31,6 @@ WARMUP_STEPS, COSINE_STEPS, COOL_DOWN_FROM, STEPS = 60, 2200, 1000, 1600
 LEARNING_RATE = 4e-3
 ADAMW_LEARNING_RATE = 3e-3
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-
-
-def library_files(held_out: bool = False) -> list[Path]:
-    """Source files of the standard library: the held-out modules, or all the others, sorted."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = {f"{name}.py" for name in HELD_OUT}
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if EXCLUDED_PARTS & set(parts) or parts[-1].startswith("_sysconfigdata"):
-            continue
-        if (len(parts) == 1 and parts[0] in names) == held_out:
-            files.append(path)
-    return files
 
 
 def read_texts(files: list[Path]) -> list[str]:
