@@ -10,6 +10,7 @@ from hf_spec.adapters.active import merge_adapter, unmerge_adapter
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.config import SpecConfig
+from hf_spec.decoding.config import note_source as _note_source
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
@@ -28,7 +29,11 @@ from modeling_patches import generation_mode as _generation_mode
 __version__ = "0.1.0"
 
 _generation_mode.register(
-    "hf_spec_decode", ("assistant_strategy", "assistant_kwargs"), _decode, _validate_call
+    "hf_spec_decode",
+    ("assistant_strategy", "assistant_kwargs"),
+    _decode,
+    _validate_call,
+    loaded=_note_source,
 )
 _methods()  # registers their adapter types with PEFT
 

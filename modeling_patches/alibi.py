@@ -10,13 +10,14 @@ is the mask's business, where a slot stands is the caller's.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from modeling_patches.per_call import Changes, plain
 
 SetPositions = Callable[[Tensor, Tensor], None]
 
@@ -28,20 +29,16 @@ def applies(model: PreTrainedModel) -> bool:
     return model.config.model_type in MODEL_TYPES
 
 
-@contextmanager
-def tree_positions(model: PreTrainedModel) -> Iterator[SetPositions]:
-    """Patch this model instance; yields `set_positions(query_positions, key_positions)`.
+def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
+    """Add the patch to `changes`; gives `set_positions(query_positions, key_positions)`.
 
     Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
     additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
     query attends may carry any position. Forwards with a 2-D mask or none run as they always did.
-
-    Other patches that replace the forward of an attention (MPT) must be entered inside this one.
     """
     positions = _Positions()
-    with ExitStack() as undo:
-        _PATCHES[model.config.model_type](model.get_decoder(), positions, undo)
-        yield positions.set
+    _PATCHES[model.config.model_type](model.get_decoder(), positions, changes)
+    return positions.set
 
 
 class _Positions:
@@ -80,82 +77,83 @@ def _is_tree(mask: Any) -> TypeGuard[Tensor]:
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def _patch_bloom(transformer: nn.Module, positions: _Positions, undo: ExitStack) -> None:
-    plain: Any = transformer.build_alibi_tensor
-    heads: Any = transformer.num_heads
-    slopes = plain(_two_tokens(transformer), heads, torch.float32)[:, 0, 1]  # position 1: the slope
+def _patch_bloom(transformer: Any, positions: _Positions, changes: Changes) -> None:
+    stock = plain(transformer, "build_alibi_tensor")
+    heads = transformer.num_heads
+    slopes = stock(_two_tokens(transformer), heads, torch.float32)[:, 0, 1]  # position 1: the slope
 
     def build_alibi_tensor(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         if not _is_tree(attention_mask):
-            return plain(attention_mask, num_heads, dtype)
+            return stock(attention_mask, num_heads, dtype)
         _, keys = positions.of(attention_mask)
         alibi = _per_head(slopes, keys).to(dtype)  # rounded last, as the original does
         return alibi.flatten(0, 1)  # (batch * heads, 1, key)
 
-    _replace(transformer, "build_alibi_tensor", build_alibi_tensor, undo)
+    changes.instead(transformer, "build_alibi_tensor", build_alibi_tensor)
 
 
-def _patch_falcon(transformer: nn.Module, positions: _Positions, undo: ExitStack) -> None:
-    # Falcon builds ALiBi in a function of its module, out of an instance's reach. So for a tree the
-    # model is told that it has none, gets it written into the mask (its own recipe for 2-D masks)
-    # and the blocks get the bias itself, which also keeps them from applying rotary embeddings.
+def _patch_falcon(transformer: Any, positions: _Positions, changes: Changes) -> None:
+    # Falcon builds ALiBi in a function of its module, out of an instance's reach, from a 2-D mask.
+    # So for a tree that mask is all ones, the blocks get the bias itself, and a mask that has it
+    # written in (Falcon's own recipe) in place of what the model makes of them.
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-    config: Any = transformer.config
+    config = transformer.config
     heads = config.num_attention_heads
     scale = math.sqrt(config.hidden_size // heads)
     # Falcon multiplies in bf16 whatever the model's dtype; so must we, to round as it does.
     slopes = build_alibi_tensor(_two_tokens(transformer), heads, torch.bfloat16)[:, 0, 1]
-    alibi: Tensor | None = None  # (batch, heads, 1, key) while a tree runs
+    tree: dict[str, Tensor] = {}  # what the blocks get while a tree runs
 
-    def before_model(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        nonlocal alibi
+    def before_model(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
-        module.use_alibi = not _is_tree(mask)
+        tree.clear()
         if not _is_tree(mask):
-            alibi = None
-            return args, kwargs
+            return None
         _, keys = positions.of(mask)
-        alibi = _per_head(slopes, keys).to(mask.dtype)
+        alibi = _per_head(slopes, keys).to(mask.dtype)  # (batch, heads, 1, key)
         hidden = torch.finfo(mask.dtype).min
-        return args, kwargs | {"attention_mask": (alibi / scale).masked_fill(mask < 0, hidden)}
+        tree["alibi"] = alibi
+        tree["attention_mask"] = (alibi / scale).masked_fill(mask < 0, hidden)
+        past = kwargs.get("past_key_values")
+        length = mask.shape[-2] + (0 if past is None else past.get_seq_length())
+        return args, kwargs | {"attention_mask": keys.new_ones(keys.shape[0], length)}
 
-    def before_block(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs if alibi is None else kwargs | {"alibi": alibi}
+    def before_block(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | tree
 
-    _replace(transformer, "use_alibi", True, undo)  # for its undoing: before_model sets it
-    hooked: Any = transformer
-    for module, hook in [(hooked, before_model)] + [(block, before_block) for block in hooked.h]:
-        undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    changes.before(transformer, before_model)
+    for block in transformer.h:
+        changes.before(block, before_block)
 
 
-def _patch_mpt(transformer: nn.Module, positions: _Positions, undo: ExitStack) -> None:
-    plain: Any = transformer.build_mpt_alibi_tensor
-    model: Any = transformer
-    slopes = -plain(model.num_heads, 2, device=model.device)[:, 0, 0]  # one before the last slot
+def _patch_mpt(transformer: Any, positions: _Positions, changes: Changes) -> None:
+    stock = plain(transformer, "build_mpt_alibi_tensor")
+    # One before the last slot.
+    slopes = -stock(transformer.num_heads, 2, device=transformer.device)[:, 0, 0]
     mask: Tensor | None = None  # the tree's, while one runs
 
-    def before_model(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def before_model(args: tuple, kwargs: dict) -> None:
         nonlocal mask
         mask = kwargs.get("attention_mask")
 
     def build_mpt_alibi_tensor(*args: Any, **kwargs: Any) -> Tensor:
         if not _is_tree(mask):
-            return plain(*args, **kwargs)
+            return stock(*args, **kwargs)
         queries, keys = positions.of(mask)
         # MPT counts back from the last slot. From the root, here: a constant means nothing to
         # softmax, but small numbers near the queries keep more digits.
         return _per_head(slopes, keys - queries.amin(dim=-1, keepdim=True))
 
-    undo.callback(model.register_forward_pre_hook(before_model, with_kwargs=True).remove)
-    _replace(model, "build_mpt_alibi_tensor", build_mpt_alibi_tensor, undo)
-    for block in model.blocks:
-        _replace(block.attn, "forward", _mpt_attention(block.attn), undo)
+    changes.before(transformer, before_model)
+    changes.instead(transformer, "build_mpt_alibi_tensor", build_mpt_alibi_tensor)
+    for block in transformer.blocks:
+        changes.instead(block.attn, "forward", _mpt_attention(block.attn))
 
 
 def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """`MptAttention.forward` that also takes a bias per row; the original insists on 3-D."""
-    plain = attention.forward
+    stock = plain(attention, "forward")
 
     def forward(
         hidden_states: Tensor,
@@ -165,7 +163,7 @@ def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         if position_bias.dim() != 4 or attention_mask is None:
-            return plain(hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
+            return stock(hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
         qkv = attention.Wqkv(hidden_states)  # (batch, query, 3 * hidden)
         if attention.clip_qkv:
             qkv = qkv.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
@@ -192,15 +190,6 @@ def _two_tokens(transformer: Any) -> Tensor:
 def _per_head(slopes: Tensor, positions: Tensor) -> Tensor:
     """Bias (batch, heads, 1, key) from slopes (heads,) and positions (batch, key)."""
     return slopes.to(positions.device)[:, None, None] * positions[:, None, None, :]
-
-
-def _replace(instance: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
-    """Set an attribute of this instance; `undo` puts back what the instance had, if anything."""
-    if name in vars(instance):
-        undo.callback(setattr, instance, name, vars(instance)[name])
-    else:
-        undo.callback(delattr, instance, name)
-    setattr(instance, name, value)
 
 
 _PATCHES = {"bloom": _patch_bloom, "falcon": _patch_falcon, "mpt": _patch_mpt}

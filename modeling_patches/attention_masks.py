@@ -1,32 +1,29 @@
 """A boolean (batch, 1, query, key) mask -> what this model's attention takes.
 
 Knows the attention back ends of Transformers and how models receive masks; knows nothing of trees.
-``tree_attention(model)`` is entered around forwards with such masks: it switches to a back end that
-takes them, enters the architecture's own patches, and yields the converter.
+:class:`TreeAttention` converts masks, and brings the changes with which forwards with such masks
+run: a back end that takes them, and the architecture's own patches.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches import alibi, local_attention
+from modeling_patches.per_call import Changes, refuse_compiled, replaced
+from modeling_patches.support import sliding_windows
 
 logger = logging.getLogger(__name__)
 
-#: Architecture patches; each has ``applies(model)`` and ``tree_positions(model)``.
+#: Architecture patches; each has ``applies(model)`` and ``tree_positions(model, changes)``.
 PATCHES: tuple[Any, ...] = (alibi, local_attention)
-
-#: Name of the attention function that keeps grouped key-value heads as they are.
-GROUPED_SDPA = "grouped_sdpa"
 
 
 def grouped_sdpa(
@@ -55,7 +52,7 @@ def grouped_sdpa(
     special = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
     if attention_mask is None or attention_mask.shape[1] != 1 or heads == kv_heads or special:
         stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return stock(
+        return getattr(stock, "plain", stock)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     groups = heads // kv_heads
@@ -69,34 +66,81 @@ def grouped_sdpa(
 
 def _tiled(mask: Tensor, groups: int) -> Tensor:
     """``mask`` repeated along the query dimension; made once per forward, not once per layer."""
-    if torch.compiler.is_compiling():
-        return mask.repeat(1, 1, groups, 1)
     made = getattr(mask, "_tiled", None)
     if made is None or made.shape[2] != groups * mask.shape[2]:
         made = mask._tiled = mask.repeat(1, 1, groups, 1)  # type: ignore[attr-defined]
     return made
 
 
-AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
-AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+class _Attention:
+    """An attention function of Transformers that runs the call's instead, if there is one."""
+
+    def __init__(self, name: str, plain: Callable[..., Any]):
+        self.name, self.plain = name, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (replaced(AttentionInterface, self.name) or self.plain)(*args, **kwargs)
 
 
 class TreeAttention:
-    """Converter yielded by :func:`tree_attention`.
+    """How a model runs forwards with 4-D masks: masks are converted, and ``changes`` run.
+
+    ``eager`` and ``flex_attention`` stay as they are; ``sdpa`` becomes :func:`grouped_sdpa` where
+    the model looks attention up by name, and so does, with one warning, anything else (flash).
+
+    Args:
+        model: the model.
+        checkpointing: forwards are computed again later, for their gradients, so that there can be
+            no changes; ``sdpa`` then stays, too.
 
     Attributes:
         windows: sliding-window size of each kind of layer (None = full attention), keyed as the
             model's forward wants its masks; a single entry "" where it wants one mask.
         wants_positions: whether :meth:`set_positions` must be called before each forward.
+        changes: what forwards run with.
+
+    Raises:
+        ValueError: the model needs what it cannot have.
     """
 
-    def __init__(
-        self, windows: dict[str, int | None], setters: list[Callable[..., None]], flex: bool
-    ):
-        self.windows = windows
-        self.wants_positions = bool(setters)
-        self._setters = setters
-        self._flex = flex
+    def __init__(self, model: Any, checkpointing: bool = False) -> None:
+        self.windows = mask_kinds(model, sliding_windows(model))
+        self.changes = Changes()
+        current = model.config.get_text_config(decoder=True)._attn_implementation
+        self._flex = current == "flex_attention"
+        patches = [patch for patch in PATCHES if patch.applies(model)]
+        if checkpointing:
+            needed = [patch.__name__.rpartition(".")[2] for patch in patches]
+            if needed or current not in ("eager", "flex_attention", "sdpa"):
+                raise ValueError(
+                    f"gradient_checkpointing: {type(model).__name__} takes tree masks only with "
+                    f"changes of ours ({', '.join(needed) or current}), and activations are "
+                    "computed again without them. Train without checkpointing, or with "
+                    "attn_implementation='sdpa' if it is the attention."
+                )
+        elif current not in ("eager", "flex_attention"):
+            self._take_over(model, current)
+        if patches:
+            refuse_compiled(model, f"{patches[0].__name__.rpartition('.')[2]} for tree masks")
+        self._setters = [patch.tree_positions(model, self.changes) for patch in patches]
+        self.wants_positions = bool(self._setters)
+
+    def _take_over(self, model: Any, current: str) -> None:
+        """Let attention that is looked up by name take tree masks."""
+        by_name = getattr(model, "_supports_attention_backend", False)
+        if by_name and current in ALL_ATTENTION_FUNCTIONS:
+            stock = ALL_ATTENTION_FUNCTIONS[current]
+            if not isinstance(stock, _Attention):
+                AttentionInterface.register(current, _Attention(current, stock))
+            self.changes.replace_function(AttentionInterface, current, grouped_sdpa)
+            if current != "sdpa":
+                _warn_switched(current)
+        elif current != "sdpa":
+            raise ValueError(
+                f"attn_implementation={current!r} takes no arbitrary mask, and "
+                f"{type(model).__name__} chooses its attention when it is built: load it with "
+                "attn_implementation='sdpa' or 'eager'."
+            )
 
     def set_positions(self, query_positions: Tensor, key_positions: Tensor) -> None:
         """Token positions (batch, query) and (batch, key), for patches that need them."""
@@ -116,9 +160,9 @@ class TreeAttention:
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     # Additive for sdpa, too: it would otherwise convert a boolean mask again in every layer.
-    # finfo.min, not -inf: eager adds it before the softmax, where -inf can give NaN.
+    # -inf, which no score outweighs; every query sees itself, so that no softmax is empty.
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
+    return zeros.masked_fill_(~mask, -torch.inf)
 
 
 def _block_mask(mask: Tensor) -> Any:
@@ -144,80 +188,30 @@ def narrowed_block_mask(mask: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     return _block_mask(pick(mask.tree_mask))
 
 
-def mask_kinds(model: Any, sliding_windows: list[int | None]) -> dict[str, int | None]:
+def mask_kinds(model: Any, windows: list[int | None]) -> dict[str, int | None]:
     """Which masks the model's forward wants.
 
     Args:
         model: a causal language model.
-        sliding_windows: window of each layer, None for full attention.
+        windows: attention window of each layer, None for full attention.
 
     Raises:
         ValueError: for a mixture of layers that the model does not name in its config.
     """
-    distinct = set(sliding_windows)
+    distinct = set(windows)
     if len(distinct) <= 1:
         return {"": distinct.pop() if distinct else None}
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-    if types is None or len(types) != len(sliding_windows):
+    if types is None or len(types) != len(windows):
         raise ValueError(
-            f"{type(model).__name__} mixes attention windows {sliding_windows} but its config has "
+            f"{type(model).__name__} mixes attention windows {windows} but its config has "
             "no layer_types: masks cannot be assigned to layers. Generate without a strategy."
         )
     kinds: dict[str, int | None] = {}
-    for kind, window in zip(types, sliding_windows):
+    for kind, window in zip(types, windows):
         if kinds.setdefault(kind, window) != window:
             raise ValueError(f"{type(model).__name__}: layers of type {kind!r} differ in window.")
     return kinds
-
-
-@contextmanager
-def tree_attention(
-    model: Any, sliding_windows: list[int | None], checkpointing: bool = False
-) -> Iterator[TreeAttention]:
-    """Prepare ``model`` for forwards with 4-D masks, and restore it afterwards.
-
-    ``eager`` and ``flex_attention`` stay; ``sdpa`` becomes :func:`grouped_sdpa` where the model
-    looks attention up by name; anything else (flash) is switched to sdpa with one warning.
-
-    Args:
-        model: the model.
-        sliding_windows: window of each layer.
-        checkpointing: forwards are computed again after the block, for their gradients, so that
-            nothing may be prepared; ``sdpa`` then stays, too.
-
-    Raises:
-        ValueError: the model needs what it cannot have.
-    """
-    with ExitStack() as stack:
-        current = model.config.get_text_config(decoder=True)._attn_implementation
-        if checkpointing:
-            patches = [patch for patch in PATCHES if patch.applies(model)]
-            needed = [patch.__name__.rpartition(".")[2] for patch in patches]
-            if needed or current not in ("eager", "flex_attention", "sdpa"):
-                raise ValueError(
-                    f"gradient_checkpointing: {type(model).__name__} takes tree masks only while "
-                    f"it is prepared for them ({', '.join(needed) or current}), and activations "
-                    "are computed again after that. Train without checkpointing, or with "
-                    "attn_implementation='sdpa' if it is the attention."
-                )
-        elif current not in ("eager", "flex_attention"):
-            if current != "sdpa":
-                if not getattr(model, "_supports_sdpa", False):
-                    raise ValueError(
-                        f"attn_implementation={current!r} takes no arbitrary mask and "
-                        f"{type(model).__name__} has no sdpa: load it with "
-                        "attn_implementation='eager'."
-                    )
-                _warn_switched(current)
-            by_name = getattr(model, "_supports_attention_backend", False)
-            stack.enter_context(_implementation(model, GROUPED_SDPA if by_name else "sdpa"))
-        setters = [
-            stack.enter_context(patch.tree_positions(model))
-            for patch in PATCHES
-            if patch.applies(model)
-        ]
-        kinds = mask_kinds(model, sliding_windows)
-        yield TreeAttention(kinds, setters, flex=current == "flex_attention")
 
 
 _warned: set[str] = set()
@@ -230,21 +224,3 @@ def _warn_switched(current: str) -> None:
             "attn_implementation=%r takes no tree mask: speculative steps use sdpa instead "
             "(the prefill keeps %r).", current, current,
         )  # fmt: skip
-
-
-@contextmanager
-def _implementation(model: Any, name: str) -> Iterator[None]:
-    """Set the attention back end of every sub-config for a while, without reloading anything."""
-    configs = {id(module.config): module.config for module in model.modules() if _has_own(module)}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    for config, _ in before:
-        config._attn_implementation_internal = name
-    try:
-        yield
-    finally:
-        for config, value in before:
-            config._attn_implementation_internal = value
-
-
-def _has_own(module: Any) -> bool:
-    return hasattr(getattr(module, "config", None), "_attn_implementation_internal")

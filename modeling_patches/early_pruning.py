@@ -1,6 +1,6 @@
 """Drop rows of a forward after its first layers; the deeper layers run on those that are left.
 
-A hook before each deeper layer narrows the hidden states and all that has one entry per row:
+Before each deeper layer a hook narrows the hidden states and all that has one entry per row:
 attention masks, position ids, rotary tables. Behind the last layer zeros make up for the rows that
 went, since some models (GPT-2's family) insist on as many rows as came in. Whoever uses it says
 which rows stay, and sees to it that the cache takes fewer keys from then on. This file knows
@@ -9,8 +9,7 @@ neither trees nor caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,25 +17,25 @@ from torch import Tensor
 
 from modeling_patches.attention_masks import narrowed_block_mask
 from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.per_call import Changes, refuse_compiled
 
 #: From hidden states (batch, rows, hidden) to the rows that stay, (batch, kept); None: all.
 Choose = Callable[[Tensor], Tensor | None]
 
 
-@contextmanager
-def early_pruning(model: Any, layer: int, choose: Choose) -> Iterator[None]:
-    """For the block, rows of the forwards that `choose` does not keep end before a layer.
+def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> None:
+    """Let rows of a forward that `choose` does not keep end before a layer.
 
     The rows that stay are the first of the final hidden states; behind them stand zeros.
 
     Args:
         model: a causal language model.
+        changes: what this is added to.
         layer: the first layer that runs on fewer rows, so the number of layers that run on all.
         choose: called with the hidden states before that layer, once per forward.
 
     Raises:
-        ValueError: the model has no layer of this number behind its first.
-        RuntimeError: the model ran no hooks, because it is compiled as a whole.
+        ValueError: the model has no layer of this number behind its first, or layers are compiled.
     """
     layers = decoder_layers(model)
     if not 1 <= layer < len(layers):
@@ -44,9 +43,10 @@ def early_pruning(model: Any, layer: int, choose: Choose) -> Iterator[None]:
             f"layer={layer}: the model has {len(layers)} layers, so rows can be dropped after 1 to "
             f"{len(layers) - 1} of them."
         )
+    refuse_compiled(model, "early pruning")
     narrowing = _Narrowing()
 
-    def decide(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def decide(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         hidden = args[0] if args else kwargs["hidden_states"]
         narrowing.begin(hidden.shape[0], hidden.shape[1], choose(hidden))
         if narrowing.rows is None:
@@ -55,9 +55,9 @@ def early_pruning(model: Any, layer: int, choose: Choose) -> Iterator[None]:
             args = (narrowing(hidden), *args[1:])
         else:
             kwargs = {**kwargs, "hidden_states": narrowing(hidden)}
-        return narrow(module, args, kwargs)
+        return narrow(args, kwargs)
 
-    def narrow(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def narrow(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if narrowing.rows is None:
             return None
         first = args[:1]  # hidden states: they come narrow from the layer before
@@ -68,41 +68,44 @@ def early_pruning(model: Any, layer: int, choose: Choose) -> Iterator[None]:
         }
         return (*first, *rest), named
 
-    def widen(module: Any, args: tuple, output: Any) -> Any:
+    def widen(args: tuple, kwargs: dict, output: Any) -> Any:
         if narrowing.rows is None:
             return None
         if isinstance(output, tuple):
             return (narrowing.widened(output[0]), *output[1:])
         return narrowing.widened(output)
 
-    hooked: Any = [*layers][layer:]
-    handles = [hooked[0].register_forward_pre_hook(decide, with_kwargs=True)]
-    handles += [one.register_forward_pre_hook(narrow, with_kwargs=True) for one in hooked[1:]]
-    handles.append(hooked[-1].register_forward_hook(widen))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not narrowing.runs:
-        raise RuntimeError(
-            "rows cannot be dropped in a model that is compiled as a whole: use it without "
-            "torch.compile, or switch pruning off."
-        )
+    deeper = [*layers][layer:]
+    changes.before(deeper[0], decide)
+    for one in deeper[1:]:
+        changes.before(one, narrow)
+    changes.after(deeper[-1], widen)
+
+
+def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
+    """A list that each forward fills with the hidden states before a layer.
+
+    `(batch, rows, hidden)`: what an early prediction head reads.
+    """
+    seen: list[Tensor] = []
+
+    def note(args: tuple, kwargs: dict) -> None:
+        seen[:] = [args[0] if args else kwargs["hidden_states"]]
+
+    changes.before(decoder_layers(model)[layer], note)
+    return seen
 
 
 class _Narrowing:
     """Narrows what has one entry per row; what all layers share is narrowed once."""
 
     def __init__(self) -> None:
-        self.runs = 0
         self.rows: Tensor | None = None
         self._size = (0, 0)
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def begin(self, batch: int, rows: int, kept: Tensor | None) -> None:
         """A forward of so many rows that keeps these, (batch, kept)."""
-        self.runs += 1
         self._size, self.rows, self._made = (batch, rows), kept, {}
 
     def __call__(self, value: Any) -> Any:
@@ -140,22 +143,3 @@ class _Narrowing:
         shape[dim] = rows.shape[1]
         index = rows.view(rows.shape[0], *[1] * (dim - 1), -1, *[1] * (value.ndim - dim - 1))
         return value.expand(rows.shape[0], *value.shape[1:]).gather(dim, index.expand(shape))
-
-
-@contextmanager
-def layer_input(model: Any, layer: int) -> Iterator[list[Tensor]]:
-    """For the block, a list that each forward fills with the hidden states before a layer.
-
-    `(batch, rows, hidden)`: what an early prediction head reads.
-    """
-    seen: list[Tensor] = []
-
-    def note(module: Any, args: tuple, kwargs: dict) -> None:
-        seen[:] = [args[0] if args else kwargs["hidden_states"]]
-
-    module: Any = decoder_layers(model)[layer]
-    handle = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()

@@ -5,59 +5,51 @@ What follows the layers, the final norm among it, is the model's own and runs on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.per_call import Changes, refuse_compiled
 
 
-@contextmanager
-def averaged_exits(model: Any, count: int, first: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """For the block, rows from `first` on leave the layers as the mean of what the last `count` do.
+def averaged_exits(
+    model: Any, changes: Changes, count: int, first: Callable[[], int] = lambda: 0
+) -> None:
+    """Let rows from `first` on leave the layers as the mean of what the last `count` do.
 
     Args:
         model: a causal language model.
+        changes: what this is added to.
         count: exits; 1 changes nothing.
-        first: first row, of the forwards in the block, that is averaged; asked in the last layers.
+        first: first row of a forward that is averaged; asked in the last layers.
 
     Raises:
-        RuntimeError: the model ran no hooks, because it is compiled as a whole.
+        ValueError: layers are compiled.
     """
     if count == 1:
-        yield
         return
+    refuse_compiled(model, "the average of its last layers")
     *before, last = decoder_layers(model)[-count:]
     seen: list[Tensor] = []
-    runs = 0
 
-    def note(module: Any, args: Any, output: Any) -> None:
+    def note(args: Any, kwargs: Any, output: Any) -> None:
         seen.append(_hidden(output)[:, first() :])
 
-    def average(module: Any, args: Any, output: Any) -> Any:
-        nonlocal runs
-        runs += 1
+    def average(args: Any, kwargs: Any, output: Any) -> Any:
         hidden = _hidden(output)
         exits = [state.to(hidden.device) for state in seen] + [hidden[:, first() :]]
         seen.clear()
+        if first() == hidden.shape[1]:
+            return None
         mixed = torch.cat([hidden[:, : first()], torch.stack(exits).mean(0)], dim=1)
         return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
-    handles = [layer.register_forward_hook(note) for layer in before]
-    handles.append(last.register_forward_hook(average))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not runs:
-        raise RuntimeError(
-            f"the last {count} layers' states cannot be averaged in a model that is compiled as a "
-            "whole: use it without torch.compile."
-        )
+    for layer in before:
+        changes.after(layer, note)
+    changes.after(last, average)
 
 
 def _hidden(output: Any) -> Tensor:

@@ -20,7 +20,11 @@ Validate = Callable[[Any, GenerationConfig, dict[str, Any]], None]
 
 
 def register(
-    name: str, attributes: tuple[str, ...], decode: Callable[..., Any], validate: Validate
+    name: str,
+    attributes: tuple[str, ...],
+    decode: Callable[..., Any],
+    validate: Validate,
+    loaded: Callable[[GenerationConfig, str], None],
 ) -> None:
     """Route ``generate()`` to ``decode`` whenever the first attribute is set. Idempotent.
 
@@ -29,6 +33,8 @@ def register(
         attributes: names to accept as generation options (default None); the first one decides.
         decode: called like ``GenerationMixin._sample``, with the model as first argument.
         validate: raises on what ``decode`` cannot do; runs before any input is prepared.
+        loaded: called with a configuration that was loaded with the first attribute set, and with
+            the folder or repository it came from.
     """
     method = f"_{name}"
     mixin: Any = generation_utils.GenerationMixin
@@ -57,6 +63,18 @@ def register(
 
     def is_chosen(config: Any) -> bool:
         return getattr(config, switch, None) is not None
+
+    original_load = GenerationConfig.from_pretrained.__func__
+
+    @functools.wraps(original_load)
+    def from_pretrained(cls: Any, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original_load(cls, pretrained_model_name, *args, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found  # with keywords that are left
+        if is_chosen(config):
+            loaded(config, str(pretrained_model_name))
+        return found
+
+    GenerationConfig.from_pretrained = classmethod(from_pretrained)
 
     original_mode = GenerationConfig.get_generation_mode
 

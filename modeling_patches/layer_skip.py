@@ -1,10 +1,9 @@
-"""Leave out chosen attention and MLP sublayers of a causal language model during a block.
+"""Leave out chosen attention and MLP sublayers of a causal language model in some of its forwards.
 
 A skipped sublayer computes nothing, writes nothing to the KV cache and adds nothing to the residual
 stream: the model behaves as if the sublayer's output projection were zero. That is the drafting
 model of self-speculative decoding (Draft & Verify, Zhang et al. 2024). The modelling code stays as
-it is; during the block the skipped modules carry an instance-level `forward`, and afterwards
-exactly what was there before.
+it is; other forwards of the model, in other threads too, run whole.
 
 This file knows neither caches nor decoding. Mind that Transformers takes the length of a cache from
 its first layer: whoever skips the attention of layer 0 passes `position_ids` and masks that do not
@@ -14,10 +13,13 @@ depend on that.
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+
+from modeling_patches.per_call import Changes, refuse_compiled
 
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 # Several of them in one layer (shared experts beside routed ones) form one sublayer.
@@ -64,7 +66,6 @@ _NORM_IN_RESIDUAL = {
 # MLPs that return (hidden states, something) where others return hidden states.
 _PAIR_RETURNING_MLPS = {"GptOssMLP"}
 
-_ABSENT = object()
 _Stub = Callable[..., Any]
 
 
@@ -113,11 +114,7 @@ def num_layers(model: nn.Module) -> int:
 
 
 class LayerSkipper:
-    """Leaves out sublayers of `model` while entered: `with skipper: model(...)`.
-
-    Preparing finds the modules and costs milliseconds; entering costs a few dictionary writes per
-    skipped sublayer and may happen once per drafted token. Nested entries work. Not thread-safe:
-    the model is changed for everybody while a block runs.
+    """Leaves out sublayers of `model`: `skipper.changes.run(model, ...)`.
 
     Build a new one after modules of the model were replaced (a LoRA loaded into OPT's `fc1`).
 
@@ -126,9 +123,12 @@ class LayerSkipper:
         skip_attention: layer indices whose attention is left out.
         skip_mlp: layer indices whose MLP is left out.
 
+    Attributes:
+        replaced: the modules that do not run.
+
     Raises:
         ValueError: an index that is not an integer in `0 .. num_layers - 1` or comes twice; an
-            architecture whose layers or sublayers cannot be found.
+            architecture whose layers or sublayers cannot be found, or are compiled.
     """
 
     def __init__(
@@ -140,11 +140,10 @@ class LayerSkipper:
         self.skip_mlp = _checked("skip_mlp", skip_mlp, self.num_layers)
         if self.skip_attention:
             _refuse_shared_cache(_unwrap(model))
+        refuse_compiled(_unwrap(model), "the skipping of layers")
 
-        #: The modules that do not run in the block.
         self.replaced: list[nn.Module] = []
-        # Pairs of (instance dictionary of a module, its stub): all that entering has to touch.
-        self._patches: list[tuple[dict[str, Any], _Stub]] = []
+        self._stubs: list[tuple[nn.Module, _Stub]] = []
         for index in sorted({*self.skip_attention, *self.skip_mlp}):
             layer = layers[index]
             stubs: list[tuple[nn.Module, _Stub]] = []
@@ -154,24 +153,16 @@ class LayerSkipper:
                 stubs += _mlp_stubs(layer, index)
             if index in self.skip_attention and index in self.skip_mlp and _is_plain(layer):
                 stubs.append((layer, _EmptyLayer(layer)))
-            self._patches += [(module.__dict__, stub) for module, stub in stubs]
+            self._stubs += stubs
             self.replaced += [module for module, _ in stubs]
-        self._saved: list[list[Any]] = []
 
-    def __enter__(self) -> "LayerSkipper":
-        # accelerate's hooks and module-level patches also live in the instance dictionary: remember
-        # what was there, absence included.
-        self._saved.append([attributes.get("forward", _ABSENT) for attributes, _ in self._patches])
-        for attributes, stub in self._patches:
-            attributes["forward"] = stub
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for (attributes, _), previous in zip(self._patches, self._saved.pop(), strict=True):
-            if previous is _ABSENT:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = previous
+    @cached_property
+    def changes(self) -> Changes:
+        """What forwards without these sublayers run with."""
+        changes = Changes()
+        for module, stub in self._stubs:
+            changes.instead(module, "forward", stub)
+        return changes
 
     def __repr__(self) -> str:
         return (

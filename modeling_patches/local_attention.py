@@ -10,13 +10,14 @@ It knows this architecture and nothing of trees, caches or drafting: which slots
 the mask's business, where a slot stands is the caller's.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from modeling_patches.per_call import Changes, plain
 
 MODEL_TYPES = frozenset({"gpt_neo"})
 
@@ -28,9 +29,8 @@ def applies(model: PreTrainedModel) -> bool:
     return model.config.model_type in MODEL_TYPES
 
 
-@contextmanager
-def tree_positions(model: PreTrainedModel) -> Iterator[SetPositions]:
-    """Patch this model instance; yields `set_positions(query_positions, key_positions)`.
+def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
+    """Add the patch to `changes`; gives `set_positions(query_positions, key_positions)`.
 
     Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
     additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
@@ -40,25 +40,13 @@ def tree_positions(model: PreTrainedModel) -> Iterator[SetPositions]:
     """
     decoder = model.get_decoder()
     band = _Band(model.config.window_size)
-    attentions = [block.attn.attention for block in decoder.h]
-    before = [vars(attention).get("_attn") for attention in attentions]
-    hooks = [decoder.register_forward_pre_hook(band.before_model, with_kwargs=True)]
-    hooks += [
-        block.register_forward_pre_hook(band.before_block, with_kwargs=True)
-        for block, attention in zip(decoder.h, attentions)
-        if attention.attention_type == "local"
-    ]
-    try:
-        for attention in attentions:
-            attention._attn = _attn(attention, band)
-        yield band.set_positions
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for attention, own in zip(attentions, before):
-            vars(attention).pop("_attn", None)
-            if own is not None:
-                attention._attn = own
+    changes.before(decoder, band.before_model)
+    for block in decoder.h:
+        attention = block.attn.attention
+        if attention.attention_type == "local":
+            changes.before(block, band.before_block)
+        changes.instead(attention, "_attn", _attn(attention, band))
+    return band.set_positions
 
 
 class _Band:
@@ -72,11 +60,11 @@ class _Band:
     def set_positions(self, query_positions: Tensor, key_positions: Tensor) -> None:
         self.positions = query_positions, key_positions
 
-    def before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def before_model(self, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")
         self.mask = self.of(mask) if isinstance(mask, Tensor) and mask.dim() == 4 else None
 
-    def before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def before_block(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs if self.mask is None else kwargs | {"attention_mask": self.mask}
 
     def of(self, mask: Tensor) -> Tensor:
@@ -100,13 +88,13 @@ class _Band:
 
 def _attn(attention: Any, band: _Band) -> Callable[..., tuple[Tensor, Tensor]]:
     """`GPTNeoSelfAttention._attn` without its triangle over slots while `band` has a mask."""
-    plain = attention._attn
+    stock = plain(attention, "_attn")
 
     def _attn(
         query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if band.mask is None:
-            return plain(query, key, value, attention_mask)
+            return stock(query, key, value, attention_mask)
         mask: Any = attention_mask
         # GPT-Neo does not scale its scores, hence fp32, as in the original.
         scores = query.float() @ key.float().transpose(-1, -2)  # (batch, heads, query, key)

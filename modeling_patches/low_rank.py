@@ -1,23 +1,26 @@
 """Add low-rank updates to linear modules: y + scale * B(A(x)) (Hu et al., "LoRA", 2021, eq. (3)).
 
 PEFT's own LoRA layers replace the modules that they update, and are saved under a type of their
-own. Here a module stays what and where it is and carries a forward hook while its update is
-attached, so that an update can be switched for a block of code and leaves no trace afterwards. Of
-a module only input and output are used: quantised linear modules work as plain ones do.
+own. Here a module stays what and where it is: it carries a forward hook while its update is
+attached, or is updated in the forwards of one call only. Of a module only input and output are
+used: quantised linear modules work as plain ones do.
 
 Updates can also be merged into the weights of plain modules, and be taken out again bit for bit.
 This file knows neither adapters nor files: where the factors come from is the caller's business.
 """
 
-import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import regex
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.per_call import Changes
+from modeling_patches.ranks import own_share, summed
 
 #: PEFT's word for the linear modules of all decoder layers.
 ALL_LINEAR = "all-linear"
@@ -26,6 +29,9 @@ ALL_LINEAR = "all-linear"
 _FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
 #: Integers as wide as the entries of a weight, to compare bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Characters of a pattern of names, and seconds that it may take to try it on all of a model's.
+PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
 
 Targets = str | Sequence[str] | None
 
@@ -65,7 +71,8 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
             "all-linear", takes those inside the decoder layers, attention and MLP alike.
 
     Raises:
-        ValueError: nothing matches, or one of several names matches nothing.
+        ValueError: nothing matches, or one of several names matches nothing; or a pattern is none,
+            or takes too long.
     """
     everything = {name: m for name, m in _walk(model) if features(m) is not None}
     if targets is None or targets == ALL_LINEAR:
@@ -73,7 +80,7 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
         found = {name: module for name, module in everything.items() if id(module) in inside}
         unmatched = [] if found else ["the decoder layers"]
     elif isinstance(targets, str):
-        found = {name: m for name, m in everything.items() if re.fullmatch(targets, name)}
+        found = _matching(targets, everything)
         unmatched = [] if found else [targets]
     else:
         ends = {end: [name for name in everything if _ends(name, end)] for end in targets}
@@ -89,6 +96,43 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
             "names."
         )
     return found
+
+
+def compiled(pattern: str) -> regex.Pattern[str]:
+    """A regular expression of module names.
+
+    Raises:
+        ValueError: it is none, or too long.
+    """
+    shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}...")
+    if len(pattern) > PATTERN_LENGTH:
+        raise ValueError(
+            f"the pattern {shown} has {len(pattern)} characters: at most {PATTERN_LENGTH} are "
+            "tried. Give a list of names."
+        )
+    try:
+        return regex.compile(pattern)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"{shown} is no regular expression: {error}.") from error
+
+
+def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules whose whole names match.
+
+    `re` cannot be interrupted, and some patterns take it longer than the world is old.
+    """
+    expression, end = compiled(pattern), time.monotonic() + PATTERN_SECONDS
+    try:
+        return {
+            name: module
+            for name, module in modules.items()
+            if expression.fullmatch(name, timeout=max(end - time.monotonic(), 1e-3))
+        }
+    except TimeoutError as error:
+        raise ValueError(
+            f"the pattern {pattern!r} takes longer than {PATTERN_SECONDS:g} seconds to match the "
+            "names of the model's modules: simplify it, or give a list of names."
+        ) from error
 
 
 def _ends(name: str, end: str) -> bool:
@@ -107,7 +151,7 @@ def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 class LowRank:
-    """Low-rank updates of some modules, while attached: by `attach`, or for a `with` block.
+    """Low-rank updates of some modules: while attached, or as `changes` of a call.
 
     A model with updates attached can be copied (deeply) and pickled if `factors` can.
 
@@ -128,7 +172,6 @@ class LowRank:
         self.factors = factors
         self.enabled = True
         self._handles: list[Any] = []
-        self._entries = 0
         # While merged: weights as they were, and a sum over the bits of what replaced them.
         self._originals: dict[str, tuple[Tensor, int]] = {}
 
@@ -146,15 +189,10 @@ class LowRank:
             handle.remove()
         self._handles = []
 
-    def __enter__(self) -> "LowRank":
-        self.attach()
-        self._entries += 1
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._entries -= 1
-        if not self._entries:
-            self.detach()
+    def add_to(self, changes: Changes) -> None:
+        """Let the modules' calls be updated where `changes` run."""
+        for name, module in self.modules.items():
+            changes.after(module, _Hook(self, name).within_call)
 
     # -- merging -----------------------------------------------------------------------------------
 
@@ -223,19 +261,34 @@ class _Hook:
         self.owner = owner
         self.name = name
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def within_call(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
+        return self(None, args, output)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         owner = self.owner
         if not owner.enabled or owner.merged:
             return None
         factors = owner.factors(self.name)
-        return None if factors is None else _updated(args[0], output, *factors)
+        if factors is None:
+            return None
+        return _updated(args[0], output, *factors, self.owner.modules[self.name])
 
 
-def _updated(inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features)."""
+def _updated(
+    inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float, module: nn.Module
+) -> Tensor:
+    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features).
+
+    Of a module that is split (tensor parallelism) either may be this rank's share.
+    """
     # Both are no-ops but for models spread over devices and factors more precise than the model.
     down, up = down.to(output.device), up.to(output.device)
+    whole = down.shape[1]
+    down = own_share(down, inputs.shape[-1], 1, module)
+    up = own_share(up, output.shape[-1], 0, module)
     inner = nn.functional.linear(inputs.to(output.device, down.dtype), down)  # (..., rank)
+    if inputs.shape[-1] != whole:
+        inner = summed(inner, module)
     update = nn.functional.linear(inner, up)  # (..., out_features)
     return torch.add(output, update, alpha=scale).to(output.dtype)
 

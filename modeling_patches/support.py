@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_patches import alibi
+from modeling_patches.ranks import tensor_parallel_size
 
 #: Architectures whose tree forward is tested against plain generation.
 VERIFIED = frozenset(
@@ -81,7 +82,7 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
             f"({sorted(tuple(shape) for shape in shapes)}): learned states in every layer need one."
         )
     _, heads, _, dim = shapes.pop()
-    return len(cache.layers), heads, dim
+    return len(cache.layers), heads * tensor_parallel_size(model), dim
 
 
 def quantised_as(model: Any) -> str | None:

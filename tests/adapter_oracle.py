@@ -36,5 +36,6 @@ def with_updates(model: PreTrainedModel, adapter: Any, scale: float) -> PreTrain
 
 
 def hooked(model: Any) -> int:
-    """How many forward hooks hang on the model's modules."""
-    return sum(len(module._forward_hooks) for module in model.modules())
+    """How many low-rank updates are attached to the model's modules."""
+    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    return sum(type(hook).__module__ == "modeling_patches.low_rank" for hook in hooks)

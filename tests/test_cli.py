@@ -280,9 +280,11 @@ def test_serve_says_what_is_missing(monkeypatch, capsys):
 
 
 def test_serve_hands_all_arguments_over(monkeypatch):
-    given = fake_transformers_cli(monkeypatch)
+    given, checks = fake_transformers_cli(monkeypatch), []
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
+    monkeypatch.setattr(cli, "answer_refusals", checks.append)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
+    assert checks == [cli.check_request]
     assert cli.main(["serve", "--help"]) == 0
     assert given == [["serve", "some/model", "--port", "1"], ["serve", "--help"]]
 

@@ -59,6 +59,7 @@ def test_import_is_idempotent(tiny: Callable[..., PreTrainedModel]) -> None:
     def state() -> tuple:
         return (
             GenerationConfig.__init__,
+            GenerationConfig.from_pretrained.__func__,
             GenerationConfig.get_generation_mode,
             GenerationMixin._hf_spec_decode,
             GenerationMixin._validate_generation_mode,

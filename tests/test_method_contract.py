@@ -23,6 +23,7 @@ from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
+from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache
 from hf_spec.methods.registry import Method, methods
 
@@ -38,6 +39,10 @@ def variants(method: Method) -> Any:
 #: Options worth a run of their own.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     name: variants(method).VARIANTS for name, method in methods().items()
+}
+#: Options whose candidates are sampled, verified by rejection; only tests of sampling need them.
+SAMPLED: dict[str, dict[str, dict[str, Any]]] = {
+    name: getattr(variants(method), "SAMPLED", {}) for name, method in methods().items()
 }
 #: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
 HITTING: dict[str, str] = {
@@ -60,7 +65,7 @@ NEW = 20
 
 
 def options(name: str, variant: str) -> dict[str, Any]:
-    return VARIANTS[name][variant]
+    return {**VARIANTS[name], **SAMPLED[name]}[variant]
 
 
 def strategy(name: str, variant: str) -> dict[str, Any]:
@@ -288,14 +293,6 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
-def matching(name: str, variant: str) -> dict[str, Any]:
-    """The strategy with the match rule, for which drafts must not be sampled."""
-    chosen = strategy(name, variant)
-    if methods()[name].options.samples_drafts:
-        chosen["assistant_kwargs"] = {**chosen["assistant_kwargs"], "acceptance": "match"}
-    return chosen
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt"])
 @every_case
 def test_seeded_sampling_equals_plain(
@@ -307,7 +304,7 @@ def test_seeded_sampling_equals_plain(
         settings = {**settings, "do_sample": True, "max_new_tokens": NEW}
         with adapted(model, methods()[name]):
             torch.manual_seed(seed)
-            ours = model.generate(prompt(), **settings, **matching(name, variant))
+            ours = model.generate(prompt(), **settings, **strategy(name, variant))
         torch.manual_seed(seed)
         assert ours.tolist() == model.generate(prompt(), **settings).tolist()
 
@@ -328,13 +325,31 @@ FALSE_ALARM = 1e-6
         for warper in WARPERS
         if variant == HITTING.get(name, variant)
         and (name in HITTING or (name, variant) in FIRST or warper == "all")
+    ]
+    + [
+        (name, variant, warper)
+        for name, variants in SAMPLED.items()
+        for variant in variants
+        for warper in WARPERS
     ],
 )
 def test_sampling_follows_the_plain_distribution(
-    tiny: Callable[..., PreTrainedModel], name: str, variant: str, warper: str
+    tiny: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    variant: str,
+    warper: str,
 ) -> None:
     """Chi-square of the first three tokens' joint distribution, 64 cells, against enumeration."""
+    rules, rule = [], verify.rejection
+
+    def noted(*args: Any) -> Any:
+        rules.append("rejection")
+        return rule(*args)
+
+    monkeypatch.setattr(verify, "rejection", noted)
     assert chi_square_of_run(tiny("llama_tied"), name, variant, warper) > FALSE_ALARM
+    assert bool(rules) == (variant in SAMPLED[name])  # the rule that is meant
 
 
 def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: str) -> float:
@@ -361,10 +376,8 @@ def test_the_chi_square_test_sees_a_biased_rule(
     tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling from p instead of the residual after a rejection, as in SPACE's algorithm 1."""
-    from hf_spec.core import verify
-
     plain_multinomial, rule = torch.multinomial, verify.rejection
-    name, variant = next(one for one in FIRST if methods()[one[0]].options.samples_drafts)
+    name, variant = next((name, v) for name in methods() for v in SAMPLED[name])
     right = chi_square_of_run(tiny("llama_tied"), name, variant, "top_p")
     assert right > FALSE_ALARM
 

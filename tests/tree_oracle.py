@@ -104,15 +104,3 @@ def assert_same(got, want):
     # fp32: sums over 20 keys and 48 channels in another order; logits are of the order of 10.
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert torch.equal(got.argmax(-1), want.argmax(-1))
-
-
-def fingerprint(model):
-    """Every attribute and hook of every module, by identity."""
-    return {
-        name: (
-            {key: id(value) for key, value in vars(module).items()},
-            list(module._forward_pre_hooks),
-            list(module._forward_hooks),
-        )
-        for name, module in model.named_modules()
-    }

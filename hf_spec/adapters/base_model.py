@@ -18,6 +18,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from hf_spec.core.checks import check_count
+from hf_spec.core.limits import MAX_SHAPE
+from modeling_patches.support import kv_shape
+
 logger = logging.getLogger(__name__)
 
 #: Entries read per parameter, evenly spaced.
@@ -137,6 +141,19 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
                 f"{type(model).__name__} has {name}={found[name]!r}. Load it onto "
                 f"{base or 'the model it was made for'}, or make one for this model."
             )
+
+
+def check_recorded(config: Any) -> None:
+    """Raise ValueError unless what a config has recorded of the base's cache are sizes."""
+    for name in ("num_layers", "num_kv_heads", "head_dim"):
+        if getattr(config, name) is not None:
+            check_count(name, getattr(config, name), high=MAX_SHAPE)
+
+
+def record_shape(config: Any, model: Any) -> None:
+    """Record the shape of the base's cache, unless an adapter that is loaded brings it along."""
+    if not (config.inference_mode and config.num_layers):
+        config.num_layers, config.num_kv_heads, config.head_dim = kv_shape(model)
 
 
 @functools.cache  # once per adapter and model, however often they meet

@@ -1,14 +1,16 @@
-"""An adapter's weights where they are stored, looked at before anything is loaded.
+"""An adapter's weights where they are stored, looked at before anything is attached.
 
-Reads the header of a safetensors file, which tells names, shapes and types, and no tensor; never a
-pickle, which can run code. Knows nothing of models or of PEFT types.
+Names, shapes and types come from the header of a safetensors file; tensors are read one by one, for
+their numbers; a pickle, which can run code, never. Knows nothing of models or of PEFT types.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +56,9 @@ class StoredWeights:
     place: str
     download: Mapping[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"in {self.place!r}"
+
     def read(self) -> dict[str, TensorFacts] | None:
         """The facts of the tensors in the safetensors file, None if there is no such file.
 
@@ -61,20 +66,35 @@ class StoredWeights:
             ValueError: the file cannot be read as safetensors: cut off, or something else.
             OSError: the Hub cannot be reached, or refuses.
         """
+        if self._path is None:
+            return None
+        with self._opened() as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name.removeprefix(PEFT_PREFIX): TensorFacts(
+                    tuple(part.get_shape()), _dtype_name(part.get_dtype())
+                )
+                for name, part in slices.items()
+            }
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors with their names, one by one; for a file that can be read."""
+        with self._opened() as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name.removeprefix(PEFT_PREFIX), file.get_tensor(name)
+
+    @cached_property
+    def _path(self) -> Path | None:
+        return self.find(WEIGHTS)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
 
-        path = self.find(WEIGHTS)
-        if path is None:
-            return None
+        assert self._path is not None
         try:
-            with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                return {
-                    name.removeprefix(PEFT_PREFIX): TensorFacts(
-                        tuple(part.get_shape()), _dtype_name(part.get_dtype())
-                    )
-                    for name, part in slices.items()
-                }
+            with safe_open(self._path, framework="pt") as file:
+                yield file
         except SafetensorError as error:
             raise ValueError(
                 f"{WEIGHTS} of {self.place!r} is no safetensors file, or was cut off ({error}): "
@@ -125,14 +145,22 @@ class GivenWeights:
     """Weights that the caller has in memory.
 
     Attributes:
-        tensors: by their names on disk.
+        given: tensors by their names on disk.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    given: Mapping[str, torch.Tensor]
+
+    def __str__(self) -> str:
+        return "given"
 
     def read(self) -> dict[str, TensorFacts]:
         """The facts of the tensors."""
-        return tensor_facts(self.tensors)
+        return tensor_facts(self.given)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors with their names."""
+        for name, tensor in self.given.items():
+            yield name.removeprefix(PEFT_PREFIX), tensor
 
 
 def check_fit(
@@ -174,6 +202,38 @@ def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorF
         if len(kind) > SHOWN:
             result.append(f"{len(kind) - SHOWN} more such")
     return result
+
+
+def check_numbers(
+    adapter: str, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
+    """Raise unless all numbers of an adapter are finite as the model will read them.
+
+    The smallest and the largest number of each tensor tell; they are awaited once.
+
+    Args:
+        adapter: what to call it.
+        tensors: floating-point tensors with their names, on one device; others are passed over.
+        dtype: the model's.
+
+    Raises:
+        ValueError: naming the tensors.
+    """
+    ends = {
+        name: torch.stack(tensor.detach().aminmax()).to(dtype)
+        for name, tensor in tensors
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta
+    }
+    finite = torch.stack(list(ends.values())).isfinite().all(-1).tolist() if ends else []
+    wrong = [repr(name) for name, right in zip(ends, finite) if not right]
+    if wrong:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{', '.join(wrong[:SHOWN])}{' and others' if len(wrong) > SHOWN else ''} of {adapter} "
+            f"have numbers that are NaN, infinite, or not finite in {kind}, the model's type "
+            f"(largest: {torch.finfo(dtype).max:.3g}): take a sound copy, or train the adapter "
+            "again; if it was made for a wider type, load the model in that."
+        )
 
 
 def _dtype_name(name: str) -> str:

@@ -14,11 +14,7 @@ from hf_spec.adapters.base_model import (
     fingerprint,
     warn_of_other_weights,
 )
-from hf_spec.adapters.checkpoint import (
-    GivenWeights,  # noqa: F401 (in a type comment)
-    StoredWeights,
-    TensorFacts,
-)
+from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights
 from hf_spec.adapters.repo_files import write_companions
 
 #: Newest layout of adapter_config.json and weights this release reads and the one it writes.
@@ -146,8 +142,8 @@ class SpecPeftConfig(PeftConfig):
         if None not in (weights, self.base_fingerprint) and weights != self.base_fingerprint:
             warn_of_other_weights(name, base, self.base_fingerprint, weights)
 
-    def read_source(self) -> dict[str, TensorFacts] | None:
-        """What is known of the weights that will be loaded; None for an adapter that starts fresh.
+    def take_source(self) -> "StoredWeights | GivenWeights | None":
+        """The weights that will be loaded; None for an adapter that starts fresh.
 
         Raises:
             ValueError: there are none to load, they are a pickle, or cannot be read.
@@ -158,11 +154,12 @@ class SpecPeftConfig(PeftConfig):
             return None
         if isinstance(source, StoredWeights):
             self._home = source
-        found = source.read()
+        if source.read() is not None:
+            return source
         # A config read from a folder without weights may serve for a fresh adapter.
-        if found is None and (self.inference_mode or source.has_pickle()):
+        if self.inference_mode or source.has_pickle():
             raise source.absent()
-        return found
+        return None
 
     def file_beside(self, name: str) -> Path | None:
         """A file that lies where the adapter was loaded from; None if there is none.

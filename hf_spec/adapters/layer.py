@@ -14,7 +14,14 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_spec.adapters.checkpoint import TensorFacts, check_fit, tensor_facts
+from hf_spec.adapters.checkpoint import (
+    GivenWeights,
+    StoredWeights,
+    TensorFacts,
+    check_fit,
+    check_numbers,
+    tensor_facts,
+)
 from hf_spec.adapters.config import SpecPeftConfig
 
 #: Attribute of the base model under which our layers hang, one per PEFT type.
@@ -49,7 +56,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         Names are identifiers other than "format". Tensors are floating-point; they will be cast to
         the dtype and moved to the device of the base's embeddings. `model` is the base model, to be
         read (for an initialisation from its weights) and not to be changed. Loading a saved adapter
-        calls this as well, hence shapes follow from `config` and `model.config` alone.
+        calls this as well, hence shapes follow from `config` and `model.config` alone. It is called
+        twice: with torch's default device set to "meta", for the shapes, and without.
         """
         return {}
 
@@ -72,27 +80,36 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         adapter_name: str,
         config: SpecPeftConfig,
         model: nn.Module,
-        stored: Mapping[str, TensorFacts] | None = None,
+        source: StoredWeights | GivenWeights | None = None,
     ) -> None:
         """Build the adapter `adapter_name` and add it to the containers.
 
+        Args:
+            adapter_name: its name.
+            config: its config.
+            model: the base model.
+            source: the weights that will be loaded into it, if any.
+
         Raises:
-            ValueError: `stored`, the weights that will be loaded into it, do not fit.
+            ValueError: they do not fit, or are not finite.
         """
-        tensors = self.build(config, model)
-        for name in tensors:
+        with torch.device("meta"):  # nothing is allocated before it is known to fit
+            shapes = self.build(config, model)
+        for name in shapes:
             if not name.isidentifier() or self.prefix in name or name == "format":
                 raise ValueError(
                     f"{type(self).__name__}.build named a parameter {name!r}; names must be "
                     f"identifiers that do not contain {self.prefix!r}, nor 'format'. Rename it."
                 )
         marker = torch.tensor([config.format_version])
-        if stored is not None:
-            expected = tensor_facts(names_on_disk(self.prefix, tensors or {"format": marker}))
-            check_fit(config.type_name, stored, expected)
-        if not tensors:
-            getattr(self, f"{self.prefix}format")[adapter_name] = marker
         device, dtype = placement(model)
+        if source is not None:
+            expected = tensor_facts(names_on_disk(self.prefix, shapes or {"format": marker}))
+            check_fit(config.type_name, source.read() or {}, expected)
+            check_numbers(f"the {config.type_name} adapter {source}", source.tensors(), dtype)
+        if not shapes:
+            getattr(self, f"{self.prefix}format")[adapter_name] = marker
+        tensors = self.build(config, model)
         for name, tensor in tensors.items():
             attribute = f"{self.prefix}{name}"
             if attribute not in self.adapter_layer_names:

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
-from modeling_patches.low_rank import Factors, LowRank, features
+from hf_spec.core.limits import MAX_ALPHA, MAX_RANK
+from modeling_patches.low_rank import Factors, LowRank, compiled, features
 
 DOWN, UP = "down__", "up__"
 
 
 def check_settings(prefix: str, rank: Any, alpha: Any, target_modules: Any) -> None:
     """Raise a ValueError unless these fields of a config, named ``<prefix>rank`` ..., are right."""
-    check_count(f"{prefix}rank", rank)
-    check_range(f"{prefix}alpha", alpha, 0.0, open_low=True)
+    check_count(f"{prefix}rank", rank, high=MAX_RANK)
+    check_range(f"{prefix}alpha", alpha, 0.0, MAX_ALPHA, open_low=True)
     names = target_modules
     listed = isinstance(names, Sequence) and all(isinstance(name, str) and name for name in names)
     if names is not None and not (listed and names):
@@ -31,6 +32,8 @@ def check_settings(prefix: str, rank: Any, alpha: Any, target_modules: Any) -> N
             f"{prefix}target_modules={names!r}: give a list of names of linear modules, a regular "
             "expression, or None for all linear modules of the decoder layers."
         )
+    if isinstance(names, str):
+        compiled(names)
 
 
 def fresh_factors(modules: Mapping[str, nn.Module], rank: int) -> dict[str, Tensor]:

@@ -34,7 +34,13 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights, check_fit, tensor_facts
+from hf_spec.adapters.checkpoint import (
+    GivenWeights,
+    StoredWeights,
+    check_fit,
+    check_numbers,
+    tensor_facts,
+)
 from hf_spec.adapters.config import FORMAT_VERSION, SpecPeftConfig, SpecPeftType, check_version
 from hf_spec.adapters.layer import (
     CONTAINER,
@@ -74,10 +80,10 @@ class SpecTuner(BaseTuner):
         try:
             config.match_base(model)
             config.check_base(model)
-            stored = config.read_source()
+            source = config.take_source()
             layer = self.tuner_layer_cls(self.prefix) if layer is None else layer
             with init_empty_weights() if low_cpu_mem_usage else nullcontext():
-                layer.update_layer(adapter_name, config, model, stored)
+                layer.update_layer(adapter_name, config, model, source)
         except Exception:
             _forget(self, model, adapter_name)
             raise
@@ -116,9 +122,14 @@ class SpecTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         # PEFT would leave out what has no counterpart on either side.
-        layer = layer_of(base_of(model), cls.prefix)
+        base = base_of(model)
+        layer = layer_of(base, cls.prefix)
         if layer is not None:
             check_fit(config.type_name, tensor_facts(state_dict), layer.stored_facts(adapter_name))
+            given = GivenWeights(state_dict)
+            check_numbers(
+                f"the {config.type_name} adapter {given}", given.tensors(), placement(base)[1]
+            )
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def merge_adapter(

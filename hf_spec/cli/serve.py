@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import typer
 
+from hf_spec.decoding.validate import check_request
+from modeling_patches.serving import answer_refusals
+
 
 def serve(context: typer.Context) -> None:
     """Run 'transformers serve' with strategies.
 
     This is Transformers' own server; all arguments are passed on. A request chooses a strategy in
-    its generation_config.
+    its generation_config; one that cannot be fulfilled is answered with 400 and the reason.
 
     \b
     Examples:
@@ -33,4 +36,5 @@ def serve(context: typer.Context) -> None:
             f"'transformers serve' needs packages that are not installed ({missing}); "
             "run: pip install 'hf_spec[serve]'"
         )
+    answer_refusals(check_request)
     transformers_app(["serve", *context.args], prog_name="hf-spec", standalone_mode=False)

@@ -11,6 +11,10 @@ forwards that ask for them; slot numbers and lengths count from the first token 
 Rows that need no more forwards can be *parked*: the others move together in front of them, and the
 cache is one of fewer rows until it is asked for all of them again.
 
+An exception may come between any two lines, an interrupt for one. What counts then are the buffers,
+the rows' lengths and their places, which change together; :meth:`unpark` makes the rest anew. Slots
+behind a row's length never count, so that nothing there has to be undone.
+
 Outside a speculative block the cache serves as an ordinary Transformers cache, as long as all rows
 have the same length.
 """
@@ -54,6 +58,8 @@ class TreeLayer(CacheLayerMixin):
         """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
 
         Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended.
+        Numbers that are not finite become 0: whoever does not see a slot gives it the weight 0,
+        which times NaN or infinity would be NaN.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -67,12 +73,12 @@ class TreeLayer(CacheLayerMixin):
             self.appended += key_states.shape[-2]
         if slots is None:
             stop = start + key_states.shape[-2]
-            self.keys[:, :, start:stop] = key_states
-            self.values[:, :, start:stop] = value_states
+            _write_finite(self.keys[:, :, start:stop], key_states)
+            _write_finite(self.values[:, :, start:stop], value_states)
         else:
             rows, slots = cache.on(self.keys.device, "rows"), slots.to(self.keys.device)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2)
-            self.values[rows, :, slots] = value_states.transpose(1, 2)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+            self.values[rows, :, slots] = value_states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
         if cache.block is not None and cache.shows_front:
             end += cache.front
             return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
@@ -99,7 +105,7 @@ class TreeCache(Cache):
         capacity: slots allocated per row, those in front left out.
         front: slots in front of the tokens.
         tokens: the tokens whose states each row holds, where the owner knows and noted them; lets
-            a later call tell whether its prompt continues this cache.
+            a later call tell how far its prompt is in this cache.
     """
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device | str):
@@ -113,9 +119,13 @@ class TreeCache(Cache):
         self.block: tuple[int, Tensor | None, int] | None = None
         self._offset = 0
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
+        #: Lengths below which a row cannot be cut but to nothing: a window dropped what lies there.
+        self._floor = [0] * batch_size
         #: While rows are parked, the row that each place of the buffers holds, and parked lengths.
         self._places: list[int] = []
         self._parked_lengths: list[int] = []
+        #: What is left of a swap: targets and sources of copies. Done twice they do no harm.
+        self._copying: list[tuple[Tensor, Tensor]] = []
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 
     # -- packing and unpacking ---------------------------------------------------------------
@@ -129,6 +139,18 @@ class TreeCache(Cache):
         device: torch.device | str,
         front: int = 0,
     ) -> TreeCache:
+        """A new cache with what a prefill wrote; see :meth:`take_over`.
+
+        Args:
+            device: where ``lengths`` lives.
+        """
+        cache = cls(len(source.layers), _rows(source), device)
+        cache.take_over(source, mask, capacity, front)
+        return cache
+
+    def take_over(
+        self, source: DynamicCache, mask: Tensor | None, capacity: int, front: int = 0
+    ) -> None:
         """Take over what a prefill wrote; ``source`` is emptied layer by layer.
 
         Args:
@@ -136,49 +158,46 @@ class TreeCache(Cache):
             mask: ``(batch, seq)`` bool, True for real tokens; None if all are. Padding, wherever
                 it stands, is dropped.
             capacity: slots to allocate per row (rounded up).
-            device: where ``lengths`` lives.
             front: slots to allocate in front of the tokens (rounded up); see :meth:`set_front`.
         """
         seq = source.get_seq_length()
-        filled = [layer for layer in source.layers if getattr(layer, "keys", None) is not None]
-        batch = filled[0].keys.shape[0]
-        cache = cls(len(source.layers), batch, device)
-        if mask is None:
-            cache.host_lengths = [seq] * batch
-            order = None
-        else:
+        order = None
+        lengths = [seq] * self.batch_size
+        if mask is not None:
             mask = mask.bool()
-            cache.host_lengths = mask.sum(-1).tolist()
+            lengths = mask.sum(-1).tolist()
             # Real tokens first, in order: slot j of a row takes its j-th real token.
-            order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(cache.host_lengths)]
-        cache.lengths = torch.tensor(cache.host_lengths, device=device)
-        cache.front = _aligned(front)
-        cache._allocate(
-            {
-                (index, name): tensor
-                for index, layer in enumerate(source.layers)
-                if getattr(layer, "keys", None) is not None
-                for name, tensor in (("keys", layer.keys), ("values", layer.values))
-            },
-            max(capacity, cache.max_length),
-        )
-        for index, layer in enumerate(source.layers):
-            if getattr(layer, "keys", None) is None:
+            order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
+        self._set_lengths(lengths)
+        self.front = _aligned(front)
+        states = {
+            (index, name): getattr(layer, name)
+            for index, layer in enumerate(source.layers)
+            if getattr(layer, "keys", None) is not None
+            for name in ("keys", "values")
+        }
+        if any(tensor.shape[2] < seq for tensor in states.values()):
+            self._floor = lengths
+        self._allocate(states, max(capacity, self.max_length))
+        states.clear()
+        for own, layer in zip(self.layers, source.layers):
+            if not own.is_initialized:
                 continue
             for name in ("keys", "values"):
-                _copy_in(getattr(cache.layers[index], name), getattr(layer, name), order, seq)
+                _copy_in(getattr(own, name), getattr(layer, name), order, seq)
             layer.keys = layer.values = None
-        return cache
 
     def unpack_into(self, target: DynamicCache, mask: Tensor | None) -> None:
         """Fill a user's ``DynamicCache`` in place, as plain generation would have left it.
+
+        Layers that hold states are left alone: they have not been taken over, or are filled.
 
         Args:
             target: the cache whose layers get the states; sliding layers keep their window only.
             mask: ``(batch, seq)`` bool over the slots to write, True where a slot holds the row's
                 next accepted token; None if all do. Other slots are zero.
         """
-        self._absorb_appended()
+        self.count_appended()
         batch = len(self.host_lengths)
         if mask is None:
             seq = self.max_length
@@ -187,7 +206,7 @@ class TreeCache(Cache):
             seq = mask.shape[1]
             index = (mask.long().cumsum(-1) - 1).clamp(min=0)
         for own, layer in zip(self.layers, target.layers):
-            if not own.is_initialized:
+            if not own.is_initialized or not (layer.keys is None or layer.values is None):
                 continue
             states = []
             for tensor in (own.keys, own.values):
@@ -240,15 +259,16 @@ class TreeCache(Cache):
     def _resize(self, front: int, capacity: int) -> None:
         """Move everything to buffers of this many slots in front and behind."""
         kept = min(front, self.front)
-        for index, (storage, members) in enumerate(self._groups):
+        groups = []
+        for storage, members in self._groups:
             shape = list(storage.shape)
             shape[3] = front + capacity
             grown = _zeros(tuple(shape), storage.dtype, storage.device)
             start = front - kept
             stop = start + kept + self.capacity
             grown[:, :, :, start:stop] = storage[:, :, :, self.front - kept :]
-            self._groups[index] = (grown, members)
-        self.front, self.capacity = front, capacity
+            groups.append((grown, members))
+        self._groups, self.front, self.capacity = groups, front, capacity
         self._attach()
 
     def set_front(self, states: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -277,7 +297,7 @@ class TreeCache(Cache):
                         f"layer {index}: learned {name} of shape {tuple(state.shape)}, the model's "
                         f"have {have.shape[1]} heads of dimension {have.shape[3]}."
                     )
-                place.copy_(state.to(place.dtype))
+                place.copy_(bounded(state.to(place.dtype)))
 
     # -- lengths -----------------------------------------------------------------------------
 
@@ -318,15 +338,18 @@ class TreeCache(Cache):
         self.lengths = torch.tensor(lengths, device=self.lengths.device)
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] == "rows"}
 
-    def _absorb_appended(self) -> None:
-        """Count what was appended outside blocks (by plain generation) into the lengths."""
-        appended = {layer.appended for layer in self.layers if layer.is_initialized}
-        if appended and appended != {0}:
-            if len(appended) > 1:
-                raise ValueError(f"TreeCache: layers hold {sorted(appended)} more tokens each.")
-            self._set_lengths([length + max(appended) for length in self.host_lengths])
-            for layer in self.layers:
-                layer.appended = 0
+    @property
+    def _appended(self) -> int:
+        """Tokens appended outside blocks (by plain generation), as far as all layers have them."""
+        return min((one.appended for one in self.layers if one.is_initialized), default=0)
+
+    def count_appended(self) -> None:
+        """Count what was appended into the lengths."""
+        appended = self._appended
+        for layer in self.layers:
+            layer.appended = 0
+        if appended:
+            self._set_lengths([length + appended for length in self.host_lengths])
 
     # -- a speculative block -----------------------------------------------------------------
 
@@ -342,7 +365,7 @@ class TreeCache(Cache):
             The number of slots that attention will see (the mask's last dimension), without those
             in front.
         """
-        self._absorb_appended()
+        self.count_appended()
         self.shows_front, self._offset = front, offset
         end = self.max_length + offset + num_nodes
         self.reserve(end)
@@ -416,76 +439,99 @@ class TreeCache(Cache):
         Returns:
             For each place that is left, the place where its row stood before.
         """
-        self._absorb_appended()
-        left = self.batch_size - len(rows)
-        parked = set(rows)
+        self.count_appended()
         order = list(range(self.batch_size))
-        if not self._places:
-            self._places = list(order)
+        left, parked = len(order) - len(rows), set(rows)
+        self._places = self._places or list(order)
         holes = [row for row in range(left) if row in parked]
         behind = [row for row in range(left, len(order)) if row not in parked]
         for hole, row in zip(holes, behind):
             self._swap(hole, row)
             order[hole], order[row] = row, hole
-        lengths = [self.host_lengths[row] for row in order]
-        self._parked_lengths = lengths[left:] + self._parked_lengths
-        self._narrow(lengths[:left])
+        lengths, away = self.host_lengths, self._parked_lengths
+        self.host_lengths, self._parked_lengths = lengths[:left], lengths[left:] + away
+        self._refresh()
         return order[:left]
 
     def unpark(self) -> None:
-        """Take all rows back, in their first order; does nothing where none is parked."""
-        if not self._places:
-            return
-        self._absorb_appended()
-        lengths = self.host_lengths + self._parked_lengths
-        for place in range(len(lengths)):
+        """Close the block and take all rows back, in their first order.
+
+        Whatever an exception has left half done is put right.
+        """
+        lengths, away = self.host_lengths, self._parked_lengths
+        self.host_lengths, self._parked_lengths = lengths + away, []
+        self._finish_copying()
+        for place in range(len(self._places)):
             while (row := self._places[place]) != place:
-                self._swap(place, row, max(lengths))
-                lengths[place], lengths[row] = lengths[row], lengths[place]
-        self._places, self._parked_lengths = [], []
-        self._narrow(lengths)
+                self._swap(place, row)
+        self._places = []
+        self.rollback()
+        self._refresh()
 
-    def _swap(self, one: int, other: int, slots: int | None = None) -> None:
-        """Exchange two places of the buffers, their first slots; front slots are all alike."""
-        stop = self.front + (self.max_length if slots is None else slots)
-        for storage, _ in self._groups:
-            used = storage[:, :, :, self.front : stop]
-            kept = used[:, one].clone()
-            used[:, one] = used[:, other]
-            used[:, other] = kept
-        places = self._places
-        places[one], places[other] = places[other], places[one]
+    def _swap(self, one: int, other: int) -> None:
+        """Exchange two places of the buffers, their slots in use; front slots are all alike."""
+        stop = self.front + self.max_length
+        used = [storage[:, :, :, self.front : stop] for storage, _ in self._groups]
+        copying = [(part[:, one], part[:, other]) for part in used]
+        copying += [(part[:, other], part[:, one].clone()) for part in used]
+        places, lengths = list(self._places), list(self.host_lengths)
+        for values in (places, lengths):
+            values[one], values[other] = values[other], values[one]
+        self._copying, self._places, self.host_lengths = copying, places, lengths
+        self._finish_copying()
 
-    def _narrow(self, lengths: list[int]) -> None:
-        """Show layers as many rows of the buffers as there are lengths."""
+    def _finish_copying(self) -> None:
+        while self._copying:
+            target, source = self._copying[0]
+            target.copy_(source)
+            del self._copying[0]
+
+    def _refresh(self) -> None:
+        """Make anew what follows from buffers and lengths; layers show as many rows as counted."""
         self._copies = {}
-        self._set_lengths(lengths)
+        self._set_lengths(self.host_lengths)
         self._attach()
 
     # -- the rest of a Transformers cache ----------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the longest row, whatever layers were skipped."""
-        return self.max_length + max((layer.appended for layer in self.layers), default=0)
+        return self.max_length + self._appended
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of every row (a number <= 0).
 
         Raises:
-            ValueError: on a positive number, or one that removes more than the shortest row has.
+            ValueError: on a positive number, one that removes more than the shortest row has, or
+                one behind which a sliding window would miss tokens.
         """
-        self._absorb_appended()
+        self.count_appended()
         if tokens_to_remove > 0 or -tokens_to_remove > min(self.host_lengths):
             raise ValueError(
                 f"crop({tokens_to_remove}): give a number from -{min(self.host_lengths)} (the "
                 "shortest row) to 0, the tokens to remove."
             )
-        self._set_lengths([length + tokens_to_remove for length in self.host_lengths])
+        lengths = [length + tokens_to_remove for length in self.host_lengths]
+        if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
+            raise ValueError(
+                f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, so "
+                f"that rows of {self.host_lengths} tokens cannot be cut below {self._floor}. "
+                "Remove fewer, or start without past_key_values."
+            )
+        self.truncate(lengths)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep at most ``lengths[row]`` tokens of each row."""
-        self._absorb_appended()
-        self._set_lengths([min(have, keep) for have, keep in zip(self.host_lengths, lengths)])
+        """Keep at most ``lengths[row]`` tokens of each row.
+
+        None where a sliding window would miss those that it dropped of a longer prompt.
+        """
+        self.count_appended()
+        kept = [min(have, keep) for have, keep in zip(self.host_lengths, lengths)]
+        kept = [n if n >= floor else 0 for n, floor in zip(kept, self._floor)]
+        tokens = self.tokens
+        self._set_lengths(kept)
+        if tokens is not None:
+            self.tokens = [row[:n] for row, n in zip(tokens, kept)]
 
     def reset(self) -> None:
         """Empty every row; the buffers stay."""
@@ -493,17 +539,21 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.appended = 0
         self._set_lengths([0] * self.batch_size)
+        self._floor = self.host_lengths
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order (rows may repeat); parked rows are dropped."""
-        self._absorb_appended()
+        self.count_appended()
+        places = self._places or list(range(self.batch_size))
         self._places, self._parked_lengths = [], []
         for index, (storage, members) in enumerate(self._groups):
             chosen = storage.index_select(1, indices.to(storage.device))
             self._groups[index] = (chosen, members)
-        self._copies = {}
-        self._set_lengths([self.host_lengths[row] for row in indices.tolist()])
-        self._attach()
+        rows, tokens = indices.tolist(), self.tokens
+        self._floor = [self._floor[places[row]] for row in rows]
+        self.host_lengths = [self.host_lengths[row] for row in rows]
+        self._refresh()
+        self.tokens = None if tokens is None else [tokens[row] for row in rows]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = torch.arange(self.batch_size).repeat_interleave(repeats)
@@ -536,6 +586,28 @@ def check_packable(cache: Cache) -> None:
                 f"past_key_values has a layer of type {type(layer).__name__}: rows cannot be "
                 f"rolled back there. {remedy}"
             )
+
+
+def _rows(cache: DynamicCache) -> int:
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    return next(tensor.shape[0] for tensor in keys if tensor is not None)
+
+
+def bounded(learned: Tensor) -> Tensor:
+    """Learned numbers as a model may be given them: products of two of them are finite.
+
+    An adapter's numbers may be any that its dtype holds, and what they make of the scores of rows
+    that do not see them must not overflow.
+    """
+    most = torch.finfo(learned.dtype).max ** 0.5
+    return learned.nan_to_num(0.0, 0.0, 0.0).clamp(-most, most)
+
+
+def _write_finite(target: Tensor, states: Tensor) -> None:
+    if torch.compiler.is_compiling():  # it does not trace a view as `out`
+        target.copy_(states.nan_to_num(0.0, 0.0, 0.0))
+    else:  # in one pass, as cheap as the copy
+        torch.nan_to_num(states, 0.0, 0.0, 0.0, out=target)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

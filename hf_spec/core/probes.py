@@ -120,30 +120,26 @@ def hang(
     batch, nodes, device = tree.batch_size, tree.num_nodes, tree.parents.device
     if sizes is None:
         held = ((len(group),) * nodes,) * batch
-        count = torch.full((batch, nodes), len(group), dtype=torch.long, device=device)
-        anchors = torch.arange(nodes, device=device).repeat_interleave(len(group))
-        anchors = anchors.expand(batch, -1)
-        kinds = torch.arange(len(group), device=device).repeat(nodes).expand(batch, -1)
-        real = None
     else:
         held = tuple((*row, *[0] * (nodes - len(row))) for row in sizes)
-        most = max(sum(row) for row in held)
-        listed = [[(n, i) for n, size in enumerate(row) for i in range(size)] for row in held]
-        filled = [row + [(0, 0)] * (most - len(row)) for row in listed]
-        pairs = torch.tensor(filled, dtype=torch.long, device=device).reshape(batch, most, 2)
-        anchors, kinds = pairs.unbind(-1)
-        count = torch.tensor(held, dtype=torch.long, device=device)
-        steps = torch.arange(most, device=device)
-        real = steps < count.sum(-1, keepdim=True)
+    count = torch.tensor(held, dtype=torch.long, device=device)
+    end = count.cumsum(-1)
+    first = end - count
+    rows = torch.arange(nodes + max(map(sum, held)), device=device).expand(batch, -1)
+    places = rows[:, : rows.shape[1] - nodes]
+    real = places < end[:, -1:]
+    # The node of a place is the first one whose probes end behind it.
+    anchors = torch.searchsorted(end, places.contiguous(), right=True) * real
+    kinds = (places - first.gather(1, anchors)) * real
     offsets, visible = group_tensors(group, str(device))
-    depths = torch.cat([tree.depths, tree.depths.gather(1, anchors) + offsets[kinds]], dim=1)
-    above = tree.ancestors.gather(1, anchors[:, :, None].expand(-1, -1, nodes))
-    own = (anchors[:, :, None] == anchors[:, None, :]) & visible[kinds[:, :, None], kinds[:, None]]
-    if real is not None:  # padding sees what the root sees, and itself
-        itself = torch.eye(own.shape[1], dtype=torch.bool, device=device)
-        own = (own & real[:, :, None] & real[:, None, :]) | itself
-    unseen = torch.zeros(batch, nodes, own.shape[1], dtype=torch.bool, device=device)
-    ancestors = torch.cat(
-        [torch.cat([tree.ancestors, unseen], dim=2), torch.cat([above, own], dim=2)], dim=1
-    )
-    return ProbeRows(group, kinds, anchors, depths, ancestors, count.cumsum(-1) - count, held)
+    at = torch.cat([rows[:, :nodes], anchors], dim=1)
+    depths = tree.depths.gather(1, at)
+    depths[:, nodes:] += offsets[kinds]
+    ancestors = tree.ancestors.new_zeros(batch, *rows.shape[1:] * 2)
+    ancestors[:, :, :nodes] = tree.ancestors.gather(1, at[:, :, None].expand(-1, -1, nodes))
+    # A probe sees its own group; padding, which has no group, sees what the root sees, and itself.
+    own = torch.where(real, anchors, nodes + rows[:, nodes:])
+    same = own[:, :, None] == own[:, None, :]
+    seen = visible[kinds].gather(2, kinds[:, None].expand_as(same))
+    ancestors[:, nodes:, nodes:] = same & seen
+    return ProbeRows(group, kinds, anchors, depths, ancestors, first, held)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+
+#: Phases of a step that are timed.
+PHASES = ("draft", "forward", "verify")
 
 
 @dataclass
@@ -115,17 +118,26 @@ class SpecStats:
 
 
 class Stopwatch:
-    """Adds wall-clock time to a :class:`SpecStats`; time outside a phase is ``other``.
+    """Adds wall-clock time to a :class:`SpecStats`, step by step.
 
     On an accelerator each phase ends with a synchronisation, so that its time is its own; a step
     reads its result on the host anyway.
+
+    Args:
+        stats: gets the times.
+        device: of the model.
+        same: makes numbers the same in all processes that decode together.
     """
 
-    def __init__(self, stats: SpecStats, device: torch.device):
+    def __init__(
+        self, stats: SpecStats, device: torch.device,
+        same: Callable[[Sequence[float]], list[float]] = list,
+    ):  # fmt: skip
         self.stats = stats
+        self._same = same
         self._synchronize = device.type != "cpu" and device.type != "meta"
-        self._start = time.perf_counter()
-        self._phases = 0.0
+        self._began = time.perf_counter()
+        self._spent = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -136,11 +148,19 @@ class Stopwatch:
         finally:
             if self._synchronize:
                 torch.accelerator.synchronize()
-            spent = time.perf_counter() - start
-            self._phases += spent
+            self._spent[name] += time.perf_counter() - start
+
+    def step(self) -> float:
+        """Book what passed since the last call of this; the seconds.
+
+        What no phase took is ``other_seconds``.
+        """
+        now = time.perf_counter()
+        seconds, *phases = self._same([now - self._began, *self._spent.values()])
+        self._began = now
+        for name, spent in zip(PHASES, phases):
             attribute = f"{name}_seconds"
             setattr(self.stats, attribute, getattr(self.stats, attribute) + spent)
-
-    def stop(self) -> None:
-        """Book what no phase took as ``other_seconds``."""
-        self.stats.other_seconds += time.perf_counter() - self._start - self._phases
+        self.stats.other_seconds += seconds - sum(phases)
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        return seconds

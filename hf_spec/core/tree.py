@@ -7,14 +7,18 @@ knows shapes only; the tokens that sit on the nodes are the draft's.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_spec.core.limits import MAX_CANDIDATES, MAX_NODES
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class TokenTree:
             Left out, siblings are ranked in the order in which they stand.
 
     Raises:
-        ValueError: if a parent does not stand before its child, or two siblings share a rank.
+        ValueError: if a parent does not stand before its child, two siblings share a rank, or there
+            are too many nodes.
     """
 
     parents: tuple[int, ...]
@@ -35,6 +40,8 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         parents = tuple(self.parents)
+        if len(parents) > MAX_NODES:
+            raise ValueError(f"{len(parents)} nodes: a tree has at most {MAX_NODES}. Give fewer.")
         if not parents or parents[0] != -1:
             raise ValueError(
                 f"parents={parents[:8]}: a tree starts with its root, so parents[0] must be -1."
@@ -69,10 +76,10 @@ class TokenTree:
             paths: one path per candidate, in any order; every prefix must be a path, too.
 
         Raises:
-            ValueError: on an empty path, a negative rank, a duplicate, or a missing parent.
+            ValueError: on an empty path, a negative rank, a duplicate, a missing parent, or too
+                many paths.
         """
-        keys = [_checked_path(path) for path in paths]
-        return _from_keys(cls, sorted(keys, key=lambda key: (len(key), key)))
+        return _from_keys(cls, sorted(_checked_paths(paths), key=lambda key: (len(key), key)))
 
     @classmethod
     def in_order(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
@@ -81,7 +88,7 @@ class TokenTree:
         Raises:
             ValueError: as there, and if a path stands before its parent.
         """
-        return _from_keys(cls, [_checked_path(path) for path in paths])
+        return _from_keys(cls, _checked_paths(paths))
 
     @classmethod
     def chain(cls, length: int) -> TokenTree:
@@ -230,23 +237,16 @@ class TreeBatch:
         if all(tree is first for tree in trees):
             return first.batch(len(trees), device)
         nodes = max(len(tree) for tree in trees)
-        rows = [_single(tree, "cpu") for tree in trees]
-        parents = torch.zeros(len(trees), nodes, dtype=torch.long)
-        depths = torch.ones_like(parents)
-        valid = torch.zeros(len(trees), nodes, dtype=torch.bool)
-        ancestors = torch.eye(nodes, dtype=torch.bool).repeat(len(trees), 1, 1)
-        for row, one in enumerate(rows):
-            n = one.num_nodes
-            parents[row, :n] = one.parents[0]
-            depths[row, :n] = one.depths[0]
-            valid[row, :n] = True
-            ancestors[row, :n, :n] = one.ancestors[0]
+        rows = [_padded(tree, nodes, str(device)) for tree in trees]
         return TreeBatch(
-            parents.to(device), depths.to(device), ancestors.to(device), valid.to(device),
-            row_depths=tuple(one.max_depth for one in rows),
-            row_candidates=tuple(one.num_nodes - 1 for one in rows),
+            parents=torch.cat([one.parents for one in rows]),
+            depths=torch.cat([one.depths for one in rows]),
+            ancestors=torch.cat([one.ancestors for one in rows]),
+            valid=torch.cat([one.valid for one in rows]),
+            row_depths=tuple(one.row_depths[0] for one in rows),
+            row_candidates=tuple(one.row_candidates[0] for one in rows),
             is_chain=all(one.is_chain for one in rows),
-        )  # fmt: skip
+        )
 
 
 def merge(
@@ -274,11 +274,21 @@ def merge(
     return TokenTree.from_parents(parents), tokens, places[1:]
 
 
+def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
+    """Rank paths as tuples, or a ValueError."""
+    found = list(islice(paths, MAX_CANDIDATES + 1))
+    if len(found) > MAX_CANDIDATES:
+        raise ValueError(f"a tree with more than {MAX_CANDIDATES} candidates: leave some out.")
+    return [_checked_path(path) for path in found]
+
+
 def _checked_path(path: Any) -> tuple[int, ...]:
     """A rank path as a tuple, or a ValueError."""
     if isinstance(path, str) or not isinstance(path, Iterable):
         raise ValueError(f"path {path!r}: give a list of ranks.")
-    key = tuple(path)
+    key = tuple(islice(path, MAX_CANDIDATES + 1))
+    if len(key) > MAX_CANDIDATES:
+        raise ValueError(f"path {list(key[:8])} ...: at most {MAX_CANDIDATES} ranks.")
     if not key:
         raise ValueError("path []: the root is implied; give paths of candidates only.")
     for rank in key:
@@ -348,6 +358,21 @@ def _batch(tree: TokenTree, batch_size: int, device: str) -> TreeBatch:
         row_candidates=one.row_candidates * batch_size,
         is_chain=one.is_chain,
     )
+
+
+@lru_cache(maxsize=4096)
+def _padded(tree: TokenTree, nodes: int, device: str) -> TreeBatch:
+    """One tree with padding up to so many nodes."""
+    one, more = _single(tree, device), nodes - len(tree)
+    if not more:
+        return one
+    pad = torch.constant_pad_nd
+    ancestors = pad(one.ancestors, (0, more, 0, more))
+    ancestors[0].fill_diagonal_(True)
+    return dataclasses.replace(
+        one, parents=pad(one.parents, (0, more)), depths=pad(one.depths, (0, more), value=1),
+        ancestors=ancestors, valid=pad(one.valid, (0, more)),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

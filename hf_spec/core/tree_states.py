@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from hf_spec.core.limits import MAX_FUTURE, MAX_ROWS
 from hf_spec.core.tree import TokenTree
 
 
@@ -24,7 +25,8 @@ class TreeState:
         probes: probes under each node, in distances: n asks for n tokens behind the next one.
 
     Raises:
-        ValueError: if there is not one whole number of probes, from 0, for each node.
+        ValueError: if there is not one whole number of probes, from 0, for each node, or there are
+            too many.
     """
 
     tree: TokenTree
@@ -39,11 +41,15 @@ class TreeState:
                 "first, its number of probes, from 0."
             )
         object.__setattr__(self, "probes", counts)
+        if self.num_rows() > MAX_ROWS:
+            raise ValueError(
+                f"{len(counts)} nodes with {sum(counts)} probes: a step has at most {MAX_ROWS} of "
+                "both. Give fewer."
+            )
 
-    @property
-    def num_rows(self) -> int:
-        """Nodes and probes."""
-        return len(self.tree) + sum(self.probes)
+    def num_rows(self, per_distance: int = 1) -> int:
+        """Nodes and probes, of which each distance has so many."""
+        return len(self.tree) + per_distance * sum(self.probes)
 
     def truncate(self, max_depth: int) -> TreeState:
         """The state without the nodes below ``max_depth`` and their probes."""
@@ -66,8 +72,11 @@ class TreeStates:
     def __post_init__(self) -> None:
         states = tuple(self.states)
         most = len(states) - 1
-        if most < 0:
-            raise ValueError("a dynamic tree needs a state 0, the root alone.")
+        if not 0 <= most <= MAX_FUTURE:
+            raise ValueError(
+                f"{len(states)} states: a dynamic tree has state 0, the root alone, and at most "
+                f"{MAX_FUTURE} more."
+            )
         for k, state in enumerate(states):
             if state.tree.max_depth > k:
                 raise ValueError(
@@ -101,9 +110,9 @@ class TreeStates:
         return len(self.states) - 1
 
     @property
-    def max_rows(self) -> int:
-        """Nodes and probes of the largest state."""
-        return max(state.num_rows for state in self.states)
+    def max_rank(self) -> int:
+        """Largest rank of a candidate."""
+        return max(max(state.tree.ranks) for state in self.states)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The states as JSON types; :meth:`from_json` gives back equal ones."""

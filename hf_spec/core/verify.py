@@ -152,45 +152,40 @@ def typical(
 
     Args:
         tree, tokens: as in :func:`match`.
-        scores: target scores; asked for at every accepted node, parents first.
+        scores: target scores; asked for at every accepted node that has candidates, parents first,
+            then at the last node of the path.
         select: chooses the bonus token.
         epsilon: hard threshold, in (0, 1].
         delta: weight of the entropy threshold, in (0, 1].
     """
-    accepted = torch.zeros_like(tokens, dtype=torch.bool)
-    accepted[:, 0] = True
-    likelihood = torch.zeros(tokens.shape, device=tokens.device)
-    log_p: dict[int, Tensor] = {}
-    node_scores: dict[int, Tensor] = {}
-    threshold: dict[int, Tensor] = {}
-    rows = torch.arange(tokens.shape[0], device=tokens.device)
-    parents = tree.parents
-    for node in range(tree.num_nodes):
-        if node > 0:
-            chance = torch.full_like(likelihood[:, 0], -torch.inf)
-            limit = torch.full_like(chance, torch.inf)
-            for parent in log_p:
-                here = parents[:, node] == parent
-                value = log_p[parent].gather(1, tokens[:, node : node + 1])[:, 0]
-                chance = torch.where(here, value, chance)
-                limit = torch.where(here, threshold[parent], limit)
-            above = accepted[rows, parents[:, node].clamp(min=0)]
-            accepted[:, node] = tree.valid[:, node] & above & (chance.exp() > limit)
-            parent_sum = likelihood[rows, parents[:, node].clamp(min=0)]
-            likelihood[:, node] = parent_sum + torch.where(accepted[:, node], chance, 0.0)
-        if accepted[:, node].any():
-            node_scores[node] = scores(torch.full_like(rows, node), accepted[:, node])
-            log_p[node] = node_scores[node].log_softmax(-1)
-            entropy = -torch.nan_to_num(log_p[node].exp() * log_p[node]).sum(-1)
-            threshold[node] = (delta * (-entropy).exp()).clamp(max=epsilon)
-    depth = torch.where(accepted, tree.depths, -1)
-    deepest = depth == depth.max(-1, keepdim=True).values
-    last = torch.where(deepest, likelihood, -torch.inf).argmax(-1)
-    final = node_scores[0].clone()
-    for node, values in node_scores.items():
-        final = torch.where((last == node)[:, None], values, final)
-    counts = tree.depths.gather(1, last[:, None])[:, 0] + 1
-    return _along_path(tree, tokens, last, counts, select(final)[:, None])
+    valid, parents = tree.valid, tree.parents
+    above = parents.clamp(min=0)
+    inner = torch.zeros_like(parents).scatter_add_(1, above, valid.long()) > 0
+    root = tree.depths == 0
+    candidates = tokens.masked_fill(root, 0)
+    waiting = root  # accepted nodes to ask for: the first of each row, one row beside the other
+    likelihood = torch.zeros(tokens.shape, device=tokens.device).where(root, -torch.inf)
+    asked: list[tuple[Tensor, Tensor]] = []
+    while (active := waiting.any(-1)).any():
+        node = waiting.int().argmax(-1, keepdim=True)
+        here = scores(node[:, 0], active)
+        log_p = here.log_softmax(-1)
+        entropy = -torch.nan_to_num(log_p.exp() * log_p).sum(-1, keepdim=True)
+        limit = (delta * (-entropy).exp()).clamp(max=epsilon)
+        chance = log_p.gather(1, candidates)
+        accepted = (parents == node) & valid & active[:, None] & (chance.exp() > limit)
+        likelihood = torch.where(accepted, likelihood.gather(1, node) + chance, likelihood)
+        waiting = (waiting | (accepted & inner)).scatter(1, node, False)
+        asked.append((torch.where(active, node[:, 0], -1), here))
+    depth = torch.where(likelihood > -torch.inf, tree.depths, -1)
+    deepest = depth.amax(-1, keepdim=True)
+    last = torch.where(depth == deepest, likelihood, -torch.inf).argmax(-1)
+    final, leaf = asked[0][1], ~inner.gather(1, last[:, None])[:, 0]
+    if leaf.any():
+        asked.append((torch.where(leaf, last, -1), scores(last, leaf)))
+    for nodes, values in asked:
+        final = torch.where((last == nodes)[:, None], values, final)
+    return _along_path(tree, tokens, last, deepest[:, 0] + 1, select(final)[:, None])
 
 
 def _along_path(

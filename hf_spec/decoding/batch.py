@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.drafter import DecodingState, Drafter
 
@@ -27,18 +28,21 @@ class Shrinking:
     Args:
         state: of the call; its rows become fewer.
         drafter, scorer: are told.
+        handover: has the last token of some rows cached before they may go.
     """
 
-    def __init__(self, state: DecodingState, drafter: Drafter, scorer: Scorer):
+    def __init__(self, state: DecodingState, drafter: Drafter, scorer: Scorer, handover: Handover):
         self.state = state
         self.drafter = drafter
         self.scorer = scorer
+        self.handover = handover
         self._allowed: bool | None = None
 
     def step(self) -> bool:
         """Between two steps: drop the finished rows if that pays; whether any were dropped."""
         state = self.state
-        finished = [row for row, active in enumerate(state.active) if not active]
+        ends = self.handover.ends(state.rows)
+        finished = [n for n, (on, end) in enumerate(zip(state.active, ends)) if not on and not end]
         enough = len(finished) >= max(SHARE * state.batch_size, 1)
         if not enough or len(finished) == state.batch_size or not self.allowed:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -55,26 +56,21 @@ class Chooser:
             logits: ``(batch, nodes, vocab)`` of the model.
             active: rows that matter.
         """
-        rule = self.options.acceptance
-        if rule == "auto":
-            rule = "match" if draft.distributions is None else "rejection"
+        typical, q = self.options.acceptance == "typical", draft.distributions
         known = self.scorer.trivial and not self.do_sample and not self.record
-        if rule == "match" and known:
+        if known and q is None and not typical:
             return _on_host(verify.match(draft.tree, draft.tokens, logits.argmax(-1)))
 
         target = _Target(self.scorer, draft, logits, active, self.record)
-        if rule == "match":
-            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
-        elif rule == "rejection" and draft.distributions is not None and self.do_sample:
-            accepted = verify.rejection(draft.tree, draft.tokens, draft.distributions, target)
-        elif rule == "rejection":
-            # Greedy decoding: p is one token, for which rejection and match are the same rule.
-            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
-        else:
+        if typical:
             accepted = verify.typical(
                 draft.tree, draft.tokens, target, self._select,
                 self.options.typical_epsilon, self.options.typical_delta,
             )  # fmt: skip
+        elif q is not None:
+            accepted = verify.rejection(draft.tree, draft.tokens, q, target)
+        else:  # also under rejection, which is the same for a greedy target
+            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
         choice = _on_host(accepted)
         if self.record:
             for row, nodes in enumerate(choice.nodes):
@@ -98,8 +94,7 @@ class _Target:
         self.scorer = scorer
         self.logits = logits
         self.active = active
-        self.tokens = draft.tokens.tolist()
-        self.parents = draft.tree.parents.tolist()
+        self.draft = draft
         self.rows = torch.arange(len(active), device=logits.device)
         self.record = record
         self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -107,6 +102,8 @@ class _Target:
     def __call__(self, nodes: Tensor, active: Tensor) -> Tensor:
         # A copy in float32, as plain generation makes it: processors may write into it.
         logits = self.logits[self.rows, nodes].to(torch.float32, copy=True)
+        if self.scorer.trivial and not self.record:
+            return logits
         at = nodes.tolist()
         alive = [one and self.active[row] for row, one in enumerate(active.tolist())]
         suffixes = [self._suffix(row, node) if alive[row] else [] for row, node in enumerate(at)]
@@ -118,12 +115,17 @@ class _Target:
                     self.seen[row, node] = (raw[row], scores[row])
         return scores
 
+    @cached_property
+    def _host(self) -> tuple[list[list[int]], list[list[int]]]:
+        return self.draft.tokens.tolist(), self.draft.tree.parents.tolist()
+
     def _suffix(self, row: int, node: int) -> list[int]:
         """Tokens from below the root down to the node."""
+        tokens, parents = self._host
         path = []
         while node > 0:
-            path.append(self.tokens[row][node])
-            node = self.parents[row][node]
+            path.append(tokens[row][node])
+            node = parents[row][node]
         return path[::-1]
 
 

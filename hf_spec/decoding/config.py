@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 from transformers import GenerationConfig
 
 from hf_spec.methods.registry import get_method
+
+logger = logging.getLogger(__name__)
+
+
+class StoredOptions(dict[str, Any]):
+    """Options that came with a repository, and its name; those that a user gives replace them."""
+
+    source = ""
+
+
+def note_source(config: GenerationConfig, source: str) -> None:
+    """Let the options of a loaded configuration tell where they came from."""
+    if isinstance(config.assistant_kwargs, dict):
+        config.assistant_kwargs = StoredOptions(config.assistant_kwargs)
+        config.assistant_kwargs.source = source
+
+
+def warn_if_lossy(options: Any, lossless: bool) -> None:
+    """Log, once by name, that a repository's options change what is generated.
+
+    Args:
+        options: a call's, as they were given.
+        lossless: whether their acceptance rule is.
+    """
+    if isinstance(options, StoredOptions) and not lossless:
+        _warn_of_lossy(options.source, options["acceptance"])
+
+
+@functools.cache
+def _warn_of_lossy(source: str, acceptance: str) -> None:
+    logger.warning(
+        "%s asks for acceptance=%r, which emits other tokens than the model alone would. Pass "
+        "assistant_kwargs={'acceptance': 'match', ...} for the model's own.", source, acceptance,
+    )  # fmt: skip
 
 
 class SpecConfig(GenerationConfig):

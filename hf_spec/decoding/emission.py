@@ -6,7 +6,7 @@ Tokens are taken one by one, in order, and nothing is kept past a row's stop.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from transformers.generation.stopping_criteria import (
     MaxLengthCriteria,
     MaxTimeCriteria,
 )
+
+#: More tokens than any call emits; sums of a few such numbers fit into int64.
+NO_LIMIT = 2**60
 
 
 class Emission:
@@ -29,10 +32,11 @@ class Emission:
         pad_token_id: fills rows past their end.
         streamer: gets each token as plain generation would put it.
         record_scores, record_logits: whether to keep them per token.
+        same: makes numbers the same in all processes that decode together.
 
     Attributes:
         ids: ``(batch, capacity)`` prompt and emitted tokens, ``lengths[row]`` columns in use; what
-            lies behind is scratch space for a row's candidates.
+            lies behind is scratch space for a row's candidates. Grows with what is written.
         tokens: the rows' real tokens as lists.
     """
 
@@ -45,12 +49,11 @@ class Emission:
         streamer: Any = None,
         record_scores: bool = False,
         record_logits: bool = False,
+        same: Callable[[Sequence[float]], list[float]] = list,
     ):
         batch, self.width = input_ids.shape
-        self.max_length = int(criteria.max_length)
-        # A candidate lies at most one whole budget behind the emitted tokens.
-        self.ids = input_ids.new_zeros((batch, 2 * self.max_length - self.width))
-        self.ids[:, : self.width] = input_ids
+        self.max_length = min(int(criteria.max_length), NO_LIMIT)
+        self.ids = input_ids.clone()
         self.lengths = [self.width] * batch
         rows = input_ids.tolist()
         if real is not None:
@@ -69,7 +72,7 @@ class Emission:
 
         # Length, EOS and time are checked on the host; all other criteria are called per token.
         self._eos: set[int] = set()
-        self._deadline = float("inf")
+        self._deadline, self._same = float("inf"), same
         self._others = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
@@ -102,6 +105,20 @@ class Emission:
         """Tokens that each row may still emit."""
         return [self.max_length - length for length in self.lengths]
 
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens that each row has emitted."""
+        return [length - self.width for length in self.lengths]
+
+    def write(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        """Put tokens into a row's columns from ``start`` on; buffers grow by doubling."""
+        end = start + len(tokens)
+        if end > self.ids.shape[1]:
+            grown = self.ids.new_zeros((len(self.ids), 2 * end))
+            grown[:, : self.ids.shape[1]] = self.ids
+            self.ids = grown
+        self.ids[row, start:end] = torch.tensor(tokens)
+
     def take(
         self,
         row: int,
@@ -120,8 +137,7 @@ class Emission:
             How many tokens were kept.
         """
         kept = 0
-        start = self.lengths[row]
-        self.ids[row, start : start + len(tokens)] = torch.tensor(tokens)
+        self.write(row, self.lengths[row], tokens)
         for token in tokens:
             if not self._takes(row) or self.lengths[row] >= self.max_length:
                 break
@@ -139,7 +155,7 @@ class Emission:
     def _is_stop(self, row: int, token: int) -> bool:
         if token in self._eos or self.lengths[row] >= self.max_length:
             return True
-        if self._deadline != float("inf") and time.time() > self._deadline:
+        if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
             return True
         if not self._others:
             return False

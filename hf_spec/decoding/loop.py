@@ -17,15 +17,17 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.decoding.batch import Shrinking
 from hf_spec.decoding.choose import Choice, Chooser
 from hf_spec.decoding.emission import Emission
+from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
-from hf_spec.decoding.prefill import Prefilled, prefill, real_tokens
+from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.drafter import DecodingState, Draft
-from hf_spec.drafting.ngram import WithRetrieval
+from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
 from hf_spec.model.tree_forward import TreeOutput
 from hf_spec.policy.controller import controller_for, switched_on
+from modeling_patches.ranks import Ranks
 
 
 @torch.no_grad()
@@ -49,44 +51,38 @@ def decode(
     options = method.parse_options(config.assistant_kwargs)
     record = bool(config.return_dict_in_generate)
     record_scores, record_logits = record and config.output_scores, record and config.output_logits
+    ranks = Ranks(model)
+    if config.do_sample:
+        ranks.share_random_state()
     pad = config._pad_token_tensor
     emission = Emission(
         input_ids, real_tokens(input_ids, model_kwargs.get("attention_mask")), stopping_criteria,
         None if pad is None else int(pad), streamer, bool(record_scores), bool(record_logits),
+        ranks.same,
     )  # fmt: skip
-    scorer = Scorer(logits_processor, emission.ids, emission.lengths)
+    scorer = Scorer(logits_processor, emission)
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
     if options.retrieval:
-        drafter = WithRetrieval(drafter)
+        drafter = with_retrieval(drafter)
     stats = SpecStats()
-    watch = Stopwatch(stats, model.device)
+    watch = Stopwatch(stats, model.device, ranks.same)
 
+    handover = Handover(model_kwargs.get("past_key_values"), emission, record)
     with ExitStack() as stack:
+        stack.callback(handover.give_back)  # also after an error, an interrupt for one
         with watch.phase("forward"):
-            prefilled = stack.enter_context(
-                prefill(
-                    model,
-                    input_ids,
-                    config,
-                    model_kwargs,
-                    emission.max_length,
-                    drafter.probe_inputs,
-                    drafter.wants_hidden,
-                )
-            )
+            prefilled = prefill(
+                model, input_ids, config, model_kwargs, handover,
+                drafter.probe_inputs, drafter.wants_hidden,
+            )  # fmt: skip
         forward, cache = prefilled.forward, prefilled.forward.cache
-        kept = (
-            record or prefilled.source is not None or cache is model_kwargs.get("past_key_values")
-        )
-        if kept:  # by the caller, who gets every row
-            stack.callback(cache.unpark)
         prompt = cache.host_lengths
         state = DecodingState(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            hidden=prefilled.hidden,
+            hidden=prefilled.hidden, strategy=(method.name, repr(options), _adapter(method, model)),
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
@@ -98,19 +94,23 @@ def decode(
             drafter.start(state)
         context, device = max(prompt).bit_length(), str(model.device)
         controller = controller_for(
-            model, (method.name, repr(options), _adapter(method, model)),
-            (len(prompt), context, device), stats, switched_on(options, state.do_sample),
+            model, state.strategy, (len(prompt), context, device), stats,
+            switched_on(options, state.do_sample),
         )  # fmt: skip
-        shrinking = Shrinking(state, drafter, scorer)
+        shrinking = Shrinking(state, drafter, scorer, handover)
+        watch.step()
 
-        while model._has_unfinished_sequences(not any(state.active), synced_gpus, model.device):
+        while model._has_unfinished_sequences(
+            not any(state.active) and not any(handover.ends(state.rows)), synced_gpus, model.device
+        ):
             if not any(state.active):
-                # Only with synced_gpus: the other ranks still need this one's shards.
+                # For last tokens; or with synced_gpus other ranks still need this one's shards.
                 forward(state.root[:, None], _root_only(state))
-                cache.rollback()
+                cache.commit(handover.ends(state.rows))
                 continue
             if shrinking.step():
                 controller.move((state.batch_size, context, device))
+            ends = handover.ends(state.rows)
             drafts = controller.speculate()
             with watch.phase("draft"):
                 draft = Draft(_root_only(state), state.root[:, None])
@@ -128,14 +128,16 @@ def decode(
             _note_hidden(choice, counts, verified, output, state)
             if left is not None:
                 choice = _unpruned(choice, left, draft, counts, state)
-            cache.commit(counts, _moved(choice, counts))
+            kept = [max(pair) for pair in zip(counts, ends)]
+            cache.commit(kept, _moved(choice, kept))
+            seconds = watch.step()
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
-            controller.observe(draft.num_rows, counts)
+            controller.observe(draft.num_rows, counts, seconds)
 
-    sequences = emission.finish()
-    past = _hand_back(prefilled, prompt, emission) if kept else None
+        sequences = emission.finish()
+        past = handover.give_back()
     stats.details = {**drafter.details(), **controller.details()}
-    watch.stop()
+    watch.step()
     remember_stats(model, stats)
     if not config.return_dict_in_generate:
         return sequences
@@ -143,16 +145,6 @@ def decode(
         sequences=sequences, scores=emission.columns(emission.scores),
         logits=emission.columns(emission.logits), past_key_values=past, spec_stats=stats,
     )  # fmt: skip
-
-
-def _hand_back(prefilled: Prefilled, prompt: list[int], emission: Emission) -> Any:
-    """The cache as the caller gets it, with what each of all rows has emitted but the last."""
-    cache = prefilled.forward.cache
-    emitted = [length - emission.width for length in emission.lengths]
-    cache.truncate([start + max(count - 1, 0) for start, count in zip(prompt, emitted)])
-    if all(len(row) > length for row, length in zip(emission.tokens, cache.host_lengths)):
-        cache.tokens = [row[:n] for row, n in zip(emission.tokens, cache.host_lengths)]
-    return prefilled.hand_back(emitted)
 
 
 def _root_only(state: DecodingState) -> TreeBatch:

@@ -7,21 +7,20 @@ its new tokens in chunks through the tree forward, each row its own number of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
+from hf_spec.decoding.handover import Handover
 from hf_spec.model.hidden_states import final_hidden
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward
-from modeling_patches.attention_masks import tree_attention
-from modeling_patches.support import sliding_windows
+from modeling_patches.per_call import Changes
 
 #: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
 CHUNK = 256
@@ -43,35 +42,11 @@ class Prefilled:
         logits: ``(batch, vocab)`` after the last prompt token.
         hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not asked for,
             or a compiled model does not tell it.
-        source: the caller's ``DynamicCache``, to be filled again at the end; else None.
-        mask: ``(batch, slots)`` bool, real slots of ``source`` after the prompt; None if all are.
     """
 
     forward: TreeForward
     logits: Tensor
     hidden: Tensor | None
-    source: DynamicCache | None
-    mask: Tensor | None
-
-    def hand_back(self, emitted: list[int]) -> Any:
-        """The cache to return; a caller's own ``DynamicCache`` is filled in place.
-
-        Args:
-            emitted: tokens emitted per row; all but the last are in the cache.
-        """
-        cache = self.forward.cache
-        if self.source is None:
-            return cache
-        cached = [max(count - 1, 0) for count in emitted]
-        mask = None
-        if self.mask is not None or min(cached) != max(cached):
-            steps = torch.arange(max(cached), device=cache.lengths.device)
-            tail = steps < torch.tensor(cached, device=steps.device)[:, None]
-            width = cache.max_length - max(cached)
-            head = self.mask if self.mask is not None else tail.new_ones((len(cached), width))
-            mask = torch.cat([head.to(tail.device), tail], dim=1)
-        cache.unpack_into(self.source, mask)
-        return self.source
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -92,25 +67,24 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | No
     return attention_mask[:, -width:].bool() if width else attention_mask[:, :0].bool()
 
 
-@contextmanager
 def prefill(
     model: Any,
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    max_length: int,
+    handover: Handover,
     probe_inputs: ProbeInputs | None = None,
     wants_hidden: bool = False,
-) -> Iterator[Prefilled]:
-    """Run the prompt and yield a tree forward behind it; the model is patched until the exit."""
-    given = model_kwargs.get("past_key_values")
+) -> Prefilled:
+    """Run the prompt; gives a tree forward behind it."""
+    given, emission = handover.given, handover.emission
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise ValueError(
             f"position_ids of shape {tuple(positions.shape)}: strategies know one position per "
             "token. Generate without assistant_strategy."
         )
-    budget = max_length - input_ids.shape[1]
+    budget = emission.max_length - emission.width
     extra = {key: value for key, value in model_kwargs.items() if key not in _MADE}
     for key, value in extra.items():
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == input_ids.shape[1]:
@@ -118,7 +92,6 @@ def prefill(
                 f"model input {key!r} has one value per prompt token: strategies don't know its "
                 "values for candidates. Generate without assistant_strategy."
             )
-    windows = sliding_windows(model)
 
     def make_forward(
         cache: TreeCache, last: Tensor | None, inputs: ProbeInputs | None = probe_inputs
@@ -127,23 +100,23 @@ def prefill(
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, attention, limit, shift, extra, inputs, wants_hidden)
+        return TreeForward(model, cache, limit, shift, extra, inputs, wants_hidden)
 
     if isinstance(given, TreeCache):
-        with tree_attention(model, windows) as attention:
-            forward = make_forward(given, None, None)  # the prompt has no probes
-            forward.last_position = forward.last_position + 2**30
-            logits, hidden = _extend(forward, input_ids, model_kwargs.get("attention_mask"), config)
-            last = None if positions is None else positions[:, -1]
-            yield Prefilled(make_forward(given, last), logits, hidden, None, None)
-        return
+        rows = _new_tokens(handover, model_kwargs.get("attention_mask"), config)
+        forward = make_forward(given, None, None)  # the prompt has no probes
+        logits, hidden = _extend(forward, rows)
+        handover.start = given.host_lengths
+        last = None if positions is None else positions[:, -1]
+        return Prefilled(make_forward(given, last), logits, hidden)
 
     if given is not None:
         check_packable(given)
-    with ExitStack() as stack:
-        seen = stack.enter_context(final_hidden(model)) if wants_hidden else []
-        outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
-    hidden = seen[0][:, -1].clone() if seen else None  # of the last chunk, if there are several
+    changes = Changes()
+    seen = final_hidden(model, changes) if wants_hidden else []
+    outputs = changes.run(model._prefill, input_ids, config, model_kwargs, is_first_iteration=True)
+    # Of the last chunk, if there are several; a model that is compiled as a whole tells nothing.
+    hidden = seen[0][:, -1].clone() if seen else None
     source = outputs.past_key_values
     check_packable(source)
     mask = model_kwargs.get("attention_mask")
@@ -151,57 +124,65 @@ def prefill(
     logits = outputs.logits[:, -1]
     length = source.get_seq_length()
     front = 0 if probe_inputs is None else probe_inputs.num_front
-    cache = TreeCache.pack(source, mask, length + min(budget, RESERVE), logits.device, front)
-    with tree_attention(model, windows) as attention:
-        forward = make_forward(cache, None if positions is None else positions[:, -1])
-        # generate() makes a cache where the caller gave none; only the caller's is filled again.
-        callers = given if getattr(given, "_is_user_defined", False) else None
-        yield Prefilled(forward, logits, hidden, callers, mask)
+    cache = handover.take_over(source, mask, length + min(budget, RESERVE), front, logits)
+    handover.start = cache.host_lengths
+    return Prefilled(
+        make_forward(cache, None if positions is None else positions[:, -1]), logits, hidden
+    )
 
 
-def _extend(
-    forward: TreeForward,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    config: GenerationConfig,
-) -> tuple[Tensor, Tensor | None]:
-    """Append the new tokens to a continued TreeCache.
+def _new_tokens(
+    handover: Handover, attention_mask: Tensor | None, config: GenerationConfig
+) -> list[list[int]]:
+    """Each row's tokens to append to a continued TreeCache, which is cut where its prompt parts."""
+    cache, emission = handover.given, handover.emission
+    rows, width = emission.tokens, emission.width
+    if not width:
+        raise ValueError(
+            "inputs_embeds with a TreeCache as past_key_values: it is continued by tokens. Give "
+            "input_ids, or leave past_key_values out."
+        )
+    if len(rows) != cache.batch_size:
+        raise ValueError(
+            f"past_key_values holds {cache.batch_size} rows, the prompt has {len(rows)}: "
+            "give as many prompts as the cache has rows."
+        )
+    cache.count_appended()
+    seen = (
+        getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+    )
+    if seen not in (-1, width):  # the new tokens alone
+        handover.continue_with(cache, cache.tokens)
+        return [list(row) for row in rows]
+    if cache.tokens is not None:  # the last token is needed for its logits
+        cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
+    elif any(len(row) <= length for row, length in zip(rows, cache.host_lengths)):
+        raise ValueError(
+            f"the prompt has {[len(row) for row in rows]} tokens per row and past_key_values "
+            f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
+            "than the cache."
+        )
+    handover.continue_with(cache, [[] for _ in rows])
+    return [row[length:] for row, length in zip(rows, cache.host_lengths)]
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two rows begin with alike."""
+    pairs = enumerate(zip(one, other))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _extend(forward: TreeForward, rows: list[list[int]]) -> tuple[Tensor, Tensor | None]:
+    """Append each row's new tokens to a continued TreeCache.
 
     Returns:
         ``(batch, vocab)`` logits after the last ones, and their ``(batch, hidden)`` final hidden
         states if ``forward`` gives them.
     """
     cache = forward.cache
-    if input_ids.shape[0] != cache.batch_size:
-        raise ValueError(
-            f"past_key_values holds {cache.batch_size} rows, the prompt has {input_ids.shape[0]}: "
-            "give as many prompts as the cache has rows."
-        )
-    cache.begin(0)
-    cache.rollback()
-    real = real_tokens(input_ids, attention_mask)
-    rows = input_ids.tolist()
-    if real is not None:
-        rows = [[t for t, keep in zip(row, m) if keep] for row, m in zip(rows, real.tolist())]
-    seen = (
-        getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
-    )
-    if seen in (-1, input_ids.shape[1]):  # the prompt holds the cached tokens, too
-        lengths = cache.host_lengths
-        if any(len(row) <= length for row, length in zip(rows, lengths)):
-            raise ValueError(
-                f"the prompt has {[len(row) for row in rows]} tokens per row and past_key_values "
-                f"holds {lengths}: give the whole conversation, at least one token more than the "
-                "cache."
-            )
-        for row, (new, known) in enumerate(zip(rows, cache.tokens or [])):
-            if new[: len(known)] != known:
-                raise ValueError(
-                    f"row {row} of the prompt does not start with the tokens in past_key_values. "
-                    "Give the whole conversation, with its attention_mask (without one, generate "
-                    "takes pad tokens for padding), or leave past_key_values out."
-                )
-        rows = [row[length:] for row, length in zip(rows, lengths)]
+    counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
+    # Shorter rows are filled up; what fills them must not be looked up behind the last position.
+    forward.last_position = (cache.lengths + counts - 1)[:, None]
     last: list[tuple[Tensor, Tensor | None] | None] = [None] * len(rows)
     longest = max(len(row) for row in rows)
     for start in range(0, longest, CHUNK):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_spec.decoding.emission import Emission
+
 
 class Scorer:
     """Applies a call's logits processors to candidates of rows of different lengths.
@@ -18,17 +20,15 @@ class Scorer:
 
     Args:
         processors: the prepared list.
-        ids: ``(batch, capacity)`` input ids and emitted tokens; columns behind a row's length are
-            scratch space.
-        lengths: columns in use per row; updated by the owner.
+        emission: the call's rows; suffixes are written behind them.
     """
 
-    def __init__(self, processors: LogitsProcessorList, ids: Tensor, lengths: list[int]):
+    def __init__(self, processors: LogitsProcessorList, emission: Emission):
         self.processors = processors
-        self.ids = ids
-        self.lengths = lengths
+        self.emission = emission
+        self.lengths = emission.lengths
         #: The call's row at each row of the batch, and the logits that all rows showed last.
-        self._rows = list(range(len(lengths)))
+        self._rows = list(range(len(self.lengths)))
         self._shown: Tensor | None = None
 
     def select(self, rows: Sequence[int]) -> None:
@@ -59,7 +59,7 @@ class Scorer:
         device, scores = logits.device, logits.float()
         if self.trivial:
             return scores
-        scores = self._of_all(scores.to(self.ids.device))
+        scores = self._of_all(scores.to(self.emission.ids.device))
         groups: dict[int, list[int]] = {}
         for row, place in sorted(zip(self._rows, range(len(suffixes)))):  # in the call's order
             suffix = suffixes[place]
@@ -67,13 +67,13 @@ class Scorer:
                 continue
             start = self.lengths[row]
             if suffix:
-                self.ids[row, start : start + len(suffix)] = torch.tensor(suffix)
+                self.emission.write(row, start, suffix)
             groups.setdefault(start + len(suffix), []).append(row)
         result = scores
         for length, rows in groups.items():
             # The whole batch, since processors may count on its size and on a row's index in it;
             # what they say about rows of another length is dropped.
-            part = self.processors(self.ids[:, :length], scores.clone())
+            part = self.processors(self.emission.ids[:, :length], scores.clone())
             everyone = len(rows) == len(self.lengths)
             result = part if everyone else result.index_copy(0, _index(rows, part), part[rows])
         if len(self._rows) < len(self.lengths):

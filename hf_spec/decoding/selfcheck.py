@@ -16,8 +16,7 @@ from transformers import DynamicCache
 from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
-from modeling_patches.attention_masks import tree_attention
-from modeling_patches.support import VERIFIED, sliding_windows
+from modeling_patches.support import VERIFIED
 
 #: Largest relative error of the logits that rounding explains; a wrong mask or position is far
 #: above it (0.1 and more in the tests' models).
@@ -48,10 +47,8 @@ def check_tree_forward(model: Any) -> None:
     model(input_ids=prompt, past_key_values=cache, use_cache=True)
     check_packable(cache)
     packed = TreeCache.pack(cache, None, length, device)
-    with tree_attention(model, sliding_windows(model)) as attention:
-        last = torch.tensor([length], device=device)
-        forward = TreeForward(model, packed, attention, last, torch.zeros_like(last))
-        tree_logits = forward(nodes, _TREE.batch(1, device)).logits[0].float()
+    forward = TreeForward(model, packed, torch.tensor([length], device=device))
+    tree_logits = forward(nodes, _TREE.batch(1, device)).logits[0].float()
     for node in range(len(_TREE)):
         path = [at for at in range(len(_TREE)) if bool(_TREE.batch().ancestors[0, node, at])]
         plain = model(input_ids=torch.cat([prompt, nodes[:, path]], 1), use_cache=False)

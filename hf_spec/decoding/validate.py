@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_model
@@ -31,7 +32,8 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     """
     strategy = config.assistant_strategy
     method = get_method(strategy)
-    method.parse_options(config.assistant_kwargs)
+    options = method.parse_options(config.assistant_kwargs)
+    warn_if_lossy(config.assistant_kwargs, options.lossless)
     check_model(model)
     check_tree_forward(model)
 
@@ -77,10 +79,11 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             "watermarking_config", type(watermark).__name__,
             "its processor keeps a state per call.", leave,
         )  # fmt: skip
-    if mode_kwargs.get("synced_gpus") and not method.drafter.single_forward:
+    if mode_kwargs.get("synced_gpus") and method.drafter.runs_modules:
         refuse(
-            "synced_gpus", True, "ranks would draft different numbers of tokens and wait for ever.",
-            "Choose a strategy with one forward per step.",
+            "synced_gpus", True,
+            "ranks with prompts of their own would run modules of the model at different times and "
+            "wait for ever.", "Choose a strategy whose drafts run none, such as prompt_lookup.",
         )  # fmt: skip
     adapters = list((getattr(model, "peft_config", None) or {}).values())
     # PeftModel.generate runs the base model's, with its own way of preparing inputs.
@@ -94,3 +97,26 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
                 "prompt-learning adapters put virtual tokens into the cache.",
                 "Disable the adapter, or generate without a strategy.",
             )  # fmt: skip
+
+
+def check_request(model: Any, config: GenerationConfig, continuous: bool) -> None:
+    """Raise what a server's ``generate()`` would refuse, without generating.
+
+    Args:
+        continuous: whether the server batches continuously.
+
+    Raises:
+        ValueError: also where an adapter is missing.
+    """
+    strategy = config.assistant_strategy
+    if strategy is None:
+        return
+    if continuous:
+        raise ValueError(
+            f"assistant_strategy={strategy!r} with continuous batching: the paged cache cannot "
+            "hold a tree. Start the server without --continuous-batching, or leave "
+            "assistant_strategy out."
+        )
+    validate_call(model, config, {})
+    method = get_method(strategy)
+    method.drafter(model, method.parse_options(config.assistant_kwargs))

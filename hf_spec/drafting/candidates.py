@@ -28,6 +28,14 @@ def ranked_tokens(trees: Sequence[TokenTree], root: Tensor, logits: Tensor) -> T
     return tokens_at(trees, root, logits.topk(width, dim=-1).indices)
 
 
+def distribution(scores: Tensor) -> Tensor:
+    """Softmax of a draft's scores ``(..., vocab)``, to be sampled from.
+
+    All tokens alike where numbers have overflown on the way: a draft may come from any.
+    """
+    return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
+
+
 def tokens_at(trees: Sequence[TokenTree], root: Tensor, best: Tensor) -> Tensor:
     """The same, from the likeliest tokens.
 

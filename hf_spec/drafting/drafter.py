@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -85,6 +85,8 @@ class DecodingState:
             the model made the root's token; any states in finished rows. Of the prompt's last token
             at first. None unless the drafter wants it, or while it is not known.
         rows: which row of the call each of these is.
+        strategy: what is decoded with: the method, its options and its adapter. What a call leaves
+            for later ones is for those with the same.
     """
 
     model: Any
@@ -101,6 +103,7 @@ class DecodingState:
     probe_counts: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
     rows: list[int] = field(default_factory=list)
+    strategy: Hashable = None
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)
@@ -134,11 +137,13 @@ class Drafter(CandidateGenerator):
     Attributes:
         single_forward: whether a step is one forward pass of the model; False if drafting runs
             the model, too.
+        runs_modules: whether drafting runs modules of the model, such as its output embeddings.
         probe_inputs: what has been learned for the probes of its drafts, if they have any.
         wants_hidden: whether it reads ``DecodingState.hidden``.
     """
 
     single_forward: ClassVar[bool] = True
+    runs_modules: ClassVar[bool] = False
     probe_inputs: ProbeInputs | None = None
     wants_hidden: bool = False
 

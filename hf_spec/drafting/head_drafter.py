@@ -46,7 +46,7 @@ class HeadDrafter(TreeDrafter):
         return len(self.weights[WEIGHTS])
 
     @property
-    def probes_per_node(self) -> int:
+    def per_distance(self) -> int:
         return 0
 
     def propose(self, state: DecodingState) -> Draft:

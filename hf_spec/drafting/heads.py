@@ -20,6 +20,7 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits, output_logits, states_at
@@ -63,8 +64,8 @@ class HeadsConfig(SpecPeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_heads", self.num_heads)
-        check_count("num_layers", self.num_layers)
+        check_count("num_heads", self.num_heads, high=MAX_FUTURE)
+        check_count("num_layers", self.num_layers, high=MAX_BLOCKS)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         for name, known in (("projection", PROJECTIONS), ("loss", LOSSES)):
             value = getattr(self, name)

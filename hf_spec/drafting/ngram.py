@@ -14,7 +14,7 @@ import torch
 
 from hf_spec.core.probes import hang
 from hf_spec.core.tree import TokenTree, TreeBatch, merge
-from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 
 #: How much more a match counts per token of its n-gram.
@@ -207,6 +207,14 @@ class Retrieval:
         """Learn how many candidates of the last look-up, a tree of this depth, were accepted."""
         if depth:
             self.confidence.observe(self._longest, accepted, depth)
+
+
+def with_retrieval(drafter: Drafter) -> Drafter:
+    """The drafter with look-ups among its candidates; those around it see one tree."""
+    if isinstance(drafter, WrappedDrafter):
+        drafter.inner = with_retrieval(drafter.inner)
+        return drafter
+    return WithRetrieval(drafter)
 
 
 class WithRetrieval(WrappedDrafter):

@@ -20,12 +20,14 @@ class StrategyOptions:
     """Options that every strategy has; a method's own options derive from this.
 
     Attributes:
-        acceptance: ``match`` (exact), ``rejection`` (exact, for sampled drafts) or ``typical``
-            (lossy). ``auto`` takes ``rejection`` if the draft was sampled, else ``match``.
+        acceptance: ``match`` (exact: the target's own token, greedy or sampled, is what a candidate
+            is compared with), ``rejection`` (exact, for candidates that are sampled, too) or
+            ``typical`` (lossy). ``auto`` is ``match``, which has been faster wherever both were
+            tried.
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
         retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
         fallback: take plain steps while speculation does not pay. ``auto`` does so unless what is
-            emitted depends on which steps draft (sampled drafts under ``rejection``, ``typical``).
+            emitted depends on which steps draft (sampled candidates, ``typical``).
     """
 
     acceptance: str = "auto"
@@ -34,14 +36,14 @@ class StrategyOptions:
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
 
-    #: Whether drafts can carry the distribution they were sampled from.
-    samples_drafts: ClassVar[bool] = False
+    #: Whether candidates can be sampled, and carry the distribution they were sampled from.
+    can_sample: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         rules = ("auto", *ACCEPTANCE_RULES)
         if self.acceptance not in rules:
             raise ValueError(f"acceptance={self.acceptance!r}: choose one of {', '.join(rules)}.")
-        if self.acceptance == "rejection" and not self.samples_drafts:
+        if self.acceptance == "rejection" and not self.can_sample:
             raise ValueError(
                 "acceptance='rejection': this strategy's candidates are not sampled from a "
                 "distribution. Use acceptance='match', which is exact for them."
@@ -53,8 +55,14 @@ class StrategyOptions:
         for name in ("typical_epsilon", "typical_delta"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
 
+    @property
+    def samples(self) -> bool:
+        """Whether candidates are sampled where the call samples."""
+        return self.acceptance == "rejection"
+
     def untimed(self) -> dict[str, Any]:
-        """Options to change so that what is drafted does not depend on what steps take here.
+        """Options to change so that what is drafted does not depend on what steps take here, or on
+        the calls before.
 
         For figures that are compared with each other, such as those of a training's checkpoints.
         """

@@ -54,8 +54,8 @@ class ProbeDrafter(TreeDrafter):
         return len(self.group) // self._per_distance
 
     @property
-    def probes_per_node(self) -> int:
-        return self.distances
+    def per_distance(self) -> int:
+        return self._per_distance
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         super().select(state, rows)
@@ -104,12 +104,10 @@ class ProbeDrafter(TreeDrafter):
     def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
         trees = [one.tree for one in states]
         sizes = [[n * self._per_distance for n in one.probes] for one in states]
-        full = all(n == len(self.group) for row in sizes for n in row)
-        same = all(tree == trees[0] for tree in trees)
         batch = TreeBatch.stack(trees, device)
         probes: ProbeRows | None = None
         if any(map(any, sizes)):
-            probes = hang(self.group, batch, None if full and same else sizes)
+            probes = hang(self.group, batch, sizes)
         return trees, batch, probes
 
     def probe(self, input_ids: Tensor, anchors: Tensor) -> ProbedSequences:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class TreeDrafter(Drafter):
         source: gives the trees of each step.
     """
 
+    runs_modules: ClassVar[bool] = True
+
     def __init__(self, model: Any, options: Any, source: TreeSource):
         super().__init__(model, options)
         self.source = source
@@ -104,9 +106,8 @@ class TreeDrafter(Drafter):
 
     @property
     @abstractmethod
-    def probes_per_node(self) -> int:
-        """Probes that a node has at most, in distances; 0: predictions take no rows, and every step
-        knows them all."""
+    def per_distance(self) -> int:
+        """Probes for each distance; 0: predictions take no rows, and every step knows them all."""
 
     @abstractmethod
     def rows(self, states: Sequence[TreeState], device: str) -> StepRows:

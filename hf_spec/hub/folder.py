@@ -158,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object")

@@ -7,7 +7,7 @@ here files are read and written.
 from __future__ import annotations
 
 import json
-import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import StoredWeights, complaints, tensor_facts
+from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
+from hf_spec.adapters.layer import placement
+from hf_spec.core.limits import MAX_SHARED
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
 from hf_spec.methods.registry import Method, Published, get_method, methods
@@ -64,17 +66,58 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
                 return {name: file.get_tensor(name) for name in names if wants(name)}
         except SafetensorError as error:
             raise ValueError(f"{str(path)!r} is no safetensors file: {error}") from error
+    _check_archive(path)
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except Exception as error:  # what wrong bytes raise when they are unpickled may be anything
         raise ValueError(
-            f"{str(path)!r} is no file of tensors by name, or holds something else besides, which "
-            "is not read since it could run code: have it saved as safetensors by whoever made it"
+            f"{str(path)!r} is no file of tensors by name, was cut off, or holds something else "
+            "besides, which is not read since it could run code: copy it again, or have it saved "
+            "as safetensors by whoever made it"
         ) from error
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise ValueError(f"{str(path)!r} holds a {type(data).__name__}, not tensors by name")
-    tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
-    return {name: tensor for name, tensor in tensors.items() if wants(name)}
+    tensors = {
+        name: value for name, value in data.items() if isinstance(value, Tensor) and wants(name)
+    }
+    _check_sizes(path, tensors)
+    return tensors
+
+
+def _check_archive(path: Path) -> None:
+    """Raise unless what an archive holds is as large as the archive; torch.save compresses nothing.
+
+    A small file could otherwise fill the memory when it is read.
+    """
+    if not zipfile.is_zipfile(path):  # older files of torch.save are none
+        return
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    size = sum(member.file_size for member in members)
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members) or (
+        size > path.stat().st_size
+    ):
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size} bytes and unpacks to {size}: it is no file "
+            "of torch.save, which compresses nothing. Have it saved again by whoever made it"
+        )
+
+
+def _check_sizes(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise unless the tensors are plain ones, of numbers that are all in the file."""
+    for name, tensor in tensors.items():
+        plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+        if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{str(path)!r}: {name!r} of shape {tuple(tensor.shape)} is no plain tensor, or "
+                "larger than what is stored of it"
+            )
+    size, most = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size * MAX_SHARED
+    if size > most:
+        raise ValueError(
+            f"{str(path)!r}: tensors that share their numbers take {size} bytes, at most "
+            f"{MAX_SHARED} times the file's are read"
+        )
 
 
 def _read_index(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -114,9 +157,9 @@ def import_adapter(
     assert method.adapter_config is not None
     try:
         fields, tensors = published.convert(read_published(path, published.wants))
+        config = method.adapter_config(**fields)
     except ValueError as error:
         raise ValueError(f"cannot import {str(path)!r}: {error}") from error
-    config = method.adapter_config(**fields)
     with attached(model, config) as peft_model:
         found = require_active(model, config.type_name, method.name).weights()
         wrong = complaints(tensor_facts(tensors), tensor_facts(found))
@@ -125,6 +168,7 @@ def import_adapter(
                 f"{str(path)!r} does not fit {type(model).__name__}: {'; '.join(wrong)}. Give the "
                 "base model that it was made for"
             )
+        check_numbers(f"the checkpoint {str(path)!r}", tensors.items(), placement(model)[1])
         for name, parameter in found.items():
             parameter.data = tensors[name].contiguous()  # in the file's own precision
         save_adapter(peft_model, output, method.name, options or {})

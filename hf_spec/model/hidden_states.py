@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
+
+from modeling_patches.per_call import Changes, eager
 
 
 def output_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -39,24 +40,25 @@ class _DecoderOutput(BaseModelOutput):
         return None
 
 
-def model_logits(model: Any, hidden: Tensor) -> Tensor:
+def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> Tensor:
     """The model's own logits of final hidden states (batch, rows, hidden).
 
     With all that it does to them, in contrast to :func:`output_logits`: for losses and for
-    distributions to sample from. The model runs with its decoder's layers left out.
+    distributions to sample from. The model runs with its decoder left out, and without what a
+    forward that asks on its way runs with.
+
+    Args:
+        changes: with which the model makes them.
     """
-    decoder = model.get_decoder()
     # Slices take a slow path of the matrix product on CPUs; see output_logits.
     made = _DecoderOutput(last_hidden_state=hidden.contiguous())
-    own = vars(decoder).get("forward")  # a patch or a hook of accelerate's
-    decoder.forward = lambda *args, **kwargs: made
-    try:
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        return model(input_ids=ids, use_cache=False, return_dict=True).logits
-    finally:
-        del decoder.forward
-        if own is not None:
-            decoder.forward = own
+    own = Changes()
+    if changes is not None:
+        own.update(changes)
+    own.instead(model.get_decoder(), "forward", lambda *args, **kwargs: made)
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    logits = own.run_alone(eager(model), input_ids=ids, use_cache=False, return_dict=True).logits
+    return logits.to(hidden.device)
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:
@@ -65,21 +67,22 @@ def taken(model: Any, **inputs: Any) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name in known}
 
 
-@contextmanager
-def final_hidden(model: Any, rows: Callable[[], int] | None = None) -> Iterator[list[Tensor]]:
-    """For the block, a list that each forward of ``model`` fills with its final hidden states.
+def final_hidden(
+    model: Any, changes: Changes, rows: Callable[[], int] | None = None
+) -> list[Tensor]:
+    """A list that each forward of ``model`` with these changes fills with its final hidden states.
 
-    ``(batch, rows, hidden)``: what the model's output embeddings are applied to. The list stays
-    empty where the model is compiled as a whole and runs no hooks.
+    ``(batch, rows, hidden)``: what the model's output embeddings are applied to.
 
     Args:
         model: a causal language model.
+        changes: what this is added to.
         rows: how many rows, from the first, logits are made of; asked behind the decoder. None:
             of all.
     """
     seen: list[Tensor] = []
 
-    def note(module: Any, args: Any, output: Any) -> Any:
+    def note(args: Any, kwargs: Any, output: Any) -> Any:
         seen[:] = [output[0]]
         if rows is None or rows() == output[0].shape[1]:
             return None
@@ -91,8 +94,5 @@ def final_hidden(model: Any, rows: Callable[[], int] | None = None) -> Iterator[
         output.last_hidden_state = fewer
         return output
 
-    handle = model.get_decoder().register_forward_hook(note)
-    try:
-        yield seen
-    finally:
-        handle.remove()
+    changes.after(model.get_decoder(), note)
+    return seen

@@ -9,7 +9,7 @@ the anchor's place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,10 @@ from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import final_hidden, taken
 from hf_spec.model.tree_forward import ProbeInputs
-from modeling_patches.attention_masks import TreeAttention, tree_attention
+from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.exits import averaged_exits
-from modeling_patches.support import sliding_windows
+from modeling_patches.per_call import Changes, eager
+from modeling_patches.ranks import Ranks
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
 IGNORED = -100
@@ -48,7 +49,7 @@ def probe_sequences(
     group: ProbeGroup,
     probe_inputs: ProbeInputs,
     frozen: bool = True,
-    while_probing: AbstractContextManager[Any] | None = None,
+    while_probing: Changes | None = None,
 ) -> ProbedSequences:
     """Run sequences with a group of probes under every anchor.
 
@@ -63,18 +64,18 @@ def probe_sequences(
         frozen: the model is not trained. The tokens then run by themselves, without gradients, and
             only the probes' rows are differentiated; dropout is off, as in decoding. Otherwise
             everything runs and is differentiated together.
-        while_probing: entered while the probes' rows run; for a frozen model.
+        while_probing: what the model does otherwise while the probes' rows run; if it is frozen.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     real = attention_mask.bool()
     checkpointing = model.training and not frozen and _checkpoints(model)
-    with tree_attention(model, sliding_windows(model), checkpointing) as attention:
-        run = _Run(model, attention, input_ids, real, anchors, group, probe_inputs)
-        if not frozen:
-            return run.together()
-        with _evaluating(model):
-            return run.apart(while_probing or nullcontext())
+    attention = TreeAttention(model, checkpointing)
+    run = _Run(model, attention, input_ids, real, anchors, group, probe_inputs)
+    if not frozen:
+        return run.together()
+    with _evaluating(model):
+        return run.apart(while_probing)
 
 
 def _checkpoints(model: Any) -> bool:
@@ -157,36 +158,45 @@ class _Run:
         by_layers = {kind: seen[size] for kind, size in self.attention.windows.items()}
         return self.attention.convert(by_layers, self.dtype)
 
-    def apart(self, while_probing: AbstractContextManager[Any]) -> ProbedSequences:
-        with torch.no_grad(), final_hidden(self.model) as seen:
+    def apart(self, while_probing: Changes | None) -> ProbedSequences:
+        with torch.no_grad():
             causal = torch.arange(self.seq, device=self.device)
             visible = (causal[None] <= causal[:, None]) & self.real[:, None]
             visible = visible | torch.eye(self.seq, dtype=torch.bool, device=self.device)
             cache = DynamicCache()
-            self.model(
+            changes = Changes().update(self.attention.changes)
+            seen = final_hidden(self.model, changes)
+            changes.run(
+                eager(self.model),
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
                 past_key_values=cache, use_cache=True, **self._given(self.positions),
             )  # fmt: skip
             token_hidden = seen[0]
-        front = self.inputs.num_front
+        front, ranks = self.inputs.num_front, Ranks(self.model)
         full = DynamicCache()
         for index, layer in enumerate(cache.layers):
             states = [layer.keys, layer.values]
             if front:
-                learned = [part.to(states[0]) for part in self.inputs.front[index]]
+                heads = states[0].shape[1]
+                learned = [
+                    ranks.own_heads(part.to(states[0]), heads) for part in self.inputs.front[index]
+                ]
                 states = [
                     torch.cat([part.expand(self.batch, -1, -1, -1), state], dim=2)
                     for part, state in zip(learned, states)
                 ]
             full.update(*states, index)
-        exits = averaged_exits(self.model, self.inputs.exits)
-        with final_hidden(self.model) as seen, while_probing, exits:
-            self.model(
-                inputs_embeds=self._embeddings(),
-                attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
-                past_key_values=full, use_cache=True, **self._given(self.probe_positions),
-            )  # fmt: skip
-            return self._split(seen[0], token_hidden)
+        changes = Changes().update(self.attention.changes)
+        if while_probing is not None:
+            changes.update(while_probing)
+        averaged_exits(self.model, changes, self.inputs.exits)
+        seen = final_hidden(self.model, changes)
+        changes.run(
+            eager(self.model), inputs_embeds=self._embeddings(),
+            attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
+            past_key_values=full, use_cache=True, **self._given(self.probe_positions),
+        )  # fmt: skip
+        return self._split(seen[0], token_hidden)
 
     def together(self) -> ProbedSequences:
         if self.inputs.num_front:
@@ -198,13 +208,15 @@ class _Run:
         visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
         positions = torch.cat([self.positions, self.probe_positions], dim=1)
         embeddings = torch.cat([self.embed(self.input_ids), self._embeddings()], dim=1)
-        exits = averaged_exits(self.model, self.inputs.exits, lambda: self.seq)
-        with final_hidden(self.model) as seen, exits:
-            self.model(
-                inputs_embeds=embeddings, attention_mask=self._mask(visible, positions, 0),
-                use_cache=False, **self._given(positions),
-            )  # fmt: skip
-            return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
+        changes = Changes().update(self.attention.changes)
+        averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
+        seen = final_hidden(self.model, changes)
+        changes.run(
+            eager(self.model), inputs_embeds=embeddings,
+            attention_mask=self._mask(visible, positions, 0),
+            use_cache=False, **self._given(positions),
+        )  # fmt: skip
+        return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
 
     def _given(self, positions: Tensor) -> dict[str, Any]:
         # Logits are made of the rows that are wanted, from their hidden states.
@@ -230,9 +242,11 @@ def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = 
     input_ids = input_ids.to(device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad(), _evaluating(model), final_hidden(model) as seen:
-        model(
-            input_ids=input_ids, attention_mask=mask, use_cache=False,
+    changes = Changes()
+    seen = final_hidden(model, changes)
+    with torch.no_grad(), _evaluating(model):
+        changes.run(
+            eager(model), input_ids=input_ids, attention_mask=mask, use_cache=False,
             **taken(model, position_ids=positions, logits_to_keep=1),
         )  # fmt: skip
         return seen[0]

@@ -7,7 +7,6 @@ knows nothing of drafting, acceptance or generation options.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,14 +14,16 @@ import torch
 from torch import Tensor
 
 from hf_spec.core import mask as masks
-from hf_spec.core.cache import TreeCache
+from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
 from hf_spec.model.hidden_states import final_hidden, taken
 from modeling_patches.attention_masks import TreeAttention
-from modeling_patches.early_pruning import early_pruning
+from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
+from modeling_patches.per_call import Changes, eager
+from modeling_patches.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,29 @@ class TreeOutput(NamedTuple):
     survivors: Survivors | None = None
 
 
+@dataclass
+class _Pass:
+    """What changes of the model ask of the forward that runs.
+
+    Attributes:
+        nodes: rows that logits are made of; the first.
+        choose: which rows stay; None: all.
+    """
+
+    nodes: int = 0
+    choose: Choose | None = None
+
+
 class TreeForward:
     """Runs ``model`` on tree nodes; made once per ``generate()`` call.
 
     Args:
         model: the causal language model.
         cache: where keys and values go.
-        attention: converter of masks, from ``tree_attention``.
         last_position: ``(batch,)`` positions are cut off here: nodes further down lie past the
             call's budget and are never accepted, but learned position tables end somewhere.
-        position_shift: ``(batch,)`` position of a row's first cached token (0 unless the caller
-            gave position ids of his own).
+        position_shift: ``(batch,)`` position of a row's first cached token; None: 0, as it is
+            unless the caller gave position ids of his own.
         model_kwargs: further arguments for the model's forward.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         wants_hidden: give the nodes' final hidden states, too.
@@ -107,17 +120,18 @@ class TreeForward:
         self,
         model: Any,
         cache: TreeCache,
-        attention: TreeAttention,
         last_position: Tensor,
-        position_shift: Tensor,
+        position_shift: Tensor | None = None,
         model_kwargs: dict[str, Any] | None = None,
         probe_inputs: ProbeInputs | None = None,
         wants_hidden: bool = False,
     ):
         self.model = model
         self.cache = cache
-        self.attention = attention
+        self.attention = TreeAttention(model)
         self.last_position = last_position[:, None]
+        if position_shift is None:
+            position_shift = torch.zeros_like(last_position)
         self.position_shift = position_shift[:, None]
         self.model_kwargs = model_kwargs or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
@@ -126,12 +140,21 @@ class TreeForward:
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.wants_hidden = wants_hidden
-        self.runs_hooks = True  # until a compiled model shows that it does not
+        self._changes, self._call = self.attention.changes, eager(model)
+        #: The same, and what looks into the model and prunes; made when first needed.
+        self._watching: tuple[Changes, list[Tensor]] | None = None
+        self._pass, self._prunes = _Pass(), False
         if probe_inputs is not None:
-            self.probe_embeddings = probe_inputs.embeddings.to(self.device, self.dtype)
+            self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
-                cache.set_front(probe_inputs.front)
+                heads, ranks = cache.layers[0].keys.shape[1], Ranks(model)
+                cache.set_front(
+                    [
+                        (ranks.own_heads(keys, heads), ranks.own_heads(values, heads))
+                        for keys, values in probe_inputs.front
+                    ]
+                )
 
     def __call__(
         self,
@@ -140,6 +163,7 @@ class TreeForward:
         first: int = 0,
         probes: ProbeRows | None = None,
         pruning: Pruning | None = None,
+        changes: Changes | None = None,
     ) -> TreeOutput:
         """Run the nodes ``first ..`` of the tree and the probes under them.
 
@@ -149,6 +173,7 @@ class TreeForward:
             first: first node to forward.
             probes: rows to add behind the nodes; made for this tree.
             pruning: leaves out nodes, and probes under them, on the way; not with ``first``.
+            changes: what else the model does otherwise in this forward, such as leaving out layers.
         """
         depths, ancestors = tree.depths, tree.ancestors
         if probes is not None:
@@ -174,8 +199,10 @@ class TreeForward:
         tokens = tokens[:, first:].to(self.device)
         if probes is None:
             inputs["input_ids"] = tokens
+            if changes is not None:
+                return TreeOutput(changes.run(self._changes.run, self._call, **inputs).logits)
             if not self.wants_hidden and pruning is None:
-                return TreeOutput(self.model(**inputs).logits)
+                return TreeOutput(self._changes.run(self._call, **inputs).logits)
         else:
             embeddings = self.model.get_input_embeddings()(tokens)
             learned = self.probe_embeddings[probes.kinds.to(self.device)]
@@ -204,9 +231,8 @@ class TreeForward:
     ) -> TreeOutput:  # fmt: skip
         """The forward where more than the logits of all rows is wanted, or less."""
         left: Survivors | None = None
-
-        def nodes() -> int:
-            return tokens.shape[1] if left is None else left.nodes.shape[1]
+        cache, running = self.cache, self._pass
+        running.nodes = tokens.shape[1]
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal left
@@ -215,29 +241,42 @@ class TreeForward:
             left = survive(tree, alive.to(tree.parents.device), probes)
             if left is None:
                 return None
-            self.cache.narrow(left.rows)
+            cache.narrow(left.rows)
+            running.nodes = left.nodes.shape[1]
             return left.rows
 
-        with ExitStack() as stack:
-            if probes is not None and self.probe_inputs is not None:
-                stack.enter_context(averaged_exits(self.model, self.probe_inputs.exits, nodes))
-            # Behind averaged_exits, whose hook must see the last layer's output first.
-            if pruning is not None and tokens.shape[1] > 1:
-                stack.enter_context(early_pruning(self.model, pruning.layer, choose))
-            if self.runs_hooks:
-                seen = stack.enter_context(final_hidden(self.model, nodes))
-                logits = self.model(**inputs).logits
-                self.runs_hooks = bool(seen)
-            if not self.runs_hooks:
-                output = self.model(**inputs, output_hidden_states=True)
-                logits, seen = output.logits[:, : nodes()], [output.hidden_states[-1]]
+        changes, seen = self._watched(pruning)
+        running.choose = choose if pruning is not None and tokens.shape[1] > 1 else None
+        logits = changes.run(self._call, **inputs).logits
+        running.choose = None  # nothing may hold what it belongs to until it is collected
         hidden = seen[0]
         rest = probes if left is None else left.probes
         behind = None
         if rest is not None:
-            behind = hidden[:, nodes() : nodes() + rest.num_probes]
-        own = hidden[:, : nodes()] if self.wants_hidden else None
+            behind = hidden[:, running.nodes : running.nodes + rest.num_probes]
+        own = hidden[:, : running.nodes] if self.wants_hidden else None
         return TreeOutput(logits, behind, own, left)
+
+    def _watched(self, pruning: Pruning | None) -> tuple[Changes, list[Tensor]]:
+        """What forwards run with that give more than logits, and where final states are found."""
+        running = self._pass
+        if self._watching is None:
+            changes = Changes().update(self._changes)
+
+            def nodes() -> int:
+                return running.nodes
+
+            if self.probe_inputs is not None:
+                averaged_exits(self.model, changes, self.probe_inputs.exits, nodes)
+            self._watching = changes, final_hidden(self.model, changes, nodes)
+        if pruning is not None and not self._prunes:
+            # Behind averaged exits, which must see the last layer's output first.
+            early_pruning(
+                self.model, self._watching[0], pruning.layer,
+                lambda hidden: None if running.choose is None else running.choose(hidden),
+            )  # fmt: skip
+            self._prunes = True
+        return self._watching
 
     def _mask(
         self, ancestors: Tensor, first: int, keys: int, node_positions: Tensor,

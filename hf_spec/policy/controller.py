@@ -10,7 +10,6 @@ knows nothing of models, trees or tokens. docs/controller.md has the simulations
 from __future__ import annotations
 
 import statistics
-import time
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -68,13 +67,12 @@ def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
     """What the option ``fallback`` means for a call.
 
     ``auto`` stays off where what is emitted depends on which steps draft, since the controller's
-    decisions depend on time: under rejection of sampled drafts a seeded call would draw other
-    random numbers, and typical acceptance is lossy where it drafts only.
+    decisions depend on time: sampling candidates draws random numbers of its own, and typical
+    acceptance is lossy where it drafts only.
     """
     if options.fallback != "auto":
         return bool(options.fallback)
-    rejects = do_sample and options.samples_drafts and options.acceptance != "match"
-    return not rejects and options.acceptance != "typical"
+    return not (do_sample and options.samples) and options.acceptance != "typical"
 
 
 @dataclass
@@ -188,7 +186,6 @@ class Controller:
 
     def speculate(self) -> bool:
         """Whether the step that begins now drafts."""
-        self._began = time.perf_counter()
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         self._drafts = not self.enabled or not (self.account.paused or self._look_is_due())
         self.stats.num_fallback_steps += not self._drafts
@@ -201,16 +198,16 @@ class Controller:
             return costs.age >= LOOKS[1]
         return costs.plain is None or costs.age >= costs.look
 
-    def observe(self, rows: int, emitted: Sequence[int]) -> None:
+    def observe(self, rows: int, emitted: Sequence[int], seconds: float) -> None:
         """The step is over.
 
         Args:
             rows: rows of its forward per batch row: nodes of the tree, and probes.
             emitted: tokens per batch row; none for a row that was finished before.
+            seconds: that it took.
         """
         if not self.enabled:
             return
-        seconds = time.perf_counter() - self._began
         drafting = self.stats.draft_seconds - self._before[0]
         kind = (rows.bit_length(), self.stats.num_draft_forwards - self._before[1])
         plain = max(seconds - drafting, TICK)

@@ -83,7 +83,8 @@ def ranks_of(predicted: Sequence[Predicted], depth: int) -> np.ndarray[Any, np.d
 
 @dataclass
 class Memory:
-    """What one adapter of a model has shown: hits, and a plan for each batch size and length."""
+    """What one adapter of a model has shown under some options: hits, and a plan for each batch
+    size and length."""
 
     hits: HitRates
     plans: dict[tuple[int, int, str], TreePlan] = field(default_factory=dict)
@@ -208,22 +209,23 @@ class OnlineTrees(TreeSource):
         """That of the batch size and the length in powers of two."""
         longest = max(map(len, state.tokens))
         key = state.batch_size, longest.bit_length(), str(state.root.device)
-        memory = self._memory = self._memory or self._recall(state.batch_size, longest)
+        memory = self._memory = self._memory or self._recall(state, longest)
         if key not in memory.plans:
             memory.plans[key] = self._fresh(memory, key, longest)
         self._taken[key] += 1
         return memory.plans[key]
 
-    def _recall(self, batch_size: int, length: int) -> Memory:
-        """What earlier calls of the model have learned, or what was measured for the adapter."""
-        key = (
-            str(self.adapter.config.peft_type), self.adapter.name, self.depth, self.per_distance,
-            self.max_rows,
-        )  # fmt: skip
+    def _recall(self, state: DecodingState, length: int) -> Memory:
+        """What earlier calls of the model have learned, or what was measured for the adapter.
+
+        Options that leave the trees alone count, too: pruned steps, and steps with look-ups, take
+        other times.
+        """
+        key = state.strategy, self.adapter.name, self.depth, self.per_distance
         known = _memories.setdefault(self.model, {})
         if key not in known:
             hits = HitRates(self.depth, self.ranks)
-            found = self._measured(batch_size, length)
+            found = self._measured(state.batch_size, length)
             if found is not None:
                 hits = HitRates.measured(np.array(found.accuracies), self.depth, self.ranks)
             known[key] = Memory(hits)

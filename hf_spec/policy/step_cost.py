@@ -169,16 +169,17 @@ class StepCost:
         return mean
 
     def seeded(self, scale: float = 1.0) -> StepCost:
-        """What is expected under other conditions: the line at two sizes, its slope scaled.
+        """What is expected under other conditions: the line at two sizes and a plain step, each row
+        as much dearer.
 
         Real steps take the place of these guesses.
         """
-        line = self.line
-        if line is None:
+        line, plain = self.line, self.plain_seconds()
+        if line is None or plain is None:
             return StepCost()
-        most = max(self.means)
-        guess = {rows: line[0] + line[1] * scale * rows for rows in (1, most)}
-        cost = StepCost.guessed(guess)
+        slope, wide = line[1] * scale, [rows for rows in self.means if rows > 1]
+        guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
+        cost = StepCost.guessed({1: plain + slope - line[1], **guess})
         return replace(cost, drafting=SizeTime(self.drafting_seconds), errors=self.errors)
 
     @classmethod

@@ -52,8 +52,9 @@ def tree_source(
         probes: under a node for each distance; 0 if predictions take no rows.
 
     Raises:
-        ValueError: trees go deeper than the adapter predicts, none have been tuned or they cannot
-            be read, or ``max_rows`` are too few for a candidate.
+        ValueError: trees go deeper than the adapter predicts or have a rank that the vocabulary
+            does not have, none have been tuned or they cannot be read, or ``max_rows`` are too few
+            for a candidate.
     """
     if options.tree == TUNED:
         path = adapter.config.file_beside(TREE_FILE)
@@ -64,22 +65,30 @@ def tree_source(
                 "tree."
             )
         trees = read_trees(path)
-        _check_depth(trees.max_probes, distances)
+        _check(trees, TREE_FILE, model, distances)
         return TunedSource(model, trees)
     if is_dynamic(options.tree):
         states = TreeStates.from_json(options.tree)
-        _check_depth(states.max_probes, distances)
-        return TreeSource(states)
-    tree = options.make_tree(distances)  # checks max_depth, too
-    depth = options.max_depth or distances
-    if options.tree == ONLINE:
-        return OnlineTrees(model, adapter, depth, probes, options.max_rows or MAX_ROWS)
-    return TreeSource((TreeStates.uniform if probes else TreeStates.bare)(tree, depth))
+    else:
+        tree = options.make_tree(distances)  # checks max_depth, too
+        depth = options.max_depth or distances
+        if options.tree == ONLINE:
+            return OnlineTrees(model, adapter, depth, probes, options.max_rows or MAX_ROWS)
+        states = (TreeStates.uniform if probes else TreeStates.bare)(tree, depth)
+    _check(states, "tree", model, distances)
+    return TreeSource(states)
 
 
-def _check_depth(states: int, distances: int) -> None:
-    if states > distances:
+def _check(trees: TreeStates | TunedTrees, where: str, model: Any, distances: int) -> None:
+    """Raise ValueError unless the adapter predicts so far, and the model has so many tokens."""
+    if trees.max_probes > distances:
         raise ValueError(
-            f"tree has states up to {states} predicted tokens, the adapter drafts {distances} "
-            "tokens: run hf-spec tune again, or give another tree."
+            f"{where} has states up to {trees.max_probes} predicted tokens, the adapter drafts "
+            f"{distances} tokens: run hf-spec tune again, or give another tree."
+        )
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    if trees.max_rank >= vocab:
+        raise ValueError(
+            f"{where} has a candidate of rank {trees.max_rank}: ranks count from 0, and the model "
+            f"has {vocab} tokens. Give another tree, or run hf-spec tune."
         )

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_FUTURE, MAX_JSON, MAX_SECONDS, MAX_SIZE
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.policy.devices import device_name
 
@@ -63,11 +65,100 @@ class Device:
 
 @dataclass(frozen=True)
 class TunedSetting:
-    """The trees for a batch size and a context length, in tokens."""
+    """The trees for a batch size and a context length, in tokens, and seconds of steps by rows."""
 
     batch_size: int
     context: int
     states: TreeStates
+    seconds: dict[int, float]
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> TunedSetting:
+        for name, low in (("batch_size", 1), ("context", 0)):
+            check_count(f"{where}.{name}", _field(data, name, where), low, MAX_SIZE)
+        try:
+            states = TreeStates.from_json(_field(data, "states", where))
+        except ValueError as error:
+            raise ValueError(f"{where}.states: {error}") from error
+        seconds = data.get("seconds", {})
+        if not isinstance(seconds, dict) or not all(rows.isdecimal() for rows in seconds):
+            raise ValueError(f"{where}.seconds: must be an object of seconds by numbers of rows.")
+        for rows, spent in seconds.items():
+            check_range(f"{where}.seconds[{rows}]", spent, 0.0, MAX_SECONDS, open_low=True)
+        seconds = {int(rows): float(spent) for rows, spent in seconds.items()}
+        return cls(data["batch_size"], data["context"], states, seconds)
+
+
+@dataclass(frozen=True)
+class TunedDevice:
+    """A device with its trees.
+
+    Attributes:
+        device: what it is.
+        settings: its trees, at least one.
+        accuracies: ``[d - 1][r]``: how often the token of rank r is right at distance d; None in
+            files of releases that did not write it.
+    """
+
+    device: Device
+    settings: tuple[TunedSetting, ...]
+    accuracies: tuple[tuple[float, ...], ...] | None
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> TunedDevice:
+        device = Device(
+            *(_field(data, name, where) for name in ("device", "kind", "dtype", "threads"))
+        )
+        if not all(isinstance(name, str) for name in (device.name, device.kind, device.dtype)):
+            raise ValueError(f"{where}: device, kind and dtype must be words.")
+        if device.threads is not None:
+            check_count(f"{where}.threads", device.threads, high=MAX_SIZE)
+        settings = _field(data, "settings", where)
+        if not isinstance(settings, list) or not settings:
+            raise ValueError(f"{where}.settings holds no trees; run hf-spec tune.")
+        for name in ("accuracies", "landed_accuracies"):
+            if name in data:
+                _check_accuracies(data[name], f"{where}.{name}")
+        table = data.get("accuracies")
+        return cls(
+            device,
+            tuple(
+                TunedSetting.from_json(one, f"{where}.settings[{at}]")
+                for at, one in enumerate(settings)
+            ),
+            None if table is None else tuple(tuple(map(float, row)) for row in table),
+        )
+
+    def nearest(self, batch_size: int, context: int) -> TunedSetting:
+        """The setting most like this one: the batch size matters most."""
+
+        def unlike(one: TunedSetting) -> tuple[float, float]:
+            return (
+                abs(math.log(batch_size / one.batch_size)),
+                abs(math.log((context + 1) / (one.context + 1))),
+            )
+
+        return min(self.settings, key=unlike)
+
+
+def _field(data: Any, name: str, where: str) -> Any:
+    if not isinstance(data, dict) or name not in data:
+        raise ValueError(f"{where} has no usable {name!r}; run hf-spec tune.")
+    return data[name]
+
+
+def _check_accuracies(table: Any, where: str) -> None:
+    """Raise ValueError unless it is a table of probabilities, a row for each distance."""
+    if not isinstance(table, list) or not 1 <= len(table) <= MAX_FUTURE:
+        raise ValueError(f"{where}: must be a list for 1 to {MAX_FUTURE} distances.")
+    for distance, row in enumerate(table):
+        if not isinstance(row, list) or not row or len(row) != len(table[0]):
+            raise ValueError(
+                f"{where}[{distance}]: must be a list of probabilities, equally many for each "
+                "distance."
+            )
+        for rank, chance in enumerate(row):
+            check_range(f"{where}[{distance}][{rank}]", chance, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -75,17 +166,17 @@ class TunedTrees:
     """What a ``tree.json`` holds, as far as decoding needs it.
 
     Attributes:
-        entries: devices with their trees.
+        entries: devices with their trees, at least one.
     """
 
-    entries: tuple[tuple[Device, tuple[TunedSetting, ...]], ...]
+    entries: tuple[TunedDevice, ...]
 
     @classmethod
     def from_json(cls, data: Any) -> TunedTrees:
         """Read the content of a file.
 
         Raises:
-            ValueError: it is no such content, or of a later version.
+            ValueError: it is no such content, or of a later version; naming the field.
         """
         if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
             raise ValueError('expected {"version": 1, "devices": [...]} as hf-spec tune writes it.')
@@ -94,41 +185,37 @@ class TunedTrees:
                 f"version {data.get('version')!r}: this hf_spec reads version {VERSION}. Upgrade, "
                 "or run hf-spec tune."
             )
-        entries = []
-        for item in data["devices"]:
-            try:
-                device = Device(item["device"], item["kind"], item["dtype"], item["threads"])
-                settings = [
-                    TunedSetting(
-                        int(one["batch_size"]), int(one["context"]),
-                        TreeStates.from_json(one["states"]),
-                    )
-                    for one in item["settings"]
-                ]  # fmt: skip
-            except (KeyError, TypeError) as error:
-                raise ValueError(f"an entry has no usable {error}; run hf-spec tune.") from error
-            entries.append((device, tuple(settings)))
-        if not all(settings for _, settings in entries) or not entries:
+        if not data["devices"]:
             raise ValueError("it holds no trees; run hf-spec tune.")
-        return cls(tuple(entries))
+        return cls(
+            tuple(
+                TunedDevice.from_json(item, f"devices[{at}]")
+                for at, item in enumerate(data["devices"])
+            )
+        )
 
     @property
     def max_probes(self) -> int:
         """Most future tokens that any tree's states know of, and probes under a node."""
-        return max(one.states.max_probes for _, settings in self.entries for one in settings)
+        return max(states.max_probes for states in self._all())
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank of a candidate."""
+        return max(states.max_rank for states in self._all())
+
+    def _all(self) -> list[TreeStates]:
+        return [one.states for entry in self.entries for one in entry.settings]
 
     def select(self, device: Device, batch_size: int, context: int) -> TreeStates:
         """The trees of the nearest device, batch size and context length.
 
         Another hardware or dtype than the file has entries for is logged, once.
         """
-        found, settings = min(self.entries, key=lambda entry: device.distance(entry[0]))
-        if any(device.distance(found)[:-1]):
-            _warn_of_other_device(str(device), str(found))
-        return min(
-            settings,
-            key=lambda one: _apart(one.batch_size, one.context, batch_size, context),
-        ).states
+        entry = min(self.entries, key=lambda entry: device.distance(entry.device))
+        if any(device.distance(entry.device)[:-1]):
+            _warn_of_other_device(str(device), str(entry.device))
+        return entry.nearest(batch_size, context).states
 
 
 @functools.cache  # once per pair, however often they meet
@@ -153,8 +240,10 @@ def read_trees(path: Path) -> TunedTrees:
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, changed: int, size: int) -> TunedTrees:
     try:
+        if size > MAX_JSON:
+            raise ValueError(f"it has {size} bytes, at most {MAX_JSON} are read.")
         return TunedTrees.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:  # of JSON, too
+    except (ValueError, RecursionError) as error:  # of JSON, too
         raise ValueError(f"{str(path)!r} is no file of tuned trees: {error}") from error
 
 
@@ -182,33 +271,11 @@ def measurements(
     path = adapter.config.file_beside(TREE_FILE)
     if path is None:
         return None
-    read_trees(path)  # checks it
-    entries = [one for one in json.loads(path.read_text("utf-8"))["devices"] if "accuracies" in one]
+    entries = [one for one in read_trees(path).entries if one.accuracies is not None]
     if not entries:
         return None
-
-    def unlike(entry: dict[str, Any]) -> tuple[float, ...]:
-        names = ("device", "kind", "dtype", "threads")
-        return device.distance(Device(*(entry[name] for name in names)))
-
-    entry = min(entries, key=unlike)
-    accuracies = tuple(tuple(map(float, row)) for row in entry["accuracies"])
-    seconds = {}
-    if not any(unlike(entry)):
-        one = min(
-            entry["settings"],
-            key=lambda one: _apart(one["batch_size"], one["context"], batch_size, context),
-        )
-        if one["batch_size"] == batch_size:
-            seconds = {int(rows): float(spent) for rows, spent in one.get("seconds", {}).items()}
-    return Measurements(accuracies, seconds)
-
-
-def _apart(
-    tuned_size: int, tuned_context: int, batch_size: int, context: int
-) -> tuple[float, float]:
-    """How unlike a setting is to one that was tuned: the batch size matters most."""
-    return (
-        abs(math.log(batch_size / tuned_size)),
-        abs(math.log((context + 1) / (tuned_context + 1))),
-    )
+    entry = min(entries, key=lambda one: device.distance(one.device))
+    assert entry.accuracies is not None
+    one = entry.nearest(batch_size, context)
+    here = not any(device.distance(entry.device)) and one.batch_size == batch_size
+    return Measurements(entry.accuracies, one.seconds if here else {})

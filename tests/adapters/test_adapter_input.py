@@ -176,9 +176,21 @@ WEIGHT_DEFECTS: Defects = {
     "shape by config": (
         lambda f: edit(f, num_masks=4), r"sample_masks' has shape \(3, 5\), expected \(4, 5\)",
     ),
+    "more than there is memory for": (
+        lambda f: edit(f, num_masks=10**15), r"has shape \(3, 5\), expected \(10{15}, 5\)",
+    ),
     "type": (
         lambda f: rewrite(f, lambda t: t.update({f"{PREFIX}bias": torch.ones(7).long()})),
         r"sample_bias' is of type int64, expected F32",
+    ),
+    "NaN": (
+        lambda f: rewrite(f, lambda t: t[f"{PREFIX}masks"][0].fill_(torch.nan)),
+        r"'spec_modules.type_sample.sample_masks' of the SAMPLE adapter .* have numbers that are "
+        r"NaN, infinite, or not finite in float32, the model's type \(largest: 3.4e\+38\): take",
+    ),
+    "infinity": (
+        lambda f: rewrite(f, lambda t: [part[-1:].fill_(-torch.inf) for part in t.values()]),
+        "'spec_modules.type_sample.sample_bias', 'spec_modules.type_sample.sample_masks' of the ",
     ),
 }  # fmt: skip
 CONFIG_DEFECTS: Defects = {
@@ -248,7 +260,19 @@ def test_any_floating_point_type_is_cast(adapter: Path, base_path: str, dtype: t
         torch.testing.assert_close(active.weights()["masks"].float(), expected)
 
 
-@pytest.mark.parametrize("defect", ["missing", "shape", "pickle", "cut off"])
+def test_numbers_must_fit_the_models_type(adapter: Path, base_path: str) -> None:
+    """1e5 is finite in the file, and in the parameters that PEFT keeps in float32."""
+    rewrite(adapter, lambda t: t[f"{PREFIX}masks"][0].fill_(-1e5))
+    message = r"masks' of the SAMPLE adapter in .* not finite in float16.* \(largest: 6.55e\+04\)"
+    for door in ("load_adapter", "load_adapter trainable", "PeftModel", "PeftModel.load_adapter"):
+        onto(door, adapter, load(base_path).bfloat16())
+        half = load(base_path).half()
+        with pytest.raises(ValueError, match=message):
+            onto(door, adapter, half)
+        assert adapters_of(half) <= {"other"}
+
+
+@pytest.mark.parametrize("defect", ["missing", "shape", "pickle", "cut off", "NaN"])
 def test_a_refusal_leaves_earlier_adapters_alone(
     adapter: Path, good: Path, base_path: str, defect: str
 ) -> None:
@@ -292,7 +316,7 @@ def test_loading_again_into_an_attached_adapter(
     model = PeftModel.from_pretrained(load(base_path), str(good))
     model.load_adapter(str(good), "default")
     spoil, message = DEFECTS[defect]
-    if defect == "shape by config":
+    if defect in ("shape by config", "more than there is memory for"):
         message = "unknown"  # the config is that of the attached adapter
         rewrite(adapter, lambda t: t.update({f"{PREFIX}more": torch.ones(2)}))
     spoil(adapter)
@@ -311,10 +335,12 @@ def test_tensors_given_by_hand(good: Path, base_path: str) -> None:
     wrapped = get_peft_model(load(base_path), SampleConfig())
     set_peft_model_state_dict(wrapped, dict(tensors))
     assert torch.equal(find_active(wrapped, "SAMPLE").weights()["masks"], tensors[f"{PREFIX}masks"])
-    for name, message in (("masks", "no tensor .*masks"), ("more", "unknown tensor .*more")):
-        changed = {**tensors, f"{PREFIX}more": torch.ones(1)}
-        if name == "masks":
-            changed = {k: v for k, v in tensors.items() if k != f"{PREFIX}masks"}
+    infinite = torch.full_like(tensors[f"{PREFIX}masks"], torch.inf)
+    for changed, message in (
+        ({k: v for k, v in tensors.items() if k != f"{PREFIX}masks"}, "no tensor .*masks"),
+        ({**tensors, f"{PREFIX}more": torch.ones(1)}, "unknown tensor .*more"),
+        ({**tensors, f"{PREFIX}masks": infinite}, "masks' of the SAMPLE adapter given have num"),
+    ):
         fresh = load(base_path)
         with pytest.raises(ValueError, match=message):
             fresh.load_adapter(peft_config=SampleConfig(), adapter_state_dict=changed)
@@ -339,6 +365,47 @@ def test_keys_of_a_later_peft_are_pefts_business(adapter: Path) -> None:
     edit(adapter, peft_version="99.0.0", from_the_future=1)
     with pytest.warns(UserWarning, match="from_the_future"):
         assert PeftConfig.from_pretrained(str(adapter)).num_masks == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        ("Bita", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
+        ("Bita", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 0 to 4096"),
+        ("Bita", {"num_layers": -1}, "num_layers=-1: must be a whole number from 1 to 65536"),
+        ("Bita", {"head_dim": 10**9}, "head_dim=1000000000: .* from 1 to 65536"),
+        ("Space", {"num_mask_tokens": 10**7}, "num_mask_tokens=10000000: .* from 1 to 256"),
+        ("Space", {"rank": 10**7}, "rank=10000000: must be a whole number from 1 to 16384"),
+        ("Space", {"alpha": 1e308}, r"alpha=1e\+308: must be a number in \(0.0, 1000000.0\]"),
+        ("Space", {"alpha": float("inf")}, "alpha=inf: must be a number"),
+        ("Space", {"alpha": float("nan")}, "alpha=nan: must be a number"),
+        ("Space", {"target_modules": "layers.("}, r"'layers.\(' is no regular expression: missing"),
+        ("Space", {"target_modules": "a" * 9999}, "a\\.\\.\\.' has 9999 characters: at most 1000"),
+        ("LayerSkip", {"draft_rank": 10**7}, "draft_rank=10000000: .* from 1 to 16384"),
+        ("LayerSkip", {"draft_alpha": 1e308}, r"draft_alpha=1e\+308: must be a number in"),
+        ("LayerSkip", {"draft_target_modules": "*"}, "no regular expression: nothing to repeat"),
+        ("LayerSkip", {"skip_mlp": [-1]}, "skip_mlp must list integers >= 0"),
+        ("PPD", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 1 to 256"),
+        ("PPD", {"num_ept": 10**7}, "num_ept=10000000: .* from 1 to 341"),  # 1024 of three each
+        ("PPD", {"num_prefix_tokens": 10**7}, "num_prefix_tokens=10000000: .* from 0 to 1365"),
+        ("PPD", {"head": "residual", "head_rank": 10**7}, "head_rank=10000000: .* to 16384"),
+        ("PPD", {"num_kv_heads": 0}, "num_kv_heads=0: must be a whole number from 1"),
+        ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
+        ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
+    ],
+)
+def test_sizes_have_limits(config: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        getattr(hf_spec, f"{config}Config")(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_fresh_adapter_records_is_the_models(base_path: str) -> None:
+    """Not what the config of another adapter says."""
+    base = load(base_path)
+    base.add_adapter(hf_spec.BitaConfig(num_layers=9999, num_kv_heads=9999, head_dim=9999))
+    config = base.peft_config["default"]
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (4, 2, 8)
 
 
 def test_complaints() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_spec.core.cache import ALIGNMENT, TreeCache, check_packable
+from hf_spec.core.cache import ALIGNMENT, TreeCache, bounded, check_packable
 from hf_spec.core.tree import TokenTree, TreeBatch
 
 #: (heads, key dim, value dim) of each layer.
@@ -408,11 +408,25 @@ def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
 
 def test_unpacked_states_are_copies() -> None:
     pair = uniform()
-    target = dynamic(pair.states(2, 1))
+    target = DynamicCache()
+    target.layers = [DynamicLayer() for _ in pair.specs]
     pair.cache.unpack_into(target, None)
     for layer in target.layers:
         layer.keys.zero_()
     pair.check()
+
+
+def test_layers_that_hold_states_are_not_filled_again() -> None:
+    pair = uniform()
+    target = DynamicCache()
+    target.layers = [DynamicLayer() for _ in pair.specs]
+    pair.cache.unpack_into(target, None)
+    target.layers[1].values = None  # as where an interrupt came between the two
+    kept = target.layers[0].keys
+    pair.cache.crop(-1)
+    pair.cache.unpack_into(target, None)
+    assert target.layers[0].keys is kept
+    assert [layer.keys.shape[2] for layer in target.layers] == [5, 4, 5, 5]
 
 
 # -- use as a stock cache ------------------------------------------------------------------------
@@ -459,11 +473,15 @@ def test_rows_of_different_lengths_cannot_be_used_as_a_stock_cache() -> None:
     pair.check()
 
 
-def test_layers_that_were_left_out_of_an_append_are_noticed() -> None:
+def test_an_append_that_stopped_on_the_way_does_not_count() -> None:
+    """A forward that failed behind some layers."""
     pair = uniform()
-    pair.cache.update(*pair.states(2, 2)[0], 0)
-    with pytest.raises(ValueError, match=r"layers hold \[0, 2\] more tokens each"):
-        pair.cache.begin(1)
+    for layer, both in enumerate(pair.states(2, 2)[:2]):
+        pair.cache.update(*both, layer)
+    assert pair.cache.get_seq_length() == 5
+    pair.cache.count_appended()
+    pair.check()
+    pair.step()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -525,6 +543,49 @@ def test_truncate_keeps_at_most_so_many_tokens_per_row() -> None:
     pair.naive.map_rows(lambda rows: [rows[0][:5], rows[1][:2], rows[2][:4]])
     pair.check()
     pair.step()
+
+
+@pytest.mark.parametrize("padding", ["no padding", "left"])
+def test_rows_are_not_cut_where_a_window_has_dropped_tokens(padding: str) -> None:
+    """A query there would see them: cut to nothing, or refused."""
+    specs, mask = [(2, 4, 4)] * 2, torch.tensor(MASKS[padding])
+    states = random_states(specs, 2, 6)
+    for window, safe in ((7, True), (6, False)):
+        source = dynamic(states, [None, window])
+        cache = TreeCache.pack(source, None if mask.all() else mask, 32, "cpu")
+        lengths = list(cache.host_lengths)
+        cache.begin(2)
+        for layer, new in enumerate(random_states(specs, 2, 2)):
+            cache.update(*new, layer)
+        cache.commit([2, 2])
+        cache.tokens = [list(range(length + 2)) for length in lengths]
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        lengths = lengths[::-1]
+        cache.crop(-1)
+        if not safe:
+            with pytest.raises(ValueError, match=r"crop\(-2\): a sliding window has dropped"):
+                cache.crop(-2)
+        cache.truncate([lengths[0] - 1, 99])
+        kept = [lengths[0] - 1 if safe else 0, lengths[1] + 1]
+        assert cache.host_lengths == kept
+        assert cache.tokens == [list(range(length)) for length in kept]
+        cache.reset()
+        assert cache.host_lengths == [0, 0]
+
+
+def test_the_record_of_tokens_follows_its_rows() -> None:
+    pair = Pair(SPECS["equal"], [3, 5], capacity=32, seed=0)
+    cache = pair.cache
+    cache.tokens = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    cache.crop(-1)
+    assert cache.tokens == [[1, 2], [4, 5, 6, 7]]
+    cache.batch_select_indices(torch.tensor([1, 1, 0]))
+    assert cache.tokens == [[4, 5, 6, 7], [4, 5, 6, 7], [1, 2]]
+    cache.truncate([1, 4, 2])
+    assert cache.tokens == [[4], [4, 5, 6, 7], [1, 2]]
+    cache.begin(1)
+    cache.commit([1, 1, 1])
+    assert cache.tokens is None  # only the owner knows which
 
 
 def test_reset_empties_the_rows_and_keeps_the_buffers() -> None:
@@ -684,6 +745,46 @@ def test_front_of_another_model_is_refused() -> None:
         cache.set_front(learned_front([(2, 4, 4)] * 2, 3))
     with pytest.raises(ValueError, match="layer 0.*2 heads of dimension 4"):
         cache.set_front(learned_front([(2, 8, 8)], 3))
+
+
+# -- numbers that are not finite -------------------------------------------------------------------
+
+
+def broken(states: Tensor) -> Tensor:
+    """The states with NaN and both infinities among the numbers of the last node."""
+    states[:, :, -1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    return states
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 4]], ids=str)
+def test_a_block_holds_finite_numbers(lengths: list[int]) -> None:
+    """A slot that is not seen has the weight 0, and 0 * NaN would reach who does not see it."""
+    pair = Pair(SPECS["equal"], lengths, 16, 0)
+    states = pair.states(len(lengths), 3)
+    pair.cache.begin(3)
+    for layer, (keys, values) in enumerate(states):
+        wanted = [part.clone() for part in (keys, values)]
+        for part in wanted:
+            part[:, :, -1, :3] = 0
+        seen = pair.cache.update(broken(keys), broken(values), layer)
+        for view, written in zip(seen, wanted):
+            assert bool(view.isfinite().all())
+            for row, length in enumerate(lengths):
+                assert torch.equal(view[row, :, length : length + 3], written[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_learned_numbers_are_bounded(dtype: torch.dtype) -> None:
+    """Products of two of them are finite; those of an ordinary size stay as they are."""
+    most = torch.finfo(dtype).max
+    given = torch.tensor([torch.nan, torch.inf, most, -most, 200.0, -0.1], dtype=dtype)
+    found = bounded(given)
+    assert found[:2].tolist() == [0, 0] and found[2] == -found[3] >= 255
+    assert torch.equal(found[4:], given[4:])
+    assert bool((found * found).isfinite().all())
+    cache = TreeCache.pack(dynamic([(torch.zeros(1, 1, 1, 6, dtype=dtype),) * 2]), None, 4, "cpu")
+    cache.set_front([(given[None, None], given[None, None])])
+    assert torch.equal(cache.layers[0].with_front["keys"][0, 0, cache.front - 1], found)
 
 
 # -- parked rows -----------------------------------------------------------------------------

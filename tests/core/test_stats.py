@@ -143,7 +143,7 @@ def test_time_outside_phases_is_other(clock: FakeClock) -> None:
         with watch.phase(name):
             clock.now += seconds
         clock.now += 32.0
-    watch.stop()
+    watch.step()
     assert (stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) == (18.0, 4.0, 8.0)
     assert stats.other_seconds == 1.0 + 4 * 32.0
     assert stats.total_seconds == clock.now - 100.0
@@ -155,5 +155,5 @@ def test_a_phase_that_raises_is_counted(clock: FakeClock) -> None:
     with pytest.raises(KeyError), watch.phase("forward"):
         clock.now += 3.0
         raise KeyError
-    watch.stop()
+    watch.step()
     assert (stats.forward_seconds, stats.other_seconds) == (3.0, 0.0)

@@ -60,6 +60,8 @@ def test_no_paths_is_the_root_alone() -> None:
         ([[0], [0, 1], [0]], r"path \[0\] is given twice"),
         ([[0], [1, 0]], r"path \[1, 0\]: its parent \[1\] is missing. Add it"),
         ([[0, 0, 0], [0]], r"path \[0, 0, 0\]: its parent \[0, 0\] is missing"),
+        ([[rank] for rank in range(20_000)], "a tree with more than 1024 candidates"),
+        ([[0], [0] * 20_000], r"path \[0, 0, 0, 0, 0, 0, 0, 0\] ...: at most 1024 ranks"),
     ],
 )
 def test_bad_paths_are_named(paths: list[list[int]], message: str) -> None:
@@ -85,6 +87,15 @@ def test_bad_parents_and_ranks_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         TokenTree(parents, ranks)
+
+
+def test_trees_have_a_limit() -> None:
+    """With room for two trees that are merged."""
+    assert len(TokenTree.chain(1024)) == len(TokenTree.from_paths([[n] for n in range(1024)]))
+    assert len(TokenTree((-1, *[0] * 2047))) == 2048
+    for make in (lambda: TokenTree((-1, *[0] * 19_999)), lambda: TokenTree.chain(19_999)):
+        with pytest.raises(ValueError, match="20000 nodes: a tree has at most 2048"):
+            make()
 
 
 def test_siblings_are_ranked_in_order_when_ranks_are_left_out() -> None:

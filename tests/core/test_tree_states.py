@@ -19,7 +19,8 @@ TWO = TreeState(TokenTree.from_paths([[0], [1], [0, 0], [0, 2]]), (2, 1, 0, 2, 1
 def test_counts() -> None:
     states = TreeStates((ROOT, ONE, TWO))
     assert states.max_probes == 2
-    assert [state.num_rows for state in states.states] == [3, 8, 11] and states.max_rows == 11
+    assert [state.num_rows() for state in states.states] == [3, 8, 11]
+    assert [state.num_rows(3) for state in states.states] == [7, 18, 23]  # 3 EPTs
 
 
 def test_truncate_keeps_the_probes_of_the_nodes_kept() -> None:
@@ -59,6 +60,8 @@ def test_json_round_trip_keeps_the_order_of_the_nodes() -> None:
         ([{"paths": [], "probes": [True]}], "from 0"),
         ([{"paths": [], "probes": [1]}], "states up to 0"),
         ([{"paths": [[0]], "probes": [0, 0]}], "state 0 has candidates at depth 1"),
+        ([{"paths": [], "probes": [0]}] * 9999, "9999 states: .* and at most 256 more"),
+        ([{"paths": [], "probes": [4096]}], "1 nodes with 4096 probes: a step has at most 4096 of"),
         ([{"paths": [[0, 0]], "probes": [0, 0]}], re.escape("parent [0] is missing")),
     ],
 )

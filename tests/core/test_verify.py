@@ -150,10 +150,12 @@ class Scores:
 
     def __init__(self, scores: Tensor):
         self.scores = scores
+        self.calls = 0
         self.asked: list[list[int]] = [[] for _ in scores[:100]]
 
     def __call__(self, nodes: Tensor, active: Tensor) -> Tensor:
         assert nodes.shape == active.shape == (len(self.scores),)
+        self.calls += 1
         for row in active[: len(self.asked)].nonzero()[:, 0].tolist():
             self.asked[row].append(int(nodes[row]))
         rows = torch.arange(len(nodes))
@@ -548,9 +550,15 @@ def test_typical_equals_its_definition(seed: int, epsilon: float, delta: float) 
         path = naive_typical(tree, tokens, chances, row, epsilon, delta)
         bonus = int(logits[row, path[-1]].argmax())
         assert_row(accepted, row, path, [*(int(tokens[row, n]) for n in path[1:]), bonus])
-        assert scores.asked[row] == sorted(scores.asked[row])  # parents first, each node once
-        assert len(set(scores.asked[row])) == len(scores.asked[row])
+        asked = scores.asked[row]
+        assert len(set(asked)) == len(asked)
+        above = [int(tree.parents[row, node]) for node in asked[1:]]
+        assert asked[0] == 0 and all(one in asked[:n] for n, one in enumerate(above, 1))
+        leaves = [node for node in asked if not children(tree, row, node)]
+        assert set(leaves) <= {0, path[-1]}  # of what has no candidates only where the path ends
     assert len(set(accepted.counts.tolist())) > 1
+    # Rows are asked side by side, whichever nodes they are at, and once more where paths end.
+    assert scores.calls <= max(map(len, scores.asked)) + 1
 
 
 def test_typical_uses_the_entropy_at_the_parent() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import PAD, prompt, ragged
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from running import fingerprint
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
 from modeling_patches import attention_masks
@@ -233,13 +235,21 @@ def test_flash_is_switched_to_sdpa_for_the_call(
     monkeypatch.setattr(attention_masks, "_warned", set())
     model = fresh("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
+    called: list[str] = []
+    monkeypatch.setattr(attention_masks, "grouped_sdpa", lambda *args: called.append("ours"))
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "flash_attention_2", lambda *args: called.append("own")
+    )
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            with attention_masks.tree_attention(model, [None] * 3) as attention:
-                assert model.config._attn_implementation == attention_masks.GROUPED_SDPA
-                converted = attention.convert({"": torch.tensor([[[[True, False]]]])}, torch.half)
-                assert converted.tolist() == [[[[0, torch.finfo(torch.half).min]]]]
-            assert model.config._attn_implementation == "flash_attention_2"
+            attention = attention_masks.TreeAttention(model)
+            flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+            attention.changes.run(flash)
+            flash()
+            converted = attention.convert({"": torch.tensor([[[[True, False]]]])}, torch.half)
+            assert converted.tolist() == [[[[0, -torch.inf]]]]
+    assert called == ["ours", "own"] * 2
+    assert model.config._attn_implementation == "flash_attention_2"
     warnings = [r.getMessage() for r in caplog.records if "flash_attention_2" in r.getMessage()]
     assert len(warnings) == 1 and "use sdpa instead" in warnings[0]
 
@@ -247,20 +257,24 @@ def test_flash_is_switched_to_sdpa_for_the_call(
 def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
     model = fresh("gptj")
     model.config._attn_implementation_internal = "flash_attention_2"
-    with (
-        pytest.raises(ValueError, match="flash_attention_2.*attn_implementation='eager'"),
-        attention_masks.tree_attention(model, [None] * 3),
+    with pytest.raises(
+        ValueError, match="flash_attention_2.*attn_implementation='sdpa' or 'eager'"
     ):
-        pass
+        attention_masks.TreeAttention(model)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_is_as_before_after_a_call(tiny: Tiny, spec: Spec, attention: str) -> None:
-    model = tiny("llama", attention)
-    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+def test_forwards_are_as_before_and_a_second_call_adds_nothing(
+    fresh: Tiny, spec: Spec, attention: str
+) -> None:
+    model = fresh("llama", attention)
+    plain, config = model(prompt()).logits, model.config.to_dict()
     model.generate(prompt(), **GREEDY, **spec)
-    assert model.config._attn_implementation == attention
-    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+    once = fingerprint(model)
+    assert model.config._attn_implementation == attention and model.config.to_dict() == config
+    assert torch.equal(model(prompt()).logits, plain)
+    model.generate(prompt(), **GREEDY, **spec)
+    assert fingerprint(model) == once and torch.equal(model(prompt()).logits, plain)
 
 
 def test_grouped_sdpa_is_sdpa() -> None:
@@ -277,3 +291,19 @@ def test_grouped_sdpa_is_sdpa() -> None:
         module, q, k, v, additive, scaling=0.3
     )
     torch.testing.assert_close(ours, stock)  # the default tolerance of fp32
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_no_score_outweighs_the_mask(tiny: Tiny, grouped: bool) -> None:
+    """In float16 finite scores go beyond the smallest number that a mask could add."""
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal, module.training = 2, True, False
+    q, k, v = (
+        torch.ones(1, heads, n, 8, dtype=torch.half) for heads, n in ((4, 2), (2, 3), (2, 3))
+    )
+    k[:, :, 1:], v[:, :, 1:] = 6e4, 7.0
+    seen = torch.tensor([True, False, False]).expand(1, 1, 2, 3)
+    mask = attention_masks.TreeAttention(tiny()).convert({"": seen}, q.dtype)
+    attend = attention_masks.grouped_sdpa if grouped else ALL_ATTENTION_FUNCTIONS["sdpa"]
+    output, _ = attend(module, q, k, v, mask, scaling=1.0)
+    assert torch.equal(output, torch.ones_like(output))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +104,58 @@ def test_spec_config_as_default_of_the_model(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.generate(prompt()).tolist() == plain.tolist()
     assert decoded == [spec["assistant_strategy"]] * 2
+
+
+TYPICAL = {"acceptance": "typical"}
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What has been said of lossy rules so far."""
+    caplog.set_level("WARNING", logger="hf_spec.decoding.config")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_spec.decoding.config"]
+
+
+@pytest.mark.parametrize("kind", [hf_spec.SpecConfig, GenerationConfig])
+def test_a_repository_that_asks_for_a_lossy_rule(
+    tiny: Tiny, tmp_path: Path, kind: Any, warnings: Callable[[], list[str]]
+) -> None:
+    """It is named once, when its options are used."""
+    hf_spec.SpecConfig("prompt_lookup", TYPICAL).save_pretrained(tmp_path)
+    config = kind.from_pretrained(tmp_path)
+    assert config.assistant_kwargs == TYPICAL and warnings() == []
+    for _ in range(2):
+        tiny().generate(prompt(), generation_config=copy.deepcopy(config), max_new_tokens=4)
+    (message,) = warnings()
+    assert message.startswith(f"{tmp_path} asks for acceptance='typical', which emits other tokens")
+    config.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())[
+        "assistant_kwargs"
+    ] == TYPICAL  # fmt: skip
+
+
+def test_a_model_whose_default_is_a_lossy_rule(
+    fresh: Tiny, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    model = fresh()
+    model.generation_config = hf_spec.SpecConfig("prompt_lookup", TYPICAL)
+    model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path).generate(prompt(), max_new_tokens=4)
+    assert [message.partition(" ")[0] for message in warnings()] == [str(tmp_path)]
+
+
+def test_a_lossy_rule_of_ones_own(
+    tiny: Tiny, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    """Also beside a repository's configuration; and what a repository may ask for unnoticed."""
+    spec: Spec = {"assistant_strategy": "prompt_lookup", "assistant_kwargs": TYPICAL}
+    tiny().generate(prompt(), max_new_tokens=4, **spec)
+    tiny().generate(prompt(), generation_config=hf_spec.SpecConfig(**spec), max_new_tokens=4)
+    hf_spec.SpecConfig("prompt_lookup", {"acceptance": "match"}).save_pretrained(tmp_path)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path)
+    tiny().generate(prompt(), generation_config=config, max_new_tokens=4)
+    tiny().generate(prompt(), generation_config=config, max_new_tokens=4, **spec)
+    assert warnings() == []
 
 
 def test_peft_model(fresh: Tiny, spec: Spec, decoded: list[str]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import EOS, PAD, prompt, ragged
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -158,10 +162,47 @@ def test_plain_generation_cannot_use_ragged_rows(tiny: Tiny, spec: Spec) -> None
         )  # fmt: skip
 
 
-def test_prompt_shorter_than_the_cache(tiny: Tiny, spec: Spec) -> None:
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
+    tiny: Tiny, spec: Spec, architecture: str
+) -> None:
+    """The same prompt again, an edited one, an older turn, another conversation altogether."""
+    model = tiny(architecture)
+    for inputs in ({"input_ids": prompt()}, ragged()):
+        out = model.generate(**inputs, **GREEDY, **spec, return_dict_in_generate=True)
+        cache, rows, width = out.past_key_values, len(out.sequences), inputs["input_ids"].shape[1]
+        mask = torch.ones_like(out.sequences)
+        mask[:, :width] = inputs.get("attention_mask", 1)
+        for length, changed in ((28, 27), (28, 20), (width, width), (28, 28), (width + 9, 3)):
+            ids = out.sequences[:, :length].clone()
+            ids[:, changed:] = ids[:, changed:] % 50 + 5
+            ids = torch.cat([ids, turn(length, rows=rows)], 1)[:, : max(length, width + 6)]
+            given = torch.cat([mask[:, :length], torch.ones(rows, 6).long()], 1)
+            given = {"input_ids": ids, "attention_mask": given[:, : ids.shape[1]]}
+            wanted = model.generate(**given, **GREEDY)
+            ours = model.generate(**given, **GREEDY, **spec, past_key_values=cache)
+            assert ours.tolist() == wanted.tolist()
+
+
+def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
+    model, sizes = tiny(), []
+    spec = {"assistant_strategy": "prompt_lookup", "return_dict_in_generate": True}
+    cache = model.generate(prompt(), **GREEDY, **spec).past_key_values
+    again = torch.cat([prompt()[:, :9], prompt()[:, :3] + 1], 1)
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    model.generate(again, **GREEDY, **spec, past_key_values=cache)
+    hook.remove()
+    assert sizes[0] == 3
+
+
+def test_prompt_shorter_than_a_cache_of_unknown_tokens(tiny: Tiny, spec: Spec) -> None:
     model = tiny()
     out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match="past_key_values holds .27.*whole conversation"):
+    with torch.no_grad():
+        model(turn(0), past_key_values=out.past_key_values)
+    with pytest.raises(ValueError, match="past_key_values holds .33.*whole conversation"):
         model.generate(prompt(), past_key_values=out.past_key_values, **GREEDY, **spec)
 
 
@@ -255,18 +296,87 @@ def test_a_cache_made_under_inference_mode_is_continued_outside(tiny) -> None:
     assert torch.equal(plain, ours.sequences)
 
 
-def test_a_prompt_that_does_not_continue_the_cache_is_refused(tiny) -> None:
-    """Also what a pad token in the conversation becomes when no attention_mask is given."""
+def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
+    """generate takes it for padding, so that the prompt parts with the cache there."""
     model = tiny("llama")
     pad = model.generation_config.pad_token_id
     common = {"assistant_strategy": "prompt_lookup", "max_new_tokens": 4, "do_sample": False}
-    for start in ([5, 6, 7, 8], [5, pad, 7, 8]):
-        ids = torch.tensor([start])
-        first = model.generate(
-            ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **common
-        )
-        turn = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], 1)
-        if pad not in start:
-            turn[0, 2] += 1
-        with pytest.raises(ValueError, match="does not start with the tokens in past_key_values"):
-            model.generate(turn, past_key_values=first.past_key_values, **common)
+    ids = torch.tensor([[5, pad, 7, 8]])
+    first = model.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **common
+    )
+    turn = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], 1)
+    ours = model.generate(turn, past_key_values=first.past_key_values, **common)
+    assert ours.tolist() == model.generate(turn, max_new_tokens=4, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+def test_rows_of_other_lengths_go_on_at_the_last_positions(tiny: Tiny, architecture: str) -> None:
+    """128 positions: a row near the last one is filled up beside one with more new tokens."""
+    model = tiny(architecture)
+    spec = {"assistant_strategy": "prompt_lookup", "return_dict_in_generate": True}
+    given = ragged((115, 10))
+    first = model.generate(**given, max_new_tokens=1, do_sample=False, **spec)
+    ids = torch.cat([given["input_ids"], first.sequences[:, -1:], prompt(20, 2, seed=9)], 1)
+    mask = torch.ones_like(ids)
+    mask[:, :115] = given["attention_mask"]
+    mask[0, 116:-2] = 0  # two new tokens beside twenty
+    after = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    wanted = model.generate(**after)
+    ours = model.generate(**after, **spec, past_key_values=first.past_key_values)
+    assert ours.sequences.tolist() == wanted.tolist()
+
+
+def test_a_dynamic_cache_has_the_last_tokens_of_rows_that_ended_before_others(
+    tiny: Tiny, spec: Spec
+) -> None:
+    """Plain generation forwards them, and the next turn counts on it."""
+    model = tiny("llama_tied")
+    for ends in ((2, 16, 5), (16, 15, 3), (7, 7, 7)):
+        given, own = ragged(), DynamicCache(config=model.config)
+        free = model.generate(**given, **GREEDY)
+        eos = [int(free[row, 11 + end]) for row, end in enumerate(ends) if end < 16]
+        out = model.generate(**given, **GREEDY, **spec, eos_token_id=eos, past_key_values=own)
+        assert out.tolist() == model.generate(**given, **GREEDY, eos_token_id=eos).tolist()
+        new = real_until_eos(out[:, 12:], eos)
+        ids = torch.cat([out, turn(1, rows=3)], 1)
+        mask = torch.cat([given["attention_mask"], new, torch.ones(3, 6).long()], 1)
+        after = {"input_ids": ids, "attention_mask": mask, **GREEDY}
+        wanted = model.generate(**after).tolist()
+        for strategy in (spec, {}):
+            cache = copy.deepcopy(own)
+            assert model.generate(**after, **strategy, past_key_values=cache).tolist() == wanted
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that is made in the block."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.size = max([self.size, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("tokens", [10**8, 10**10, 2**62, sys.maxsize - 100, 2**70])
+def test_until_eos(tiny: Tiny, spec: Spec, tokens: int) -> None:
+    """A limit that means none takes no memory and overflows nothing, with caches of both kinds."""
+    model = tiny()
+    free = model.generate(prompt(), **GREEDY)
+    given = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": int(free[0, -1])}
+    for settings in ({}, {"repetition_penalty": 1.1}):
+        plain = model.generate(prompt(), **given, **settings)
+        with LargestTensor() as largest:
+            out = model.generate(
+                prompt(), **given, **settings, **spec, return_dict_in_generate=True
+            )
+            again = torch.cat([out.sequences, turn(0)], 1)
+            model.generate(again, **GREEDY, **spec, past_key_values=out.past_key_values)
+            model.generate(
+                prompt(), **given, **settings, **spec,
+                past_key_values=DynamicCache(config=model.config),
+            )  # fmt: skip
+        assert out.sequences.tolist() == plain.tolist()
+        assert largest.size < 2**20  # of 512 slots ahead in 3 layers it is the cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,10 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "written").exists()  # it would have
 
 
+def renamed(name: str) -> Any:
+    return lambda state: state.update({name: state["0.0.linear.weight"]})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -179,6 +184,20 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
         (lambda s: s.update({"0.1.weight": torch.zeros(9, 9)}), r"shape \(9, 9\)"),
         (lambda s: s.update({"medusa_head.0.1.weight": torch.zeros(1)}), "there twice"),
         (lambda s: s.update({"0.1.weight": torch.zeros(2, dtype=torch.int8)}), "torch.int8"),
+        (
+            renamed("999999999.0.linear.weight"),
+            "'999999999.0.linear.weight': at most 256 heads of 64",
+        ),
+        (
+            renamed("0.999999999.linear.weight"),
+            "'0.999999999.linear.weight': at most 256 heads of ",
+        ),
+        (renamed("blocks.256.layers.0.weight"), "'blocks.256.layers.0.weight': at most 256 heads"),
+        (renamed(f"{'9' * 5000}.1.weight"), "'9{80}': at most 256 heads of 64 blocks"),
+        (
+            lambda s: s["1.0.linear.weight"].fill_(torch.nan),
+            "'weights' of the checkpoint .*heads.pt' ",
+        ),
     ],
 )
 def test_files_that_hold_no_whole_heads(
@@ -254,6 +273,75 @@ def test_a_file_that_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     torch.save([torch.zeros(1)], tmp_path / "list.pt")
     with pytest.raises(ValueError, match="holds a list"):
         read_published(tmp_path / "list.pt", lambda name: True)
+
+
+EXPANDED = {"0.0.linear.weight": torch.zeros(1).expand(1_000_000, 1_000_000)}
+OVERLAPPING = {"0.0.linear.weight": torch.zeros(99).as_strided((50, 50), (1, 1))}
+NOWHERE = {"0.0.linear.weight": torch.zeros(1_000_000, 1_000_000, device="meta")}
+SPARSE = {"0.0.linear.weight": torch.eye(4).to_sparse()}
+
+
+@pytest.mark.parametrize("tensors", [EXPANDED, OVERLAPPING, NOWHERE, SPARSE])
+def test_tensors_larger_than_the_file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, tmp_path / "heads.pt")
+    with pytest.raises(
+        ValueError, match="'0.0.linear.weight' of shape .* is no plain tensor, or l"
+    ):
+        read_published(tmp_path / "heads.pt", lambda name: True)
+    assert read_published(tmp_path / "heads.pt", lambda name: False) == {}
+
+
+def test_tensors_that_share_their_numbers(tmp_path: Path) -> None:
+    """Blocks made from one module do (see published.py); thousands are made to fill the memory."""
+    shared = torch.zeros(1000)
+    torch.save({str(n): shared for n in range(8)}, tmp_path / "few.pt")
+    assert len(read_published(tmp_path / "few.pt", lambda name: True)) == 8
+    torch.save({str(n): shared for n in range(2000)}, tmp_path / "many.pt")
+    with pytest.raises(
+        ValueError, match="take 8000000 bytes, at most 16 times the file's are read"
+    ):
+        read_published(tmp_path / "many.pt", lambda name: True)
+
+
+def test_an_archive_that_unpacks_to_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "heads.pt"
+    torch.save({"0.0.linear.weight": torch.zeros(500, 500)}, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert torch.load(path)["0.0.linear.weight"].shape == (500, 500)  # torch would
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpacked"))
+    with pytest.raises(
+        ValueError, match=rf"has {path.stat().st_size} bytes and unpacks to 10\d{{5}}"
+    ):
+        read_published(path, lambda name: True)
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("kept", [0, 3, 30, 200, -5])
+def test_a_file_that_was_cut_off(tmp_path: Path, new: bool, kept: int) -> None:
+    """One clear line, whatever torch's unpickler raises; the older format has no directory."""
+    path = tmp_path / "heads.pt"
+    torch.save(medusa_head().state_dict(), path, _use_new_zipfile_serialization=new)
+    assert len(read_published(path, lambda name: True)) == 9
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(
+        ValueError, match="is no file of tensors by name, was cut off, or"
+    ) as caught:
+        read_published(path, lambda name: True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_safetensors_file_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "heads.safetensors"
+    save_file(dict(medusa_head().state_dict()), path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="is no safetensors file: .*incomplete") as caught:
+        read_published(path, lambda name: True)
+    assert "\n" not in str(caught.value)
 
 
 # -- export for vLLM -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.candidates import ranked_tokens
+from hf_spec.methods.bita.drafter import BitaDrafter
 from hf_spec.methods.bita.options import BitaOptions
 
 NEW = 16
@@ -45,15 +46,23 @@ def test_trees() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tree": "round"}, "tree='round'.*efficient, full, chain"),
+        ({"tree": "round"}, "tree='round'.*efficient, full, chain, straightforward"),
+        ({"tree": "straightforward", "retrieval": True}, "retrieval=True with .*tree='chain'"),
         ({"tree": [[0, 0]]}, "parent .* missing"),
         ({"top_k": 0}, "top_k=0"),
         ({"max_depth": 0}, "max_depth=0"),
+        ({"top_k": 10**7}, "top_k=10000000: must be a whole number from 1 to 1024"),
     ],
 )
 def test_wrong_options(kwargs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BitaOptions(**kwargs)
+
+
+def test_a_full_tree_is_not_made_before_it_is_refused() -> None:
+    """It would have 10**24 candidates."""
+    with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
+        BitaOptions(tree="full", top_k=1000).make_tree(8)
 
 
 def test_trees_deeper_than_the_adapter_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
@@ -292,6 +301,40 @@ def test_rows_per_step_and_the_priming_step(fresh: Callable[..., PreTrainedModel
     handle.remove()
     assert rows[1] == 1 + 3  # behind the prefill: the root and its masks
     assert set(rows[2:-3]) == {(1 + 3 * 2) * (1 + 3)}
+
+
+def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None:
+    """Figure 4: one group of masks, which does not see the candidates. Where c of these were
+    accepted, its first c predictions are overtaken, and the others are the next candidates."""
+    model = fresh("llama")
+    model.lm_head.weight.data[3:] *= 0.01  # three tokens, so that one guess in three is right
+    trained_like(model, 5)
+    weights = find_active(model, "BITA").weights()
+    steps: list[tuple[list[int], list[int], int]] = []
+    propose = BitaDrafter.propose
+
+    def noted(self: BitaDrafter, state: Any) -> Any:
+        draft = propose(self, state)
+        steps.append((list(state.tokens[0]), draft.tokens[0, 1:].tolist(), draft.num_rows))
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BitaDrafter, "propose", noted)
+        out = model.generate(
+            prompt(), max_new_tokens=40, do_sample=False, assistant_strategy="bita",
+            assistant_kwargs={"tree": "straightforward", "fallback": False},
+        )  # fmt: skip
+    plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
+    assert out.tolist() == plain.tolist()
+    known: list[int] = []
+    for (tokens, candidates, rows), (after, *_) in zip(steps, [*steps[1:], (out[0].tolist(),)]):
+        room = out.shape[1] - len(tokens) - 1  # of the budget
+        assert candidates == known[:room] and rows == 1 + len(candidates) + 3
+        accepted = len(after) - len(tokens) - 1
+        predicted = naive(model, torch.tensor(tokens), weights, "deep").argmax(-1).tolist()
+        known = predicted[accepted:]
+    counts = {len(candidates) for _, candidates, _ in steps[1:-3]}  # there the budget ends
+    assert counts >= {0, 1, 3}  # all were accepted once, and some
 
 
 @pytest.mark.parametrize("depth", ["deep", "none"])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from conftest import prompt
+from running import fingerprint, running
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+import hf_spec
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft
@@ -19,7 +25,8 @@ from hf_spec.methods.layer_skip.drafter import DraftExit, LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
-from modeling_patches.attention_masks import tree_attention
+from hf_spec.policy import memory
+from hf_spec.policy.memory import forget
 from modeling_patches.layer_skip import LayerSkipper
 
 Tiny = Callable[..., PreTrainedModel]
@@ -75,6 +82,7 @@ def test_adaptation_equals_the_equations(seed: int) -> None:
         smoothed = b * smoothed + (1 - b) * rate  # (2)
         tilde = gamma + epsilon if smoothed <= alpha else gamma - epsilon  # (3)
         gamma = beta2 * gamma + (1 - beta2) * tilde  # (4)
+        gamma = min(max(gamma, 0.0), 1.0)  # decides alike
         one.update(rate)
         assert one.gamma == pytest.approx(gamma, abs=1e-12)
 
@@ -102,7 +110,7 @@ def test_defaults_are_the_papers() -> None:
     [
         ({"draft_exit": "never"}, "draft_exit='never': choose one of adaptive, threshold, fixed"),
         ({"draft_tokens": "beam"}, "draft_tokens='beam': choose one of auto, greedy, sampled"),
-        ({"max_draft": 0}, "max_draft=0: must be a whole number of at least 1"),
+        ({"max_draft": 0}, "max_draft=0: must be a whole number from 1 to 1024"),
         ({"max_draft": 2.0}, "max_draft=2.0: must be a whole number"),
         ({"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
         ({"threshold_step": -0.1}, "threshold_step=-0.1"),
@@ -140,8 +148,11 @@ def test_a_layer_that_the_model_lacks_is_named(tiny: Tiny) -> None:
 
 
 def test_empty_lists_skip_nothing(tiny: Tiny) -> None:
-    skipper = LayerSkipDrafter(tiny(), LayerSkipOptions(skip_attention=[])).skipper
-    assert (skipper.skip_attention, skipper.skip_mlp) == ((), ())
+    model, ids = tiny(), torch.tensor([[5, 6, 7]])
+    plain = model(ids).logits
+    for options, nothing in (({"skip_attention": []}, True), ({"skip_mlp": [1]}, False)):
+        drafting = LayerSkipDrafter(model, LayerSkipOptions(**options)).drafting
+        assert torch.equal(drafting.run(model, ids).logits, plain) == nothing
 
 
 # -- drafting ------------------------------------------------------------------------------------
@@ -165,7 +176,7 @@ def rows_of(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
 class Setting:
     """A decoding state after a prefill of ``rows``, whose last tokens are the roots."""
 
-    def __init__(self, model: PreTrainedModel, rows: list[list[int]], stack: ExitStack):
+    def __init__(self, model: PreTrainedModel, rows: list[list[int]]):
         self.model, self.rows = model, rows
         width = max(map(len, rows)) - 1
         ids = torch.tensor([[0] * (width + 1 - len(row)) + row[:-1] for row in rows])
@@ -173,10 +184,7 @@ class Setting:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
         cache = TreeCache.pack(prefilled.past_key_values, mask, width + 16, "cpu")
-        windows: list[int | None] = [None] * len(cache)
-        attention = stack.enter_context(tree_attention(model, windows))
-        zero = torch.zeros(len(rows), dtype=torch.long)
-        forward = TreeForward(model, cache, attention, zero + 1000, zero)
+        forward = TreeForward(model, cache, torch.full((len(rows),), 1000))
         self.state = DecodingState(
             model, forward, cache, rows,
             root=torch.tensor([row[-1] for row in rows]), active=[True] * len(rows),
@@ -190,9 +198,9 @@ class Setting:
 
 @pytest.fixture
 def setting(tiny: Tiny):
-    with ExitStack() as stack, torch.no_grad():
+    with torch.no_grad():
         yield lambda lengths: Setting(
-            tiny("llama", dtype=torch.float64), rows_of(tiny("llama"), lengths), stack
+            tiny("llama", dtype=torch.float64), rows_of(tiny("llama"), lengths)
         )
 
 
@@ -202,7 +210,7 @@ def draft_by_stock_cache(
     """Prefix states of the full model, then greedy tokens of the skipping model one by one."""
     cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True).past_key_values
     tokens, logits = [row[-1]], []
-    with LayerSkipper(model, **skips):
+    with running(LayerSkipper(model, **skips).changes):
         for step in range(length):
             place = len(row) - 1 + step
             visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
@@ -351,9 +359,10 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
         return scores
 
     one.state.process = process
-    drafter = LayerSkipDrafter(
-        one.model, LayerSkipOptions(**SKIPS["layer 0"], draft_exit="fixed", max_draft=4)
+    options = LayerSkipOptions(
+        **SKIPS["layer 0"], draft_exit="fixed", max_draft=4, acceptance="rejection"
     )
+    drafter = LayerSkipDrafter(one.model, options)
     drafter.start(one.state)
     torch.manual_seed(0)
     draft = drafter.propose(one.state)
@@ -370,8 +379,9 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
     ("do_sample", "options", "sampled"),
     [
         (False, {}, False),
-        (True, {}, True),
+        (True, {}, False),
         (True, {"draft_tokens": "greedy"}, False),
+        (True, {"draft_tokens": "sampled"}, True),
         (True, {"acceptance": "match"}, False),
         (True, {"acceptance": "rejection"}, True),
         (False, {"draft_tokens": "sampled"}, False),
@@ -387,26 +397,128 @@ def test_when_drafts_are_sampled(
     assert (drafter.propose(one.state).distributions is not None) == sampled
 
 
-def test_rows_adapt_to_their_own_acceptance(setting: Callable[..., Setting]) -> None:
+def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting]) -> None:
     one = setting([4, 5, 6, 7])
+    forget(one.model)
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1]))
-    drafter.start(one.state)
     tree = TreeBatch.stack([TokenTree.chain(n) for n in (4, 4, 4, 0)])
     draft = Draft(tree, torch.zeros(4, 5, dtype=torch.long))
     # All accepted, a quarter, a finished row, nothing drafted.
     drafter.observe(one.state, draft, [range(count) for count in (5, 2, 0, 1)])
-    assert [exit_.acceptance for exit_ in drafter.exits] == [1.0, 0.25, None, None]
-    assert drafter.details() == {"threshold": [0.599, 0.601, 0.6, 0.6]}
+    assert drafter.exit.acceptance == 5 / 8
+    assert drafter.details() == {"threshold": 0.601}
+    nothing = Draft(TreeBatch.stack([TokenTree.chain(0)] * 4), torch.zeros(4, 1, dtype=torch.long))
+    drafter.observe(one.state, nothing, [range(1)] * 4)  # a plain step
+    assert drafter.exit.acceptance == 5 / 8
 
 
-def test_the_model_is_whole_again_after_drafting(setting: Callable[..., Setting]) -> None:
+@pytest.mark.parametrize("temperature", [0.05, 20.0])
+def test_exits_look_at_what_the_drafting_model_says_itself(
+    setting: Callable[..., Setting], temperature: float
+) -> None:
+    """Not at the call's distribution, in which a low temperature is sure of everything."""
+    one = setting([9, 4, 6, 12])
+    skips = SKIPS["layer 0"]
+    stock = [draft_by_stock_cache(one.model, tokens, skips, 4)[1] for tokens in one.rows]
+    first = [float(logits[0].softmax(-1).max()) for logits in stock]
+    threshold = sum(sorted(first)[1:3]) / 2  # two rows are sure of their first tokens
+    one.state.process = lambda logits, suffixes, active: logits.float() / temperature
+    options = LayerSkipOptions(**skips, draft_exit="threshold", threshold=threshold, max_draft=2)
+    drafter = LayerSkipDrafter(one.model, options)
+    drafter.start(one.state)
+    depths = drafter.propose(one.state).tree.row_depths
+    assert depths == tuple(2 if chance >= threshold else 1 for chance in first)
+
+
+# -- gamma between calls -------------------------------------------------------------------------
+
+#: Gamma rises by 0.001 at every stage, whatever is accepted.
+RISING = {"skip_mlp": [1], "max_draft": 3, "target_acceptance": 1.0}
+
+
+def stages_and_gamma(model: Any, **options: Any) -> tuple[int, float]:
+    """Drafting stages of a call, and gamma behind it."""
+    model.generate(
+        prompt(), max_new_tokens=24, do_sample=False, assistant_strategy="layer_skip",
+        assistant_kwargs={**RISING, "fallback": False, **options},
+    )  # fmt: skip
+    stats = hf_spec.last_stats(model)
+    return stats.offered[1], stats.details["threshold"]
+
+
+def test_a_call_goes_on_where_the_one_before_ended(fresh: Tiny) -> None:
+    model = fresh("llama")
+    stages, gamma = stages_and_gamma(model)
+    assert stages > 5 and gamma == pytest.approx(0.6 + 0.001 * stages)
+    assert stages_and_gamma(model) == (stages, pytest.approx(gamma + 0.001 * stages))
+    # Others begin anew: another model, other layers, other options.
+    assert stages_and_gamma(fresh("llama")) == (stages, gamma)
+    for options in ({"skip_mlp": [2]}, {"threshold": 0.7}):
+        stages, risen = stages_and_gamma(model, **options)
+        assert risen == pytest.approx(options.get("threshold", 0.6) + 0.001 * stages)
+    forget(model)
+    assert stages_and_gamma(model)[1] == gamma
+
+
+def test_adapters_have_a_gamma_of_their_own(fresh: Tiny) -> None:
+    model, gammas = fresh("llama"), []
+    for name in ("one", "other"):
+        model.add_adapter(hf_spec.LayerSkipConfig(skip_mlp=[1]), name)
+        model.set_adapter(name)
+        gammas.append(stages_and_gamma(model, skip_mlp=None)[1])
+    assert gammas[0] == gammas[1] > 0.6
+
+
+def test_gamma_goes_with_the_model(fresh: Tiny) -> None:
+    model = fresh("llama")
+    gc.collect()  # other tests' models
+    before = len(memory._left)
+    stages_and_gamma(model)
+    assert len(memory._left) == before + 1
+    del model
+    gc.collect()
+    assert len(memory._left) == before
+
+
+def test_gamma_comes_back_from_a_long_stretch() -> None:
+    """It stays a probability: what lies beyond would have to be made up for, stage by stage."""
+    for rates, end in (((1.0, 0.0), 0.0), ((0.0, 1.0), 1.0)):
+        one = DraftExit(LayerSkipOptions())
+        for _ in range(2000):
+            one.update(rates[0])
+        assert one.gamma == end
+        for _ in range(20):
+            one.update(rates[1])
+        assert abs(one.gamma - end) > 0.01
+
+
+def test_no_update_of_another_thread_is_lost() -> None:
+    one = DraftExit(LayerSkipOptions(threshold=0.0, threshold_step=0.001, target_acceptance=1.0))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: [one.update(0.5) for _ in range(500)], range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert one.gamma == pytest.approx(0.0001 * 4000)
+
+
+def test_the_model_is_whole_outside_drafting(setting: Callable[..., Setting]) -> None:
     one = setting([5])
     ids = torch.tensor([one.rows[0]])
-    before = one.model(ids).logits
-    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**SKIPS["first two"]))
-    drafter.start(one.state)
-    drafter.propose(one.state)
-    assert torch.equal(one.model(ids).logits, before)
+    before, left = one.model(ids).logits, []
+    for fails in (False, False, True):
+        drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**SKIPS["first two"]))
+        drafter.start(one.state)
+        if fails:
+            one.state.process = lambda *_: 1 / 0
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            drafter.propose(one.state)
+        one.state.cache.rollback()
+        assert torch.equal(one.model(ids).logits, before)
+        left.append(fingerprint(one.model))
+    assert left == left[:1] * 3
 
 
 # -- stock assisted decoding ---------------------------------------------------------------------
@@ -422,7 +534,7 @@ def test_get_candidates_appends_the_skipping_models_own_tokens(
     for row in rows_of(model, [4, 11]):
         ids = torch.tensor([row])
         wanted = ids
-        with drafter.skipper, torch.no_grad():
+        with running(drafter.drafting), torch.no_grad():
             for _ in range(5):  # without any cache
                 following = model(wanted, use_cache=False).logits[:, -1:].argmax(-1)
                 wanted = torch.cat([wanted, following], dim=1)

@@ -18,6 +18,7 @@ from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
+from running import running
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
 from torch import Tensor
@@ -30,7 +31,9 @@ from hf_spec.methods.layer_skip import objective
 from hf_spec.methods.registry import get_method
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.train import TrainSettings, bit_sums, split, train
+from modeling_patches import per_call
 from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.low_rank import _Hook
 
 Tiny = Callable[..., PreTrainedModel]
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
@@ -75,12 +78,13 @@ def test_drafts_are_those_of_the_updated_model(tiny: Tiny, architecture: str) ->
     drafter = get_method("layer_skip").drafter(model, options)
     candidates, _ = drafter.get_candidates(ids)
     wanted = ids
-    with LayerSkipper(oracle, **SKIP), torch.no_grad():
+    with running(LayerSkipper(oracle, **SKIP).changes), torch.no_grad():
         for _ in range(4):
             following = oracle(wanted, use_cache=False).logits[:, -1:].argmax(-1)
             wanted = torch.cat([wanted, following], dim=1)
     assert candidates.tolist() == wanted.tolist()
-    with LayerSkipper(model, **SKIP), torch.no_grad():  # without the updates others are drafted
+    # Without the updates others are drafted.
+    with running(LayerSkipper(model, **SKIP).changes), torch.no_grad():
         assert not torch.equal(oracle(ids).logits, model(ids).logits)
     assert hooked(model) == 0
 
@@ -89,24 +93,25 @@ def test_drafts_are_those_of_the_updated_model(tiny: Tiny, architecture: str) ->
 def test_verifying_never_sees_the_updates(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
-    """Neither hooks nor skipped layers are there when the whole model runs; output is its own."""
+    """No update and no skipped layer works when the whole model runs; output is its own."""
     model = copy.deepcopy(tiny(architecture))
     plain = model.generate(**ragged(), max_new_tokens=20, do_sample=False)
     added(model)
     assert model.generate(**ragged(), max_new_tokens=20, do_sample=False).tolist() == plain.tolist()
     seen: set[tuple[bool, bool]] = set()
-    stubs = "forward" in vars(model)
-    assert not stubs
     last = [m for _, m in model.named_modules() if type(m).__name__.endswith("Norm")][-1]
     run = type(last).forward
 
     def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self is last:
-            skipping = any("forward" in vars(m) for m in model.modules())
+            running = per_call._running.get()
+            skipping = any(method == "forward" for c in running for _, method in c._instead)
             updating = any(
-                type(hook).__module__ == "modeling_patches.low_rank"
-                for m in model.modules()
-                for hook in m._forward_hooks.values()
+                hook.__func__ is _Hook.within_call
+                for changes in running
+                for hooks in changes._after.values()
+                for hook in hooks
+                if hasattr(hook, "__func__")
             )
             seen.add((skipping, updating))
         return run(self, *args, **kwargs)
@@ -127,9 +132,12 @@ def test_other_layers_are_drafted_without_the_updates(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     added(model)
     method = get_method("layer_skip")
-    with_them = method.drafter(model, method.parse_options(FIXED))
-    without = method.drafter(model, method.parse_options({**FIXED, "skip_mlp": [2]}))
-    assert len(with_them.drafting.parts) == 2 and len(without.drafting.parts) == 1
+    own = LayerSkipper(model, **SKIP).changes
+    other = LayerSkipper(model, skip_mlp=[2]).changes
+    for options, changes, same in ((FIXED, own, False), ({**FIXED, "skip_mlp": [2]}, other, True)):
+        drafting = method.drafter(model, method.parse_options(options)).drafting
+        drafted, bare = (one.run(model, prompt()).logits for one in (drafting, changes))
+        assert torch.equal(drafted, bare) == same
 
 
 # -- the loss ------------------------------------------------------------------------------------
@@ -155,7 +163,7 @@ def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
             cache = DynamicCache()
             with torch.no_grad():
                 model(ids[None, : anchor + 1], past_key_values=cache, use_cache=True)
-            with LayerSkipper(oracle, **SKIP):
+            with running(LayerSkipper(oracle, **SKIP).changes):
                 drafted = oracle(
                     piece[None], past_key_values=cache,
                     position_ids=torch.arange(anchor + 1, anchor + 1 + len(piece))[None],

@@ -332,9 +332,10 @@ def test_get_candidates_without_a_match_returns_the_ids() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_ngram": 0}, "max_ngram=0: must be a whole number of at least 1"),
+        ({"max_ngram": 0}, "max_ngram=0: must be a whole number from 1 to 1024"),
         ({"min_ngram": 1.5}, "min_ngram=1.5: must be a whole number"),
         ({"max_nodes": True}, "max_nodes=True: must be a whole number"),
+        ({"max_ngram": 10**7}, "max_ngram=10000000: must be a whole number from 1 to 1024"),
         ({"max_depth": -1}, "max_depth=-1"),
         ({"max_matches": "8"}, "max_matches='8'"),
         ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower it"),

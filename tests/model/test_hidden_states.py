@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import ARCHITECTURES, prompt
+from running import added, fingerprint
 from transformers import PreTrainedModel
 
 from hf_spec.model.hidden_states import final_hidden, model_logits, output_logits
+from modeling_patches.per_call import Changes
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -17,15 +19,18 @@ def test_model_logits_are_the_models_own(
     tiny: Callable[..., PreTrainedModel], architecture: str
 ) -> None:
     model = tiny(architecture)
-    before = set(vars(model.get_decoder()))
-    with torch.no_grad(), final_hidden(model) as seen:
+    left = []
+    with torch.no_grad(), added(final_hidden, model) as seen:
         expected = model(prompt(9, 2)).logits
         hidden = seen[0]
-        assert torch.equal(model_logits(model, hidden), expected)
+        for _ in range(2):
+            assert torch.equal(model_logits(model, hidden), expected)
+            left.append(fingerprint(model))
         part = model_logits(model, hidden[:, 3:5])
+        assert torch.equal(model(prompt(9, 2)).logits, expected)
     # Products of other shapes may be summed in another order.
     torch.testing.assert_close(part, expected[:, 3:5], rtol=1e-5, atol=1e-5)
-    assert set(vars(model.get_decoder())) == before
+    assert left[0] == left[1] == fingerprint(model), "another use adds nothing"
 
 
 def test_scales_and_soft_caps_count(fresh: Callable[..., PreTrainedModel]) -> None:
@@ -41,20 +46,41 @@ def test_scales_and_soft_caps_count(fresh: Callable[..., PreTrainedModel]) -> No
         torch.testing.assert_close(model_logits(model, hidden), expected)
 
 
-def test_what_was_there_is_restored_and_gradients_flow(
+def test_what_was_there_still_runs_and_gradients_flow(
     fresh: Callable[..., PreTrainedModel],
 ) -> None:
     model = fresh("llama")
     hidden = torch.randn(1, 2, 32, requires_grad=True)
 
     def patched(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("the decoder ran")
+        raise RuntimeError("a patched module ran")
 
     model.model.forward = patched
     model_logits(model, hidden).sum().backward()
     assert hidden.grad is not None and model.lm_head.weight.grad is not None
-    assert model.model.forward is patched
+    with pytest.raises(RuntimeError, match="a patched module ran"):
+        model(prompt())
     model.lm_head.forward = patched
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="a patched module ran"):
         model_logits(model, hidden)
-    assert model.model.forward is patched
+    del model.lm_head.forward
+    with pytest.raises(RuntimeError, match="a patched module ran"):
+        model(prompt())
+    assert model_logits(model, hidden).shape == (1, 2, 61)
+
+
+def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> None:
+    """What the forward runs with does not see the logits being made."""
+    model, changes, asked = tiny("llama"), Changes(), []
+
+    def ask(args: tuple, kwargs: dict) -> None:
+        rows = args[0][:, :2]
+        asked.append((rows, model_logits(model, rows)))
+
+    seen = final_hidden(model, changes, rows=lambda: 1)
+    changes.before(model.model.layers[1], ask)
+    with torch.no_grad():
+        logits = changes.run(model, prompt(5)).logits
+    assert logits.shape[1] == 1 and seen[0].shape[1] == 5
+    [(rows, found)] = asked
+    assert torch.equal(found, model_logits(model, rows)) and found.shape[1] == 2

@@ -21,8 +21,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward
-from modeling_patches.attention_masks import tree_attention
-from modeling_patches.support import kv_shape, sliding_windows
+from modeling_patches.support import kv_shape
 
 #: Everything that moves a mask or a position: windows, hybrids, learned positions, ALiBi.
 ARCHITECTURES = ["llama", "mistral", "gemma3", "gpt2", "opt", "bloom", "falcon_alibi", "gpt_neo"]
@@ -47,11 +46,9 @@ def decoded(
     source = DynamicCache()
     model(input_ids=ids[None, :-1], past_key_values=source, use_cache=True)
     cache = TreeCache.pack(source, None, len(ids) + 8, "cpu")
-    with tree_attention(model, sliding_windows(model)) as attention:
-        zero = torch.tensor([0])
-        forward = TreeForward(model, cache, attention, zero + 1000, zero, None, inputs)
-        tree = TokenTree.chain(0).batch()
-        return forward(ids[None, -1:], tree, probes=hang(group, tree)).probe_hidden[0]
+    forward = TreeForward(model, cache, torch.tensor([1000]), probe_inputs=inputs)
+    tree = TokenTree.chain(0).batch()
+    return forward(ids[None, -1:], tree, probes=hang(group, tree)).probe_hidden[0]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from running import added, fingerprint
 from transformers import (
     BloomConfig,
     FalconConfig,
@@ -16,7 +17,6 @@ from tree_oracle import (
     additive,
     assert_same,
     expected,
-    fingerprint,
     padded_prompt,
     random_tokens,
 )
@@ -73,7 +73,7 @@ def model(request):
 
 def test_tree_logits_equal_plain_forwards_of_each_path(model):
     first, second = random_tokens(2, 7, seed=2), random_tokens(2, 7, seed=3)
-    with alibi.tree_positions(model) as set_positions:
+    with added(alibi.tree_positions, model) as set_positions:
         decoding = Decoding(model)
         prompts = decoding.rows
         one = decoding.tree(first, set_positions)
@@ -105,7 +105,7 @@ def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(name, dtype):
     model = build(name).to(dtype)
     ids, mask, positions = padded_prompt()
     causal = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
-    with alibi.tree_positions(model) as set_positions, torch.no_grad():
+    with added(alibi.tree_positions, model) as set_positions, torch.no_grad():
         want = model(ids, attention_mask=mask).logits
         set_positions(positions, positions)
         got = model(ids, attention_mask=additive(causal, dtype)).logits
@@ -118,7 +118,7 @@ def test_stale_positions_do_not_overflow_half_precision(name):
     ids, mask, positions = padded_prompt()
     causal = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
     logits = []
-    with alibi.tree_positions(model) as set_positions, torch.no_grad():
+    with added(alibi.tree_positions, model) as set_positions, torch.no_grad():
         for filler in (0, STALE):  # STALE times a slope is infinite in fp16
             set_positions(positions, positions.masked_fill(mask == 0, filler))
             logits.append(model(ids, attention_mask=additive(causal, torch.float16)).logits)
@@ -138,7 +138,7 @@ def test_other_masks_run_the_original(model):
             )
 
     want = run()
-    with alibi.tree_positions(model) as set_positions:
+    with added(alibi.tree_positions, model) as set_positions:
         before = run()
         Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
         after = run()
@@ -146,35 +146,53 @@ def test_other_masks_run_the_original(model):
         assert all(torch.equal(got, plain) for got, plain in zip(logits, want))
 
 
-def test_exit_restores_the_model(model):
-    untouched = fingerprint(model)
-    with alibi.tree_positions(model) as set_positions:
-        Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
-        assert fingerprint(model) != untouched
-    assert fingerprint(model) == untouched
+def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
+    def outcome():
+        """Of a tree without the patch: an error, or logits that are wrong in the model's way."""
+        try:
+            return Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None).tolist()
+        except ValueError as error:
+            return str(error)
 
+    def use():
+        with added(alibi.tree_positions, model) as set_positions:
+            Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
 
-def test_an_exception_restores_the_model(model):
-    untouched = fingerprint(model)
-    with pytest.raises(IndexError), alibi.tree_positions(model) as set_positions:
-        # Token 999 is not in the vocabulary of 128: the forward fails after the hooks ran.
+    config, before = model.config.to_dict(), outcome()
+    use()
+    once = fingerprint(model)
+    assert outcome() == before
+    use()
+    # Token 999 is not in the vocabulary of 128: the forward fails after the first changes ran.
+    with pytest.raises(IndexError), added(alibi.tree_positions, model) as set_positions:
         Decoding(model).tree(torch.full((2, 7), 999), set_positions)
-    assert fingerprint(model) == untouched
+    assert outcome() == before
+    assert fingerprint(model) == once and model.config.to_dict() == config
 
 
-def test_an_attribute_the_instance_had_is_put_back():
+def test_a_method_the_instance_had_still_runs():
     model = build("mpt")
     attention = model.transformer.blocks[0].attn
-    attention.forward = own = attention.forward
-    with alibi.tree_positions(model):
-        assert attention.forward is not own
-    assert attention.forward is own
+    own, calls = attention.forward, []
+
+    def spy(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    attention.forward = spy
+    with added(alibi.tree_positions, model) as set_positions:
+        decoding = Decoding(model)
+        assert len(calls) == 1
+        decoding.tree(random_tokens(2, 7, seed=2), set_positions)
+        assert len(calls) == 1
+    Decoding(model)
+    assert len(calls) == 2
 
 
 def test_another_instance_is_not_touched(model):
     other = AutoModelForCausalLM.from_config(model.config)
     untouched = fingerprint(other)
-    with alibi.tree_positions(model):
+    with added(alibi.tree_positions, model):
         assert fingerprint(other) == untouched
 
 
@@ -190,14 +208,14 @@ def test_applies():
 
 def test_a_tree_without_positions_is_an_error(model):
     with (
-        alibi.tree_positions(model),
+        added(alibi.tree_positions, model),
         pytest.raises(RuntimeError, match="call set_positions"),
     ):
         Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
 
 
 def test_positions_of_another_size_are_an_error(model):
-    with alibi.tree_positions(model) as set_positions:
+    with added(alibi.tree_positions, model) as set_positions:
         set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
         with pytest.raises(ValueError, match="for 7 query and 15 key positions"):
             Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
@@ -205,7 +223,7 @@ def test_positions_of_another_size_are_an_error(model):
 
 def test_a_boolean_mask_is_an_error(model):
     ids, _, positions = padded_prompt()
-    with alibi.tree_positions(model) as set_positions:
+    with added(alibi.tree_positions, model) as set_positions:
         set_positions(positions, positions)
         with pytest.raises(ValueError, match=r"torch\.bool mask .* must be additive"):
             model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))

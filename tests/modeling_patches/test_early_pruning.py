@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB
+from conftest import ARCHITECTURES, VOCAB, prompt
+from running import added, fingerprint
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -16,10 +18,9 @@ from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.pruning import Survivors, connected, survive
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
-from modeling_patches.attention_masks import tree_attention
 from modeling_patches.early_pruning import early_pruning, layer_input
 from modeling_patches.layer_skip import num_layers
-from modeling_patches.support import sliding_windows
+from modeling_patches.per_call import Changes
 
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])
 
@@ -50,13 +51,9 @@ def run(
     takes = {} if model.config.model_type in ("bloom", "mpt") else {"position_ids": positions}
     model(input_ids=ids, attention_mask=mask, past_key_values=source, use_cache=True, **takes)
     cache = TreeCache.pack(source, mask, width + 64, "cpu")
-    with tree_attention(model, sliding_windows(model)) as attention:
-        last = torch.full((len(prompts),), 1000)
-        forward = TreeForward(
-            model, cache, attention, last, torch.zeros_like(last), probe_inputs=probe_inputs,
-            wants_hidden=wants_hidden,
-        )  # fmt: skip
-        return forward(tokens, tree, pruning=pruning, probes=probes), cache
+    last = torch.full((len(prompts),), 1000)
+    forward = TreeForward(model, cache, last, probe_inputs=probe_inputs, wants_hidden=wants_hidden)
+    return forward(tokens, tree, pruning=pruning, probes=probes), cache
 
 
 def setting(seed: int, rows: int) -> tuple[list[list[int]], Tensor, Tensor]:
@@ -178,30 +175,45 @@ def test_nothing_is_pruned_where_all_are_wanted(tiny: Callable[..., PreTrainedMo
 def test_a_layer_that_is_not_there(tiny: Callable[..., PreTrainedModel]) -> None:
     for layer in (0, 3):
         message = rf"layer={layer}: the model has 3 layers, so .* 1 to 2"
-        with (
-            pytest.raises(ValueError, match=message),
-            early_pruning(tiny("llama"), layer, lambda hidden: None),
-        ):
-            pass
+        with pytest.raises(ValueError, match=message):
+            early_pruning(tiny("llama"), Changes(), layer, lambda hidden: None)
 
 
-def test_a_model_whose_hooks_do_not_run(tiny: Callable[..., PreTrainedModel]) -> None:
-    with (
-        pytest.raises(RuntimeError, match="without torch.compile, or switch pruning off"),
-        early_pruning(tiny("llama"), 1, lambda hidden: None),
-    ):
-        pass
+def test_compiled_layers_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh("llama")
+    model.model.layers[0].compile()
+    message = r"layers\.0 of this LlamaFor.* is compiled.*leaves out early pruning: use the model"
+    with pytest.raises(ValueError, match=message):
+        early_pruning(model, Changes(), 1, lambda hidden: None)
+
+
+@torch.no_grad()
+def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    model, (prompts, tokens, wanted) = fresh("llama"), setting(1, 2)
+    ids, left = prompt(9), []
+    plain = model(ids).logits
+    for fails in (False, False, True):
+        keep = Keep(1, wanted)
+        if fails:
+            keep.alive = lambda *_: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            run(model, TREE.batch(2), tokens, prompts, keep)
+        assert torch.equal(model(ids).logits, plain)
+        left.append(fingerprint(model))
+    assert left == left[:1] * 3
 
 
 @torch.no_grad()
 def test_layer_input(fresh: Callable[..., PreTrainedModel]) -> None:
     model = fresh("llama")  # transformers leaves its hooks for hidden states behind
     ids = torch.tensor([[5, 6, 7]])
-    with layer_input(model, 2) as seen:
+    with added(layer_input, model, 2) as seen:
         hidden = model(ids, output_hidden_states=True).hidden_states
     assert torch.equal(seen[0], hidden[2])
-    model(ids)
-    assert torch.equal(seen[0], hidden[2]), "the hook is gone"
+    model(ids + 1)
+    assert torch.equal(seen[0], hidden[2]), "only forwards with the changes are looked at"
 
 
 # -- the trees that are left -----------------------------------------------------------------

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from conftest import prompt
+from running import added, fingerprint
 from transformers import PreTrainedModel
 
 from modeling_patches.exits import averaged_exits
 from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.per_call import Changes
 
 #: The module that runs on what the layers give, before the output embeddings.
 NORMS = {"llama": "norm", "gpt2": "ln_f", "falcon_alibi": "ln_f", "gpt_neo": "ln_f"}
@@ -42,7 +45,7 @@ def test_rows_leave_the_layers_as_a_mean(
     norm = getattr(model.get_decoder(), NORMS[architecture])
     expected = model.get_output_embeddings()(norm(mean))
     plain = model(ids).logits
-    with averaged_exits(model, count, lambda: 4):
+    with added(averaged_exits, model, count, lambda: 4):
         for _ in range(2):  # nothing is left over from the forward before
             logits = model(ids).logits
             assert torch.equal(logits[:, :4], plain[:, :4])
@@ -51,7 +54,27 @@ def test_rows_leave_the_layers_as_a_mean(
     assert torch.equal(model(ids).logits, plain)
 
 
-def test_a_model_that_runs_no_hooks_is_told(tiny: Callable[..., PreTrainedModel]) -> None:
-    message = "last 2 layers.*without torch.compile"
-    with pytest.raises(RuntimeError, match=message), averaged_exits(tiny("llama"), 2):
-        pass
+def test_compiled_layers_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
+    model = fresh("llama")
+    model.model.layers[2].compile()
+    averaged_exits(model, Changes(), 1)  # changes nothing
+    message = r"layers\.2 of this LlamaFor.* is compiled.*leaves out the average of its last layers"
+    with pytest.raises(ValueError, match=message):
+        averaged_exits(model, Changes(), 2)
+
+
+@torch.no_grad()
+def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(
+    fresh: Callable[..., PreTrainedModel],
+) -> None:
+    model, ids, left = fresh("llama"), prompt(9), []
+    plain = model(ids).logits
+    for fails in (False, False, True):
+        with (
+            pytest.raises(ZeroDivisionError) if fails else nullcontext(),
+            added(averaged_exits, model, 2, (lambda: 1 / 0) if fails else (lambda: 4)),
+        ):
+            assert not torch.equal(model(ids).logits, plain)
+        assert torch.equal(model(ids).logits, plain)
+        left.append(fingerprint(model))
+    assert left == left[:1] * 3

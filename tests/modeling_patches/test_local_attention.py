@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from running import added, fingerprint
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 from tree_oracle import (
     Decoding,
     additive,
     assert_same,
     expected,
-    fingerprint,
     padded_prompt,
     random_tokens,
 )
@@ -39,7 +39,7 @@ def model(request):
 
 def test_tree_logits_equal_plain_forwards_of_each_path(model):
     first, second = random_tokens(2, 7, seed=2), random_tokens(2, 7, seed=3)
-    with local_attention.tree_positions(model) as set_positions:
+    with added(local_attention.tree_positions, model) as set_positions:
         decoding = Decoding(model)
         prompts = decoding.rows
         one = decoding.tree(first, set_positions)
@@ -94,7 +94,7 @@ def test_other_masks_run_the_original(model):
             )
 
     want = run()
-    with local_attention.tree_positions(model) as set_positions:
+    with added(local_attention.tree_positions, model) as set_positions:
         before = run()
         Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
         after = run()
@@ -102,35 +102,53 @@ def test_other_masks_run_the_original(model):
         assert all(torch.equal(got, plain) for got, plain in zip(logits, want))
 
 
-def test_exit_restores_the_model(model):
-    untouched = fingerprint(model)
-    with local_attention.tree_positions(model) as set_positions:
-        Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
-        assert fingerprint(model) != untouched
-    assert fingerprint(model) == untouched
+def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
+    def outcome():
+        """Of a tree without the patch: an error, or logits that are wrong in the model's way."""
+        try:
+            return Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None).tolist()
+        except ValueError as error:
+            return str(error)
 
+    def use():
+        with added(local_attention.tree_positions, model) as set_positions:
+            Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
 
-def test_an_exception_restores_the_model(model):
-    untouched = fingerprint(model)
-    with pytest.raises(IndexError), local_attention.tree_positions(model) as set_positions:
-        # Token 999 is not in the vocabulary of 128: the forward fails after the hooks ran.
+    config, before = model.config.to_dict(), outcome()
+    use()
+    once = fingerprint(model)
+    assert outcome() == before
+    use()
+    # Token 999 is not in the vocabulary of 128: the forward fails after the first changes ran.
+    with pytest.raises(IndexError), added(local_attention.tree_positions, model) as set_positions:
         Decoding(model).tree(torch.full((2, 7), 999), set_positions)
-    assert fingerprint(model) == untouched
+    assert outcome() == before
+    assert fingerprint(model) == once and model.config.to_dict() == config
 
 
-def test_an_attribute_the_instance_had_is_put_back():
+def test_a_method_the_instance_had_still_runs():
     model = build()
     attention = model.transformer.h[1].attn.attention
-    attention._attn = own = attention._attn
-    with local_attention.tree_positions(model):
-        assert attention._attn is not own
-    assert attention._attn is own
+    own, calls = attention._attn, []
+
+    def spy(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    attention._attn = spy
+    with added(local_attention.tree_positions, model) as set_positions:
+        decoding = Decoding(model)
+        assert len(calls) == 1
+        decoding.tree(random_tokens(2, 7, seed=2), set_positions)
+        assert len(calls) == 1
+    Decoding(model)
+    assert len(calls) == 2
 
 
 def test_another_instance_is_not_touched(model):
     other = build()
     untouched = fingerprint(other)
-    with local_attention.tree_positions(model):
+    with added(local_attention.tree_positions, model):
         assert fingerprint(other) == untouched
 
 
@@ -142,14 +160,14 @@ def test_applies_to_every_gpt_neo():
 
 def test_a_tree_without_positions_is_an_error(model):
     with (
-        local_attention.tree_positions(model),
+        added(local_attention.tree_positions, model),
         pytest.raises(RuntimeError, match="call set_positions"),
     ):
         Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
 
 
 def test_positions_of_another_size_are_an_error(model):
-    with local_attention.tree_positions(model) as set_positions:
+    with added(local_attention.tree_positions, model) as set_positions:
         set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
         with pytest.raises(ValueError, match="for 7 query and 15 key positions"):
             Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
@@ -157,7 +175,7 @@ def test_positions_of_another_size_are_an_error(model):
 
 def test_a_boolean_mask_is_an_error(model):
     ids, _, positions = padded_prompt()
-    with local_attention.tree_positions(model) as set_positions:
+    with added(local_attention.tree_positions, model) as set_positions:
         set_positions(positions, positions)
         with pytest.raises(ValueError, match=r"torch\.bool mask .* must be additive"):
             model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))

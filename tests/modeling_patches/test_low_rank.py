@@ -15,10 +15,12 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, prompt
 from peft import LoraConfig, get_peft_model
+from running import added, fingerprint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from modeling_patches import low_rank
 from modeling_patches.layer_skip import decoder_layers
 from modeling_patches.low_rank import Factors, LowRank, features, linear_modules
 
@@ -68,7 +70,7 @@ def test_equals_dense_updates(tiny: Tiny, architecture: str) -> None:
     assert len(modules) >= 2 * len(decoder_layers(model))
     factors = random_factors(modules, dtype)
     plain, expected = logits(model), logits(dense(model, factors))
-    with LowRank(modules, factors.get):
+    with added(LowRank.add_to, LowRank(modules, factors.get)):
         updated = logits(model)
     # Another order of operations, in fp32 for mixtral, gpt_neo's scores and some norms.
     torch.testing.assert_close(updated, expected, rtol=1e-4, atol=1e-4)
@@ -83,7 +85,7 @@ def test_factors_more_precise_than_the_model(tiny: Tiny) -> None:
     factors = random_factors(modules)
     module = modules["model.layers.0.self_attn.q_proj"]
     inputs = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with LowRank(modules, factors.get):
+    with added(LowRank.add_to, LowRank(modules, factors.get)):
         output = module(inputs)
         assert logits(model).dtype == torch.bfloat16
     down, up, scale = factors["model.layers.0.self_attn.q_proj"]
@@ -109,7 +111,7 @@ def test_only_input_and_output_of_a_module_are_used() -> None:
     factors = random_factors({"": module})
     update = LowRank({"": module}, factors.get)
     plain = module(x)
-    with update:
+    with added(LowRank.add_to, update):
         down, up, scale = factors[""]
         torch.testing.assert_close(module(x), plain + scale * x @ down.T @ up.T)
     with pytest.raises(ValueError, match=r"cannot merge into .* is a Packed.*unmerged"):
@@ -145,38 +147,50 @@ def test_gradients(tiny: Tiny, checkpointing: bool) -> None:
 # -- on and off ----------------------------------------------------------------------------------
 
 
-def state_of(model: nn.Module) -> list[Any]:
-    """All that hooks and patches can leave behind."""
-    return [
-        (name, type(m), sorted(vars(m)), dict(m._forward_hooks), dict(m._forward_pre_hooks))
-        for name, m in model.named_modules()
-    ]
-
-
 def test_switching_leaves_no_trace(tiny: Tiny) -> None:
-    model = tiny("llama")
-    before, plain = state_of(model), logits(model)
+    model = copy.deepcopy(tiny("llama"))
+    before, plain = fingerprint(model), logits(model)
     modules = linear_modules(model)
     one, two = (LowRank(modules, random_factors(modules, seed=s).get) for s in (0, 1))
-    with one:
-        first = logits(model)
-        one.enabled = False
-        assert torch.equal(logits(model), plain)
-        one.enabled = True
-        with one, two:  # nested, and a second update on the same modules
-            both = logits(model)
-        assert torch.equal(logits(model), first)
-    assert not torch.equal(first, plain) and not torch.equal(both, first)
-    assert state_of(model) == before
     one.attach()
+    first = logits(model)
+    assert not torch.equal(first, plain)
     one.attach()  # once is enough
+    assert torch.equal(logits(model), first)
+    one.enabled = False
+    assert torch.equal(logits(model), plain)
+    one.enabled = True
+    two.attach()  # a second update on the same modules
+    assert not torch.equal(logits(model), first)
+    two.detach()
     assert torch.equal(logits(model), first)
     one.detach()
     one.detach()
-    assert state_of(model) == before
-    with pytest.raises(RuntimeError), one:
+    assert torch.equal(logits(model), plain) and fingerprint(model) == before
+
+
+def test_updates_of_one_call(tiny: Tiny) -> None:
+    """Other forwards run without them; a second use adds nothing to the model."""
+    model = copy.deepcopy(tiny("llama"))
+    plain, modules = logits(model), linear_modules(model)
+    one, two = (LowRank(modules, random_factors(modules, seed=s).get) for s in (0, 1))
+    with added(LowRank.add_to, one):
+        first, once = logits(model), fingerprint(model)
+        one.enabled = False
+        assert torch.equal(logits(model), plain)
+        one.enabled = True
+        with added(LowRank.add_to, two):
+            both = logits(model)
+        assert torch.equal(logits(model), first)
+    assert not torch.equal(first, plain) and not torch.equal(both, first)
+    with pytest.raises(RuntimeError), added(LowRank.add_to, two):
         raise RuntimeError
-    assert state_of(model) == before
+    assert torch.equal(logits(model), plain) and fingerprint(model) == once
+    one.attach()
+    with added(LowRank.add_to, two):  # beside what is attached
+        torch.testing.assert_close(logits(model), both)
+    one.detach()
+    assert torch.equal(logits(model), plain) and fingerprint(model) == once
 
 
 def test_factors_are_asked_for_at_every_call(tiny: Tiny) -> None:
@@ -184,7 +198,7 @@ def test_factors_are_asked_for_at_every_call(tiny: Tiny) -> None:
     modules = linear_modules(model)
     shown: dict[str, Factors] = {}
     plain = logits(model)
-    with LowRank(modules, shown.get):
+    with added(LowRank.add_to, LowRank(modules, shown.get)):
         assert torch.equal(logits(model), plain)
         shown |= random_factors(modules)
         assert not torch.equal(logits(model), plain)
@@ -216,7 +230,7 @@ def pickled(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 def test_a_copied_model_has_updates_of_its_own(tiny: Tiny, duplicate: Callable[..., Any]) -> None:
     model = copy.deepcopy(tiny("llama"))
-    modules = linear_modules(model)
+    modules, plain = linear_modules(model), logits(model)
     model.extra = Source(random_factors(modules))
     LowRank(modules, functools.partial(Source.get, model.extra)).attach()
     expected = logits(model)
@@ -227,9 +241,12 @@ def test_a_copied_model_has_updates_of_its_own(tiny: Tiny, duplicate: Callable[.
             parameter.zero_()
     assert not torch.equal(logits(other), expected)
     assert torch.equal(logits(model), expected)
-    hook = next(iter(other.model.layers[0].mlp.up_proj._forward_hooks.values()))
-    hook.owner.detach()
-    assert not any(m._forward_hooks for m in other.modules())
+    hooks = other.model.layers[0].mlp.up_proj._forward_hooks.values()
+    next(hook.owner for hook in hooks if hasattr(hook, "owner")).detach()
+    with torch.no_grad():
+        for parameter in other.extra.parameters():
+            parameter.fill_(1.0)
+    assert torch.equal(logits(other), plain)
     assert torch.equal(logits(model), expected)
 
 
@@ -273,6 +290,29 @@ def test_nothing_matches(tiny: Tiny, targets: Any, named: str) -> None:
         ValueError, match=rf"no linear module of LlamaFor.* matches {named}: .*q_pr"
     ):
         linear_modules(tiny("llama"), targets)
+
+
+@pytest.mark.parametrize("pattern", ["(.|..)+[A-Z]", r"(?:(.|..)+)\1[A-Z]"])
+def test_a_pattern_that_takes_for_ever(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """Seconds for each name, twice as many for each two letters more."""
+    monkeypatch.setattr(low_rank, "PATTERN_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"takes longer than 0.05 seconds to .*a list of names"):
+        linear_modules(tiny("llama"), pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (".*(", r"'\.\*\(' is no regular expression: missing \)"),
+        ("(" * 500 + ")" * 500, "is no regular expression: maximum recursion depth"),
+        ("a|" * 501, "has 1002 characters: at most 1000 are tried"),
+    ],
+)
+def test_no_pattern(tiny: Tiny, pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_modules(tiny("llama"), pattern)
 
 
 def test_modules_that_peft_has_wrapped(tiny: Tiny) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,8 @@ def test_hits_are_those_of_the_output(
         ranks.append(found)
         observe(self, found)
 
+    ticks = itertools.count()  # all steps take as long, so that trees pay
+    monkeypatch.setattr(online_policy, "_times", lambda state: (0.0, float(next(ticks))))
     monkeypatch.setattr(online_policy, "Predicted", noted)
     monkeypatch.setattr(HitRates, "observe", observed)
     out = generate(model, name, ragged((12, 5)))
@@ -246,6 +249,32 @@ def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
     model.set_adapter("other")
     generate(model, "medusa", inputs)
     assert len(online_policy._memories[model]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("medusa", {"tree": "online"}, {"tree": "online", "retrieval": True}),
+        ("propd", {"prune": False}, {"prune": True}),
+        ("propd", {"prune": False, "drafter": "bita", "drafter_kwargs": {"tree": "online"}},
+         {"prune": True, "drafter": "bita", "drafter_kwargs": {"tree": "online"}}),
+    ],
+)  # fmt: skip
+def test_other_options_have_a_memory_of_their_own(
+    fresh: Callable[..., PreTrainedModel], name: str, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Steps that prune, or that have look-ups, take other times and emit other tokens."""
+    model = adapted(fresh(), name)
+    if "drafter" in one:
+        model.add_adapter(hf_spec.BitaConfig(), "drafter")
+        model.set_adapter(["drafter", "default"])
+    for count, options in enumerate((one, other), start=1):
+        for _ in range(2):
+            model.generate(
+                prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy=name,
+                assistant_kwargs=options,
+            )  # fmt: skip
+            assert len(online_policy._memories[model]) == count
 
 
 def test_memory_goes_with_the_model(fresh: Callable[..., PreTrainedModel]) -> None:

@@ -57,35 +57,56 @@ def test_ends_are_the_probabilities_of_the_last_accepted_node() -> None:
         assert ends[0] == pytest.approx(1 - reach[children].sum())
 
 
-def every_state(accuracies: np.ndarray, depth: int, size: int, least: int) -> list[TreeState]:
-    """All trees of at most ``size`` rows with all assignments of probes."""
+def rows_of(states: TreeStates, each: int = 1) -> int:
+    """Rows of the largest state, a probe having so many."""
+    return max(one.num_rows(each) for one in states.states)
+
+
+def every_state(
+    accuracies: np.ndarray, depth: int, size: int, least: int, each: int
+) -> list[TreeState]:
+    """All trees of at most ``size`` rows with all assignments of probes of so many rows each."""
     most, ranks = len(accuracies), accuracies.shape[1]
     states = []
     for count in range(size):
         for tree in all_trees(depth, ranks, count) if depth or not count else ():
             for probes in itertools.product(range(least, most + 1), repeat=count + 1):
-                if count + 1 + sum(probes) <= size:
+                if count + 1 + each * sum(probes) <= size:
                     states.append(TreeState(tree, probes))
     return states
 
 
-def best_tau(accuracies: np.ndarray, size: int, least: int) -> float:
+def best_tau(accuracies: np.ndarray, size: int, least: int, each: int) -> float:
     """The largest R(T) over all dynamic trees, one by one."""
-    choices = [every_state(accuracies, k, size, least) for k in range(len(accuracies) + 1)]
+    choices = [every_state(accuracies, k, size, least, each) for k in range(len(accuracies) + 1)]
     return max(
         Chain.of(TreeStates(states), accuracies).tau for states in itertools.product(*choices)
     )
 
 
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize(("size", "least"), [(2, 0), (3, 0), (4, 0), (5, 0), (4, 1), (5, 1)])
-def test_dynamic_trees_against_all_there_are(table: list, size: int, least: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "least", "each"),
+    [
+        (2, 0, 1),
+        (3, 0, 1),
+        (4, 0, 1),
+        (5, 0, 1),
+        (4, 1, 1),
+        (5, 1, 1),
+        (4, 0, 2),
+        (6, 0, 2),
+        (6, 1, 2),
+        (4, 0, 3),
+    ],
+)
+def test_dynamic_trees_against_all_there_are(table: list, size: int, least: int, each: int) -> None:
     """With two distances and two ranks all dynamic trees of these sizes can be tried."""
     accuracies = np.array(table)[:2, :2]
-    trees = SparseTrees(accuracies, size, least)
+    trees = SparseTrees(accuracies, size, least, each)
     states = trees.best(size)
-    assert states.max_rows <= size
-    assert trees.tau(states) == pytest.approx(best_tau(accuracies, size, least), abs=1e-5)
+    assert rows_of(states, each) <= size
+    assert trees.tau(states) == pytest.approx(best_tau(accuracies, size, least, each), abs=1e-5)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -116,7 +137,7 @@ def test_more_rows_and_fewer_rules_never_hurt() -> None:
             assert tau >= free.tau(other) - 1e-6
         for candidates in range(size):
             split = free.split(candidates, size - 1 - candidates)
-            assert split.max_rows <= size
+            assert rows_of(split) <= size
             assert tau >= free.tau(split) - 1e-6
         before = tau
 
@@ -125,7 +146,9 @@ def test_static_and_random_trees_of_a_size() -> None:
     accuracies = np.array([[0.5 * 0.8**d * 0.4**r for r in range(12)] for d in range(3)])
     trees = SparseTrees(accuracies, 40)
     static = trees.static(22)
-    assert [one.num_rows for one in static.states] == [4, 20, 20, 20]
+    assert [one.num_rows() for one in static.states] == [4, 20, 20, 20]
+    twice = SparseTrees(accuracies, 40, per_distance=2).static(22)
+    assert [one.num_rows(2) for one in twice.states] == [7, 21, 21, 21]
     assert {count for one in static.states for count in one.probes} == {3}
     best, drawn = trees.best(22), trees.random(22, seed=3)
     assert drawn == trees.random(22, seed=3) != trees.random(22, seed=4)
@@ -232,7 +255,7 @@ def test_bare_trees_against_all_there_are(table: list, size: int) -> None:
     accuracies = np.array(table)
     trees = BareTrees(accuracies, 5)
     states = trees.best(size)
-    assert states.max_rows == size and states.max_probes == 3
+    assert rows_of(states) == size and states.max_probes == 3
     best = max(chances_of(tree, accuracies)[0].sum() for tree in all_trees(3, 3, size - 1))
     assert trees.tau(states) == pytest.approx(best)
     for depth, state in enumerate(states.states):
@@ -267,7 +290,7 @@ def test_bare_trees_to_compare_with() -> None:
     assert set(SPARSE) - set(tree.paths) == {(4,)} and set(tree.paths) - set(SPARSE) == {(1, 1)}
     for size in range(2, 41):
         best, static, drawn = trees.best(size), trees.static(size), trees.random(size, seed=3)
-        assert best.max_rows == static.max_rows == drawn.max_rows == size
+        assert rows_of(best) == rows_of(static) == rows_of(drawn) == size
         assert trees.tau(best) >= max(trees.tau(static), trees.tau(drawn)) - 1e-12
     assert drawn == trees.random(40, seed=3) != trees.random(40, seed=4)
 
@@ -296,7 +319,7 @@ def test_bare_trees_by_replay_of_planted_ranks(table: list) -> None:
             ranks[400 - distance :, distance - 1] = BEYOND
         answers.append(ranks)
     for states in (trees.best(9), trees.static(9), trees.random(9)):
-        each = [FutureRanks((one,), probed=False).replay(states) for one in answers]
+        each = [FutureRanks((one,), per_distance=0).replay(states) for one in answers]
         assert all(one.visits[:-1].sum() == 0 and one.tokens == 400 for one in each)
         means = [one.tau_after_prefill for one in each]
         error = 4 * np.std(means) / math.sqrt(len(means)) + 3 / 400 * trees.tau(states)
@@ -313,6 +336,6 @@ def test_planted_accuracies_are_found_again() -> None:
     ranks = np.column_stack([draw.choice(4, 40_000, p=row) for row in chances])
     ranks[ranks == 3] = MISS
     ranks[-3:] = BEYOND
-    found = FutureRanks((ranks,), probed=False)
+    found = FutureRanks((ranks,), per_distance=0)
     for table in (found.accuracies(), found.landed_accuracies(8)):
         assert np.abs(table[:, :3] - accuracies).max() < 5 * math.sqrt(0.25 / 7000)

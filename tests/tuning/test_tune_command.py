@@ -13,10 +13,11 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from tiny_checkpoint import save_checkpoint, write_prompts
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.bench.prompts import Prompt
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.hub.folder import check_complete
 from hf_spec.methods.registry import get_method
@@ -25,7 +26,7 @@ from hf_spec.policy.tuned_trees import Device
 from hf_spec.tuning.trees import tune as work
 from hf_spec.tuning.trees.future_ranks import BEYOND, FutureRanks, measure
 from hf_spec.tuning.trees.sparse_tree import SparseTrees
-from hf_spec.tuning.trees.step_times import StepTimes
+from hf_spec.tuning.trees.step_times import PLAIN, START, StepTimer, StepTimes
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,8 @@ def test_the_file(made: Path) -> None:
     assert settings == [(1, 8), (1, 40), (2, 8), (2, 40)]
     for one in entry["settings"]:
         states = TreeStates.from_json(one["states"])
-        assert states.max_probes == 2 and states.max_rows <= one["size"]
+        assert states.max_probes == 2
+        assert max(state.num_rows() for state in states.states) <= one["size"]
         best = max(one["speedups"])
         place = one["size"] - 2
         assert one["speedups"][place] >= 0.989 * best  # figures are rounded
@@ -310,7 +312,7 @@ def test_mean_seconds_of_batches() -> None:
     trees = SparseTrees([[0.5, 0.2], [0.4, 0.1]], 10)
     states = trees.best(10)
     small, large = states.states[0], states.states[2]
-    assert times.seconds(small) == 2.5 and times.seconds(large) == large.num_rows
+    assert times.seconds(small) == 2.5 and times.seconds(large) == large.num_rows()
     visits = np.array([3.0, 0.0, 1.0])
     replay: Any = type("Replay", (), {"visits": visits})
     one = work.mean_seconds(times, states, replay, 1)
@@ -318,6 +320,36 @@ def test_mean_seconds_of_batches() -> None:
     two = work.mean_seconds(times, states, replay, 2)
     share = 0.75**2  # both rows in the small one
     assert two == pytest.approx(share * times.seconds(small) + (1 - share) * times.seconds(large))
+
+
+def test_ensembles_of_prompt_tokens_count_as_the_rows_they_are(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPD with three EPTs: sizes, timed steps and stored times are in rows of the forward."""
+    model, method = load(made, None), get_method("ppd")
+    torch.manual_seed(0)
+    model.add_adapter(hf_spec.PPDConfig(num_prompt_tokens=2, num_ept=3))
+    tokenizer = AutoTokenizer.from_pretrained(made / "m")
+    prompts = [Prompt("abab" * 4), Prompt("xyz xyz xyz"), Prompt("one one one")]
+    with pytest.raises(ValueError, match="max_size=3: a step that predicts one token has 4 rows"):
+        work.TreeTuner(model, tokenizer, prompts, method, {}, work.Settings(24, 3))
+    tuner = work.TreeTuner(model, tokenizer, prompts, method, {}, work.Settings(24, 16))
+    answer = np.array([[0, 0], [-1, 0], [0, 0], [0, 1], [1, 0], [0, 0], [-2, -2], [-2, -2]])
+    ranks = FutureRanks((answer,) * 3, tuner.drafter.per_distance)
+    monkeypatch.setattr(tuner, "measure", lambda done: ranks)
+    tuner.answers = [[5, 6, 7]] * 3
+    run, shapes = StepTimer.run, {}
+    monkeypatch.setattr(StepTimer, "run", lambda self: (shapes.update(self.shapes), run(self))[1])
+    entry = work.tune(tuner, {})
+    for rows, (_, tree, probes) in shapes.items():
+        forwarded = tree.num_nodes + (0 if probes is None else probes.num_probes)
+        assert forwarded == {PLAIN: 1, START: 1 + 2 * 3}.get(rows, rows)
+    (setting,) = entry["settings"]
+    assert {*map(int, setting["seconds"])} == {*shapes} - {PLAIN, START}
+    for one in entry["sizes"]:
+        assert max(one["rows"]) <= one["size"]
+    states = TreeStates.from_json(setting["states"])
+    assert max(state.num_rows(3) for state in states.states) <= setting["size"]
 
 
 # -- decoding with what the file holds ---------------------------------------------------------
@@ -373,16 +405,93 @@ def test_the_nearest_trees_are_taken(caplog: pytest.LogCaptureFixture) -> None:
         ([], "expected"),
         ({"version": 2, "devices": []}, "version 2: this hf_spec reads version 1"),
         ({"version": 1, "devices": []}, "holds no trees"),
-        ({"version": 1, "devices": [{"device": "x"}]}, "no usable 'kind'"),
-        ({"version": 1, "devices": [entry("x", "cpu", "f", 1)]}, "holds no trees"),
+        ({"version": 1, "devices": [{"device": "x"}]}, r"devices\[0\] has no usable 'kind'"),
+        ({"version": 1, "devices": [entry("x", "cpu", "f", 1)]}, r"\[0\].settings holds no trees"),
+        ({"version": 1, "devices": [7]}, r"devices\[0\] has no usable 'device'"),
     ],
 )
 def test_wrong_files(data: Any, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "tree.json"
-    path.write_text(json.dumps(data))
+    refused(tmp_path, json.dumps(data), message)
+
+
+def refused(folder: Path, text: str, message: str) -> None:
+    path = folder / "tree.json"
+    path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         tuned_trees.read_trees(path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+DEVICE, SETTING = r"devices\[0\]", r"devices\[0\].settings\[0\]"
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("batch_size", 0, rf"{SETTING}.batch_size=0: must be a whole number from 1 to"),
+        ("batch_size", 1.5, rf"{SETTING}.batch_size=1.5: must be a whole number"),
+        ("context", -5, rf"{SETTING}.context=-5: must be a whole number from 0 to"),
+        ("context", 10**400, rf"{SETTING}.context=10+: must be a whole number from 0 to"),
+        ("seconds", {"4": -0.1}, rf"{SETTING}.seconds\[4\]=-0.1: must be a number in \(0.0, 1"),
+        ("seconds", {"4": float("inf")}, rf"{SETTING}.seconds\[4\]=inf: must be a number"),
+        ("seconds", {"4": "fast"}, rf"{SETTING}.seconds\[4\]='fast': must be a number"),
+        ("seconds", {"few": 0.1}, rf"{SETTING}.seconds: must be an object of seconds by numbers"),
+        ("seconds", [0.1], rf"{SETTING}.seconds: must be an object of seconds by numbers of rows"),
+        ("states", [], rf"{SETTING}.states: 0 states: .* and at most 256 more"),
+        ("states", 7, rf"{SETTING}.states: a dynamic tree is a list of states"),
+        (
+            "states", [{"paths": [[n] for n in range(MANY)], "probes": [0] * (MANY + 1)}] * 2,
+            rf"{SETTING}.states: a tree with more than 1024 candidates",
+        ),
+        (
+            "states", [{"paths": [], "probes": [0]}] * MANY,
+            rf"{SETTING}.states: {MANY} states: .* and at most 256 more",
+        ),
+        (
+            "states", [{"paths": [], "probes": [MANY]}] * 2,
+            rf"{SETTING}.states: 1 nodes with {MANY} probes: a step has at most 4096 of both",
+        ),
+        ("threads", "x", rf"{DEVICE}.threads='x': must be a whole number from 1 to"),
+        ("kind", 7, rf"{DEVICE}: device, kind and dtype must be words"),
+        ("accuracies", [], rf"{DEVICE}.accuracies: must be a list for 1 to 256 distances"),
+        ("accuracies", [[]], rf"{DEVICE}.accuracies\[0\]: must be a list of probabilities"),
+        ("accuracies", [[0.5], [0.2, 0.1]], rf"{DEVICE}.accuracies\[1\]: .* equally many for"),
+        ("accuracies", [[0.5, 2]], rf"{DEVICE}.accuracies\[0\]\[1\]=2: must be a number in \[0.0"),
+        ("accuracies", [[float("nan")]], rf"{DEVICE}.accuracies\[0\]\[0\]=nan: must be a number"),
+        ("landed_accuracies", [["x"]], rf"{DEVICE}.landed_accuracies\[0\]\[0\]='x': must be"),
+    ],
+)  # fmt: skip
+def test_wrong_fields(place: str, value: Any, message: str, tmp_path: Path) -> None:
+    """One line that names the file, the field and the rule."""
+    item = entry("x", "cpu", "f", 1, (1, 10, None))
+    tuned_trees.TunedTrees.from_json({"version": 1, "devices": [item]})
+    (item["settings"][0] if message.startswith(SETTING) else item)[place] = value
+    refused(tmp_path, json.dumps({"version": 1, "devices": [item]}), message)
+
+
+def test_files_that_are_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(tmp_path, "[" * 100_000, "is no file of tuned trees: maximum recursion depth")
+    monkeypatch.setattr(tuned_trees, "MAX_JSON", 100)
+    refused(tmp_path, " " * 101, "it has 101 bytes, at most 100 are read")
+
+
+def test_a_rank_beyond_the_vocabulary(made: Path, tmp_path: Path) -> None:
+    model = load(made)
+    vocab = model.config.vocab_size
+    states = [{"paths": [], "probes": [1]}, {"paths": [[vocab]], "probes": [1, 1]}]
+    message = f"has a candidate of rank {vocab}: .* the model has {vocab} tokens"
+    for tree in (states, [[0], [vocab]]):
+        with pytest.raises(ValueError, match=f"^tree {message}"):
+            model.generate(IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": tree})
+    shutil.copytree(made / "bita", tmp_path / "bita")
+    data = {"version": 1, "devices": [entry("x", "cpu", "f", 1, (1, 10, None))]}
+    data["devices"][0]["settings"][0]["states"] = states
+    (tmp_path / "bita" / "tree.json").write_text(json.dumps(data))
+    model = load(made, None)
+    model.load_adapter(tmp_path / "bita")
+    with pytest.raises(ValueError, match=f"^tree.json {message}"):
+        model.generate(IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": "tuned"})
 
 
 def test_no_file_beside_the_adapter(made: Path, fresh: Callable[..., Any]) -> None:

@@ -219,7 +219,7 @@ def ranked(made: Path) -> tuple[Any, list[list[int]], FutureRanks]:
     for ids in prompts:
         answer = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)
         found.append(measure(drafter, ids, answer[0, len(ids) :].tolist()))
-    return model, prompts, FutureRanks(tuple(found), probed=False)
+    return model, prompts, FutureRanks(tuple(found), per_distance=0)
 
 
 def test_ranks_are_those_of_the_predictions(ranked: Any) -> None:
@@ -289,7 +289,7 @@ def test_the_trees_that_fare_better_in_replay_are_built(ranked: Any) -> None:
 def test_landed_accuracies_begin_behind_the_prompt() -> None:
     """A single answer that is decoded in one step: only the prompt's token says anything."""
     answer = np.array([[0, 0], [-1, -1], [-2, -2], [-2, -2]])
-    ranks = FutureRanks((answer,), probed=False)
+    ranks = FutureRanks((answer,), per_distance=0)
     np.testing.assert_allclose(ranks.landed_accuracies(4)[:, 0], [1, 1])
     replay = ranks.replay(TreeStates.bare(TokenTree.chain(2), 2))
     assert (replay.tokens, replay.steps) == (3, 2)

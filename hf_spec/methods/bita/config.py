@@ -6,9 +6,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.base_model import check_recorded, record_shape
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.checks import check_count
-from modeling_patches.support import kv_shape
+from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE
 
 DEPTHS = ("deep", "shallow", "none")
 #: Models of more parameters than this get four mask tokens (section 4.1).
@@ -55,8 +56,9 @@ class BitaConfig(SpecPeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_mask_tokens is not None:
-            check_count("num_mask_tokens", self.num_mask_tokens)
-        check_count("num_prompt_tokens", self.num_prompt_tokens, low=0)
+            check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
+        check_count("num_prompt_tokens", self.num_prompt_tokens, low=0, high=MAX_FRONT)
+        check_recorded(self)
         if self.prompt_depth not in DEPTHS:
             raise ValueError(
                 f"prompt_depth={self.prompt_depth!r}: choose one of {', '.join(DEPTHS)}."
@@ -75,6 +77,5 @@ class BitaConfig(SpecPeftConfig):
         if self.num_mask_tokens is None:
             parameters = sum(p.numel() for p in model.parameters())
             self.num_mask_tokens = 4 if parameters > LARGE else 3
-        if self.prompt_depth != "deep" or self.num_layers is not None:
-            return
-        self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)
+        if self.prompt_depth == "deep":
+            record_shape(self, model)

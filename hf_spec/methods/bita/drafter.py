@@ -6,14 +6,17 @@ tokens behind the next one, which are the candidates of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
+from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.probe_drafter import ProbeDrafter
-from hf_spec.methods.bita.options import BitaOptions
+from hf_spec.drafting.tree_drafter import StepRows
+from hf_spec.methods.bita.options import STRAIGHTFORWARD, BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.policy.tree_source import tree_source
 
@@ -29,3 +32,15 @@ class BitaDrafter(ProbeDrafter):
         source = tree_source(options, model, adapter, len(weights["masks"]), probes=1)
         used = {**weights, "masks": weights["masks"][: source.max_depth]}
         super().__init__(model, options, probe_inputs(model, used), source)
+
+    def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
+        if self.options.tree != STRAIGHTFORWARD:
+            return super().rows(states, device)
+        count = len(self.group)
+        trees, batch, probes = super().rows(
+            [TreeState(one.tree, (count, *[0] * one.tree.num_candidates)) for one in states], device
+        )
+        assert probes is not None
+        # Behind c accepted candidates the first c predictions of the root's group are overtaken.
+        left = tuple(tuple(count - depth for depth in row) for row in batch.depths.tolist())
+        return trees, batch, replace(probes, first=batch.depths, sizes=left)

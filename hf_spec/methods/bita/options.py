@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_count
+from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.options import TreeOptions
 
 #: Candidates per mask token unless the user says.
 TOP_K = 5
+#: The tree with mask tokens behind the last token only, the first row of table 4.
+STRAIGHTFORWARD = "straightforward"
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,9 @@ class BitaOptions(TreeOptions):
     Attributes:
         tree: ``efficient``: ``top_k`` candidates per level, all under the likeliest one of the
             level above (figure 5). ``full``: ``top_k`` candidates under every candidate. ``chain``:
-            the likeliest only ("straightforward decoding"). Or what :class:`TreeOptions` says.
+            the likeliest only, as ``full`` with k = 1. ``straightforward``: the same chain with one
+            group of mask tokens, which does not see the candidates (figure 4). Or what
+            :class:`TreeOptions` says.
         top_k: k, candidates per mask token, of ``efficient`` and ``full`` trees; None: 5.
         max_depth: mask tokens used; None takes all that the adapter has.
     """
@@ -29,14 +34,19 @@ class BitaOptions(TreeOptions):
     tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "efficient"
     top_k: int | None = None
 
-    trees: ClassVar[tuple[str, ...]] = ("efficient", "full", "chain")
+    trees: ClassVar[tuple[str, ...]] = ("efficient", "full", "chain", STRAIGHTFORWARD)
     shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "max_rows", "top_k")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tree == STRAIGHTFORWARD and self.retrieval:
+            raise ValueError(
+                "retrieval=True with tree='straightforward', whose one group of mask tokens is for "
+                "its own chain. Use tree='chain'."
+            )
         if self.top_k is None:
             return
-        check_count("top_k", self.top_k)
+        check_count("top_k", self.top_k, high=MAX_CANDIDATES)
         if self.tree not in ("efficient", "full"):
             raise ValueError(
                 f"top_k={self.top_k} is of the trees 'efficient' and 'full'; leave it out with "
@@ -44,7 +54,7 @@ class BitaOptions(TreeOptions):
             )
 
     def named_tree(self, depth: int) -> TokenTree:
-        if self.tree == "chain":
+        if self.tree in ("chain", STRAIGHTFORWARD):
             return TokenTree.chain(depth)
         width = self.top_k or TOP_K
         paths: list[list[int]] = []
@@ -53,4 +63,6 @@ class BitaOptions(TreeOptions):
             parents = level if self.tree == "full" else level[:1]
             level = [[*parent, rank] for parent in parents for rank in range(width)]
             paths += level
+            if len(paths) > MAX_CANDIDATES:  # refused below; the next level may not fit into memory
+                break
         return TokenTree.from_paths(paths)

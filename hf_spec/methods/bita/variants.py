@@ -6,6 +6,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "efficient": {},
     "full": {"tree": "full", "top_k": 2, "retrieval": True},
     "chain": {"tree": "chain", "max_depth": 2},
+    "straightforward": {"tree": "straightforward"},
     "wide": {"tree": [[rank] for rank in range(61)], "max_depth": 1},  # every token of its models
 }
 #: Hits, untrained as it is, where few tokens are allowed.

@@ -1,5 +1,6 @@
 """Which sublayers the drafting model leaves out: the config of a LAYER_SKIP adapter."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar
@@ -125,7 +126,7 @@ def _indices(name: str, values: Iterable[int]) -> list[int]:
                 f"{name} must list integers >= 0 (layers count from 0), got {value!r} in {indices}."
             )
     if len(set(indices)) < len(indices):
-        twice = sorted({i for i in indices if indices.count(i) > 1})
+        twice = sorted(index for index, times in Counter(indices).items() if times > 1)
         raise ValueError(
             f"{name} must list each layer once, got {twice} more than once. Remove them."
         )

@@ -7,6 +7,7 @@ the verifying forward, so every layer ends up with the full model's states.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,58 +16,58 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.drafting.candidates import distribution
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
-from hf_spec.methods.layer_skip.drafting import DraftingModel
+from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from hf_spec.policy.memory import recall
 
 
 class LayerSkipDrafter(Drafter):
     """Drafts a chain token by token with the chosen sublayers left out."""
 
     single_forward: ClassVar[bool] = False
+    runs_modules: ClassVar[bool] = True
     options: LayerSkipOptions
 
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)
-        self.drafting = DraftingModel(model, *_choice(model, options))
-        self.skipper = self.drafting.skipper
-
-    def start(self, state: DecodingState) -> None:
-        rows = state.batch_size
-        self.exits = [DraftExit(self.options) for _ in range(rows)]
-        self.all_exits = self.exits  # of the whole call; those of finished rows leave the others
-        mode = self.options.draft_tokens
-        self.samples = state.do_sample and mode in ("auto", "sampled")
-        if self.options.acceptance == "match":
-            self.samples = False
+        attention, mlp, adapter = _choice(model, options)
+        self.drafting = drafting_model(model, attention, mlp, adapter)
+        name = None if adapter is None else adapter.name
+        key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
+        self.exit = recall(model, key, lambda: DraftExit(options))
 
     def propose(self, state: DecodingState) -> Draft:
         depth = min(self.options.max_draft, state.max_depth)
+        samples = self.options.samples and state.do_sample
         tokens = state.root[:, None]
         drafting = list(state.active)
         lengths = [0] * len(drafting)
         drafted: list[list[int]] = [[] for _ in drafting]
         distributions: list[Tensor] = []
-        with self.drafting:
-            for k in range(depth):
-                if not any(drafting):
-                    break
-                chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
-                logits = state.forward(tokens, chain, first=k).logits[:, -1]
-                state.stats.num_draft_forwards += 1
-                q = state.process(logits, drafted, drafting).softmax(-1)
-                if self.samples:
-                    token = torch.multinomial(q, 1)
-                    distributions.append(q)
-                else:
-                    token = q.argmax(-1, keepdim=True)
-                tokens = torch.cat([tokens, token], dim=1)
-                confidence = q.gather(1, token)[:, 0].tolist()
-                for row, chosen in enumerate(token[:, 0].tolist()):
-                    if drafting[row]:
-                        drafted[row].append(chosen)
-                        lengths[row] = k + 1
-                        drafting[row] = self.exits[row].go_on(confidence[row])
+        for k in range(depth):
+            if not any(drafting):
+                break
+            chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
+            output = state.forward(tokens, chain, first=k, changes=self.drafting)
+            logits = output.logits[:, -1]
+            state.stats.num_draft_forwards += 1
+            # What the drafting model itself says: a low temperature is always sure.
+            own = distribution(logits.float())
+            scores = state.process(logits, drafted, drafting)
+            if samples:
+                distributions.append(distribution(scores))
+                token = torch.multinomial(distributions[-1], 1)
+            else:
+                token = scores.argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, token], dim=1)
+            confidence = own.gather(1, token)[:, 0].tolist()
+            for row, chosen in enumerate(token[:, 0].tolist()):
+                if drafting[row]:
+                    drafted[row].append(chosen)
+                    lengths[row] = k + 1
+                    drafting[row] = self.exit.go_on(confidence[row])
         state.cache.rollback()
         tree = TreeBatch.stack([TokenTree.chain(n) for n in lengths], tokens.device)
         stacked = None
@@ -75,48 +76,52 @@ class LayerSkipDrafter(Drafter):
         return Draft(tree, tokens, stacked)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        for one, path, drafted in zip(self.exits, nodes, draft.tree.row_depths):
-            if path and drafted:
-                one.update((len(path) - 1) / drafted)
-
-    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
-        self.exits = [self.exits[row] for row in rows]
+        drafted = sum(depth for path, depth in zip(nodes, draft.tree.row_depths) if path)
+        if drafted:
+            self.exit.update(sum(len(path) - 1 for path in nodes if path) / drafted)
 
     def details(self) -> dict[str, Any]:
-        exits = getattr(self, "all_exits", [])
-        return {"threshold": [round(one.gamma, 4) for one in exits]}
+        return {"threshold": round(self.exit.gamma, 4)}
 
     def chain(self, input_ids: Tensor) -> list[int]:
-        with self.drafting:
-            output = self.model.generate(
-                input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
-                num_beams=1, assistant_strategy=None,
-            )  # fmt: skip
+        output = self.drafting.run(
+            self.model.generate, input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
+            num_beams=1, assistant_strategy=None,
+        )  # fmt: skip
         return output[0, input_ids.shape[1] :].tolist()
 
 
 class DraftExit:
-    """When to stop drafting, for one row: section 3.4, eqs. (2)-(4)."""
+    """When to stop drafting: section 3.4, eqs. (2)-(4).
+
+    A drafting stage moves gamma by (1 - beta2) epsilon, 0.001 with the paper's numbers, so that it
+    takes hundreds of them to adapt; hence one object serves all calls, those of several threads,
+    too.
+    """
 
     def __init__(self, options: LayerSkipOptions):
         self.options = options
         self.gamma = options.threshold
         self.acceptance: float | None = None
+        self._lock = threading.Lock()
 
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""
         return self.options.draft_exit == "fixed" or confidence >= self.gamma
 
     def update(self, acceptance: float) -> None:
-        """Adapt gamma to the acceptance rate AR_e of the e-th drafting stage."""
+        """Adapt gamma to the acceptance rate AR_e of the e-th drafting stage, over all its rows."""
         if self.options.draft_exit != "adaptive":
             return
         o = self.options
-        beta1 = o.beta1 if self.acceptance is not None else 0.0
-        smoothed = beta1 * (self.acceptance or 0.0) + (1 - beta1) * acceptance  # eq. (2)
-        step = o.threshold_step if smoothed <= o.target_acceptance else -o.threshold_step
-        self.gamma = o.beta2 * self.gamma + (1 - o.beta2) * (self.gamma + step)  # eqs. (3), (4)
-        self.acceptance = smoothed
+        with self._lock:
+            beta1 = o.beta1 if self.acceptance is not None else 0.0
+            smoothed = beta1 * (self.acceptance or 0.0) + (1 - beta1) * acceptance  # eq. (2)
+            step = o.threshold_step if smoothed <= o.target_acceptance else -o.threshold_step
+            gamma = o.beta2 * self.gamma + (1 - o.beta2) * (self.gamma + step)  # eqs. (3), (4)
+            # Beyond these all drafts are alike; from far beyond there would be no way back.
+            self.gamma = min(max(gamma, 0.0), 1.0)
+            self.acceptance = smoothed
 
 
 def _choice(

@@ -1,46 +1,32 @@
 """The drafting model: the model itself with layers left out, and what was learned to make up for
-them (Draft & Verify, appendix F). Outside its block the model is whole, and nothing was learned."""
+them (Draft & Verify, appendix F)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from hf_spec.adapters.active import ActiveAdapter
 from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.per_call import Changes
 
 
-class DraftingModel:
-    """Turns `model` into the drafting model for a ``with`` block.
+def drafting_model(
+    model: Any,
+    skip_attention: Sequence[int],
+    skip_mlp: Sequence[int],
+    adapter: ActiveAdapter | None = None,
+) -> Changes:
+    """What turns forwards of `model` into those of the drafting model.
 
     Args:
         model: the model.
         skip_attention, skip_mlp: layers whose attention / MLP is left out.
         adapter: a LAYER_SKIP adapter, which brings low-rank updates if it has any.
     """
-
-    def __init__(
-        self,
-        model: Any,
-        skip_attention: Sequence[int],
-        skip_mlp: Sequence[int],
-        adapter: ActiveAdapter | None = None,
-    ):
-        self.skipper = LayerSkipper(model, skip_attention, skip_mlp)
-        self.parts: list[AbstractContextManager[Any]] = [self.skipper]
-        if adapter is not None:
-            layer: Any = adapter.layer
-            if adapter.name in layer.updates:
-                self.parts.append(layer.updates[adapter.name])
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> DraftingModel:
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part)
-            self._entered.append(stack.pop_all())
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._entered.pop().close()
+    changes = LayerSkipper(model, skip_attention, skip_mlp).changes
+    if adapter is not None:
+        layer: Any = adapter.layer
+        if adapter.name in layer.updates:
+            layer.updates[adapter.name].add_to(changes)
+    return changes

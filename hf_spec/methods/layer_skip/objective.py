@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
-from hf_spec.methods.layer_skip.drafting import DraftingModel
+from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
@@ -51,7 +51,7 @@ def loss(
     config: Any = adapter.config
     if not config.draft_rank:
         raise ValueError("draft_rank=0: the adapter has no weights to train.")
-    drafting = DraftingModel(model, config.skip_attention, config.skip_mlp, adapter)
+    drafting = drafting_model(model, config.skip_attention, config.skip_mlp, adapter)
     # A piece sees the tokens up to its anchor, and itself, causally: as a group of probes does.
     group = ProbeGroup.causal(PIECE)
     wanted = future_labels(labels, anchors, group)
@@ -64,8 +64,7 @@ def loss(
     hidden = probe_sequences(
         model, input_ids, attention_mask, anchors, group, pieces, while_probing=drafting
     )
-    with drafting:
-        drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2))
+    drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2), drafting)
     with torch.no_grad():
         columns = places.to(drafted.device)[:, :, None]
         width = hidden.token_hidden.shape[-1]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.drafting.options import StrategyOptions
 
 EXITS = ("adaptive", "threshold", "fixed")
@@ -22,13 +23,15 @@ class LayerSkipOptions(StrategyOptions):
             those of the active ``LAYER_SKIP`` adapter.
         draft_exit: when to stop drafting. ``adaptive`` and ``threshold`` stop after a token whose
             draft probability is below gamma, which eqs. (2)-(4) adapt or which stays as it is;
-            ``fixed`` drafts ``max_draft`` tokens.
+            ``fixed`` drafts ``max_draft`` tokens. Under ``adaptive`` a call goes on with the gamma
+            of the one before.
         max_draft: K, most tokens drafted in a step.
         threshold: gamma, its initial value under ``adaptive``.
         threshold_step: epsilon of eq. (3).
         beta1, beta2: smoothing of the acceptance rate and of gamma.
         target_acceptance: alpha, the acceptance rate that ``adaptive`` aims at.
-        draft_tokens: ``greedy`` or ``sampled`` drafting; ``auto`` samples when the call does.
+        draft_tokens: ``greedy``, or ``sampled`` where the call samples (algorithm 4), for which
+            ``rejection`` is the rule. ``auto`` is ``sampled`` with ``acceptance="rejection"``.
     """
 
     skip_attention: Sequence[int] | None = None
@@ -42,7 +45,7 @@ class LayerSkipOptions(StrategyOptions):
     target_acceptance: float = 0.85
     draft_tokens: str = "auto"
 
-    samples_drafts: ClassVar[bool] = True
+    can_sample: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +55,7 @@ class LayerSkipOptions(StrategyOptions):
             raise ValueError(
                 f"draft_tokens={self.draft_tokens!r}: choose one of {', '.join(DRAFTS)}."
             )
-        check_count("max_draft", self.max_draft)
+        check_count("max_draft", self.max_draft, high=MAX_CANDIDATES)
         for name in ("threshold", "threshold_step", "beta1", "beta2", "target_acceptance"):
             check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("skip_attention", "skip_mlp"):
@@ -73,3 +76,11 @@ class LayerSkipOptions(StrategyOptions):
                 "acceptance='match' with draft_tokens='sampled': match is exact for deterministic "
                 "candidates only. Use acceptance='rejection', or draft_tokens='greedy'."
             )
+
+    @property
+    def samples(self) -> bool:
+        return super().samples or self.draft_tokens == "sampled"
+
+    def untimed(self) -> dict[str, Any]:
+        static = {"draft_exit": "threshold"} if self.draft_exit == "adaptive" else {}
+        return {**super().untimed(), **static}

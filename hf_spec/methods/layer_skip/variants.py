@@ -7,3 +7,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adaptive": {"skip_attention": [1], "skip_mlp": [2], "threshold": 0.2, "max_draft": 4},
     "merged": {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "retrieval": True},
 }
+#: Candidates are sampled, and verified by rejection.
+SAMPLED: dict[str, dict[str, Any]] = {
+    "rejection": {**VARIANTS["first_layer"], "acceptance": "rejection"},
+    "sampled": {**VARIANTS["merged"], "draft_tokens": "sampled"},
+}

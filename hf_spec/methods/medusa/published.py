@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
 
 _PREFIX = r"(?:(?:.+\.)?medusa_heads?\.)?"
@@ -57,12 +58,13 @@ def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Te
             raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
         if match := _BLOCK.fullmatch(name):
             *numbers, part = match.groups()
-            _put(parts[part], tuple(int(n) for n in numbers if n is not None), name, tensor)
+            _put(parts[part], _key(name, *(n for n in numbers if n is not None)), name, tensor)
         elif match := _PROJECTION.fullmatch(name):
             head, end, other = match.groups()
-            _put(projections, (int(head or other),), name, tensor)
+            key = _key(name, head or other, *([] if end is None else [end]))
+            _put(projections, key[:1], name, tensor)
             if end is not None:
-                ends[int(head)] = int(end)
+                ends[key[0]] = key[1]
     blocks = parts["weight"]
     if not blocks:
         raise ValueError("it holds no heads: no '0.0.linear.weight' nor 'blocks.0.layers.0.weight'")
@@ -97,6 +99,16 @@ def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Te
     return fields, result
 
 
+def _key(name: str, *numbers: str) -> _Key:
+    """The numbers in a tensor's name: of a head, and of a block or how many there are."""
+    key = tuple(int(number[:9]) for number in numbers)
+    if any(number > most for number, most in zip(key, (MAX_FUTURE - 1, MAX_BLOCKS))):
+        raise ValueError(
+            f"{name[:80]!r}: at most {MAX_FUTURE} heads of {MAX_BLOCKS} blocks each are read."
+        )
+    return key
+
+
 def _put(found: dict[_Key, Tensor], key: _Key, name: str, tensor: Tensor) -> None:
     if key in found:
         raise ValueError(f"{name!r} is there twice, under different names.")
@@ -109,9 +121,9 @@ def _check(what: str, found: Mapping[_Key, Tensor], wanted: list[Any]) -> None:
         if key not in found:
             block = f", block {key[1]}" if len(key) > 1 else ""
             raise ValueError(f"head {key[0]}{block} has no {what}, others have one.")
-    for key in found:
-        if key not in wanted:
-            raise ValueError(f"there is a {what} of head {key[0]}, which has no blocks.")
+    unknown = found.keys() - set(wanted)
+    if unknown:
+        raise ValueError(f"there is a {what} of head {min(unknown)[0]}, which has no blocks.")
 
 
 def _stack(found: Mapping[_Key, Tensor], keys: list[Any], shape: tuple[int, ...]) -> Tensor:

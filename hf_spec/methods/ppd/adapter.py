@@ -54,8 +54,8 @@ class PPDAdapter(SpecAdapterLayer):
 def _text_embeddings(model: Any, count: int) -> Tensor:
     """Embeddings of random tokens, as the first layer gets them: ``(count, hidden)``."""
     embed = model.get_input_embeddings()
-    if embed.weight.device.type == "meta":  # weights will be loaded, or are offloaded
-        return torch.randn(count, embed.weight.shape[1]) * INIT_STD
     ids = torch.randint(embed.weight.shape[0], (count,))
+    if ids.is_meta or embed.weight.is_meta:  # shapes are wanted; or weights are offloaded
+        return torch.randn(count, embed.weight.shape[1]) * INIT_STD
     with torch.no_grad():
         return embed(ids.to(embed.weight.device)).float()

@@ -6,10 +6,11 @@ from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.base_model import check_recorded, record_shape
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
 from modeling_patches.layer_skip import num_layers
-from modeling_patches.support import kv_shape
 
 MASKS = ("ensemble", "decoder", "encoder")
 AGGREGATIONS = ("average", "learned")
@@ -101,9 +102,12 @@ class PPDConfig(SpecPeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_prompt_tokens", "num_ept", "num_exits"):
-            check_count(name, getattr(self, name))
-        check_count("num_prefix_tokens", self.num_prefix_tokens, low=0)
+        check_count("num_prompt_tokens", self.num_prompt_tokens, high=MAX_FUTURE)
+        check_count("num_ept", self.num_ept, high=MAX_PROBES // self.num_prompt_tokens)
+        most = MAX_FRONT // self.num_prompt_tokens
+        check_count("num_prefix_tokens", self.num_prefix_tokens, low=0, high=most)
+        check_count("num_exits", self.num_exits)
+        check_recorded(self)
         check_count("head_stages", self.head_stages, high=2)
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         for name, known in (
@@ -117,7 +121,7 @@ class PPDConfig(SpecPeftConfig):
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(known)}."
                 )
         if self.head_rank is not None:
-            check_count("head_rank", self.head_rank)
+            check_count("head_rank", self.head_rank, high=MAX_RANK)
             if self.head != "residual":
                 raise ValueError(
                     f"head_rank={self.head_rank} with head={self.head!r}: only residual heads have "
@@ -141,5 +145,5 @@ class PPDConfig(SpecPeftConfig):
             raise ValueError(
                 f"num_exits={self.num_exits}: the model has {num_layers(model)} layers."
             )
-        if self.num_prefix_tokens and self.num_layers is None:
-            self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)
+        if self.num_prefix_tokens:
+            record_shape(self, model)

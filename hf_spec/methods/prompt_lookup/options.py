@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.options import StrategyOptions
 
@@ -32,7 +33,7 @@ class PromptLookupOptions(StrategyOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
-            check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name), high=MAX_CANDIDATES)
         check_range("min_probability", self.min_probability, 0.0, 1.0)
         if self.retrieval:
             raise ValueError(

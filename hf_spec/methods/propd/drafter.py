@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_spec.adapters.active import require_active
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
@@ -20,8 +19,10 @@ from hf_spec.policy.tree_source import tree_source
 class ProPDDrafter(WrappedDrafter):
     """The heads' trees, or another strategy's, with early pruning.
 
-    Candidates count as given, not as sampled: which of them are left depends on their tokens.
+    Candidates are given, never sampled: which of them are left depends on their tokens.
     """
+
+    runs_modules: ClassVar[bool] = True
 
     def __init__(self, model: Any, options: ProPDOptions):
         adapter = require_active(model, "PROPD", "propd")
@@ -37,7 +38,6 @@ class ProPDDrafter(WrappedDrafter):
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))
         super().__init__(inner)
         self.options = options
-        self._adapter = adapter.name
         self._early: EarlyPruning | None = None
         self._prunes = False
         self._switch: Switch | None = None
@@ -71,13 +71,12 @@ class ProPDDrafter(WrappedDrafter):
         if self.options.prune == "auto" and draft.tree.num_nodes > 1:
             longest = max(state.cache.host_lengths)
             setting = (
-                self._adapter, repr(self.options), state.batch_size, longest.bit_length(),
+                state.strategy, state.batch_size, longest.bit_length(),
                 draft.num_rows.bit_length(),
             )  # fmt: skip
             self._switch = switch_for(self.model, setting)
             self._prunes = self._switch.prunes()
-        # Which candidates are left depends on their tokens, and whether any go on the time.
-        return draft if self._early is None else dataclasses.replace(draft, distributions=None)
+        return draft
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         if self._switch is not None and draft.tree.num_nodes > 1:

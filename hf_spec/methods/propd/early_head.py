@@ -20,7 +20,7 @@ from torch.nn import functional
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import TreeBatch
 from hf_spec.methods.propd.options import ProPDOptions
-from hf_spec.model.hidden_states import output_logits, states_at
+from hf_spec.model.hidden_states import model_logits, output_logits, states_at
 
 #: Names of the head's parameters: A (hidden, hidden), b (hidden,) and gain (hidden,).
 MATRIX, BIAS, GAIN = "early_matrix", "early_bias", "early_gain"
@@ -64,13 +64,13 @@ class EarlyPruning:
         inner, place = (part.to(hidden.device) for part in tree.inner)
         tokens = tokens.to(hidden.device)
         # Only nodes with children are asked what comes next.
-        states = early_states(self.weights, states_at(hidden, inner))
-        logits = output_logits(self.model, states.to(hidden))  # (batch, inner, vocab)
+        states = early_states(self.weights, states_at(hidden, inner)).to(hidden)
         if self.options.prune_criterion == "top_k":
-            return self._among_top(logits, tokens, place, tree)
-        return self._probable(logits, tokens, place, tree)
+            return self._among_top(output_logits(self.model, states), tokens, place, tree)
+        return self._probable(model_logits(self.model, states), tokens, place, tree)
 
     def _among_top(self, logits: Tensor, tokens: Tensor, place: Tensor, tree: TreeBatch) -> Tensor:
+        """By rank, for which the order of ``logits`` (batch, inner, vocab) is enough."""
         count = min(self.top_k, logits.shape[-1])
         least = logits.topk(count, dim=-1).values[..., -1].gather(1, place)
         own = _of_tokens(logits, tokens, place)

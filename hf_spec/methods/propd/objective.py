@@ -12,6 +12,7 @@ from hf_spec.methods.propd.early_head import early_states
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
 from modeling_patches.early_pruning import layer_input
+from modeling_patches.per_call import Changes
 
 
 def loss(
@@ -40,8 +41,9 @@ def loss(
         ``loss``, a scalar; ``logits`` and ``labels`` of the heads, as in Medusa's loss.
     """
     config: Any = adapter.config
-    with layer_input(model, config.prune_layer) as seen:
-        hidden = token_hidden(model, input_ids, attention_mask)
+    changes = Changes()
+    seen = layer_input(model, changes, config.prune_layer)
+    hidden = changes.run(token_hidden, model, input_ids, attention_mask)
     found = loss_of_states(model, adapter, hidden, labels, anchors)
     anchors, labels = anchors.to(hidden.device), labels.to(hidden.device)
     states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))

@@ -9,6 +9,7 @@ from torch import nn
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.low_rank import check_settings
 from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_FUTURE
 from modeling_patches.low_rank import linear_modules
 from modeling_patches.support import check_unquantised
 
@@ -59,7 +60,7 @@ class SpaceConfig(SpecPeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_mask_tokens", self.num_mask_tokens)
+        check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
         check_range("p_ar", self.p_ar, 0.0, 1.0)
         if not isinstance(self.shared_mask, bool):
             raise ValueError(f"shared_mask={self.shared_mask!r}: must be True or False.")

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_spec.adapters.active import require_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
+from hf_spec.drafting.candidates import distribution
 from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.options import ONLINE
 from hf_spec.drafting.probe_drafter import ProbeDrafter
@@ -48,7 +49,7 @@ class SpaceDrafter(ProbeDrafter):
 
         q is the whole distribution after the call's processors, which see the candidates before.
         """
-        samples = state.do_sample and self.options.acceptance in ("auto", "rejection")
+        samples = state.do_sample and self.options.samples
         if self.options.tree == ONLINE or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert state.probe_hidden is not None
@@ -56,7 +57,7 @@ class SpaceDrafter(ProbeDrafter):
         drafted: list[list[int]] = [[] for _ in state.tokens]
         tokens, distributions = [], []
         for place in range(depth):
-            q = state.process(logits[:, place], drafted, state.active).softmax(-1)
+            q = distribution(state.process(logits[:, place], drafted, state.active))
             token = torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True)
             for row, chosen in zip(drafted, token[:, 0].tolist()):
                 row.append(chosen)

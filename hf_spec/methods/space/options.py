@@ -24,7 +24,7 @@ class SpaceOptions(OnlineOptions):
     tree: str = "chain"
     num_candidates: int | None = None
 
-    samples_drafts: ClassVar[bool] = True
+    can_sample: ClassVar[bool] = True
     trees: ClassVar[tuple[str, ...]] = ("chain",)
 
     def __post_init__(self) -> None:

@@ -8,3 +8,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Hits, untrained as it is, where few tokens are allowed.
 HITTING = "auto"
+#: Candidates are sampled, and verified by rejection.
+SAMPLED: dict[str, dict[str, Any]] = {"rejection": {"acceptance": "rejection"}}

@@ -22,9 +22,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward, TreeOutput
 from hf_spec.tuning.timing import rising
-from modeling_patches.attention_masks import tree_attention
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
-from modeling_patches.support import sliding_windows
 
 #: Node counts that are measured beyond the first few; those between are interpolated.
 NODE_COUNTS = (1, 2, 3, 4, 6, 8, 10, 13, 16, 24, 32, 48, 64)
@@ -186,18 +184,14 @@ class ForwardTimer:
     @torch.no_grad()
     def round(self, timed: bool = True) -> None:
         """Run every forward once."""
-        with tree_attention(self.model, sliding_windows(self.model)) as attention:
-            forward = TreeForward(
-                self.model, self.cache, attention, self.last, torch.zeros_like(self.last)
-            )
-            for times, nodes, tree in zip(self.verified, self.counts, self.trees):
-                spent = self._time(partial(forward, self.tokens[:, :nodes], tree))
-                times += [spent] * timed
-            tokens, chain, first = self.tokens[:, : self.depth + 1], self.chain, self.depth
-            for times, skipper in zip(self.drafted, self.skippers):
-                with skipper:
-                    spent = self._time(partial(forward, tokens, chain, first=first))
-                times += [spent] * timed
+        forward = TreeForward(self.model, self.cache, self.last)
+        for times, nodes, tree in zip(self.verified, self.counts, self.trees):
+            spent = self._time(partial(forward, self.tokens[:, :nodes], tree))
+            times += [spent] * timed
+        tokens, chain, first = self.tokens[:, : self.depth + 1], self.chain, self.depth
+        for times, skipper in zip(self.drafted, self.skippers):
+            drafting = partial(forward, tokens, chain, first=first, changes=skipper.changes)
+            times += [self._time(drafting)] * timed
 
     def _time(self, forward: Callable[[], TreeOutput]) -> float:
         start = time.perf_counter()

@@ -20,6 +20,7 @@ from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
 from hf_spec.bench.runner import Session, own_generation_config
 from hf_spec.core.stats import SpecStats
+from hf_spec.policy.memory import forget
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 
 OBJECTIVES = ("modelled", "measured")
@@ -209,6 +210,7 @@ class Evaluator:
 
     def evaluate(self, objective: str, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
         """The value over the first prompt, the first two, ..., all of them."""
+        forget(self.model)  # a choice is worth the same whatever was tried before
         with self.own_defaults():
             steps = self._modelled if objective == "modelled" else self._measured
             yield from steps(skip, stop)

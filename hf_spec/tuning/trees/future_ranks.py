@@ -65,17 +65,17 @@ class FutureRanks:
         answers: ``(tokens, distances)`` each; ``[i, d - 1]`` is the rank of the token i + 1 + d of
             the answer in the prediction for distance d at its token i. Without probes a row for the
             prompt's last token stands before them.
-        probed: whether predictions take probes; else every step knows them all, that behind the
-            prompt included.
+        per_distance: probes for each distance; 0: predictions take none, and every step knows them
+            all, that behind the prompt included.
     """
 
     answers: tuple[Ranks, ...]
-    probed: bool = True
+    per_distance: int = 1
 
     @property
     def ahead(self) -> int:
         """Rows of an answer before that of its first token."""
-        return 0 if self.probed else 1
+        return 0 if self.per_distance else 1
 
     @property
     def tokens(self) -> int:
@@ -84,7 +84,9 @@ class FutureRanks:
 
     def trees(self, accuracies: Array, max_size: int) -> SparseTrees | BareTrees:
         """Trees for these accuracies, of at most ``max_size`` rows, as the drafter takes them."""
-        return (SparseTrees if self.probed else BareTrees)(accuracies, max_size)
+        if not self.per_distance:
+            return BareTrees(accuracies, max_size)
+        return SparseTrees(accuracies, max_size, per_distance=self.per_distance)
 
     @cached_property
     def places(self) -> Ranks:
@@ -128,7 +130,7 @@ class FutureRanks:
         known = len(children) - 1  # where there are no probes
         for answer in self.answers:
             steps += 1  # the prefill emits the first token
-            root, state = 0, 0 if self.probed else known
+            root, state = 0, 0 if self.per_distance else known
             while root < len(answer) - self.ahead - 1:
                 steps += 1
                 visits[state] += 1
@@ -141,7 +143,7 @@ class FutureRanks:
                             break
                         node, depth = below, depth + 1
                 root += depth + 1
-                state = states.states[state].probes[node] if self.probed else known
+                state = states.states[state].probes[node] if self.per_distance else known
         places = np.array(landed, dtype=np.int64).reshape(-1, self.answers[0].shape[1])
         return Replay(self.tokens, steps, visits, places[(places != BEYOND).all(1)])
 
@@ -162,7 +164,7 @@ def measure(drafter: TreeDrafter, prompt: Sequence[int], answer: Sequence[int]) 
     """
     device, distances = drafter.model.device, drafter.distances
     ids = torch.tensor([[*prompt, *answer]], device=device)
-    ahead = 0 if drafter.probes_per_node else 1
+    ahead = 0 if drafter.per_distance else 1
     found = np.full((ahead + len(answer), distances), BEYOND, dtype=np.int64)
     first, done = len(prompt) - ahead, 0
     # The last two tokens have nothing to predict.

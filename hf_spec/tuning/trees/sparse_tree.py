@@ -190,12 +190,13 @@ class SparseTrees:
         accuracies: ``(m, ranks)``; m is the number of probes under a node that has all of them.
         max_size: most rows of a step, its nodes (the root included) and probes.
         least: probes that a node has at least; the thesis' is 1.
+        per_distance: rows that a probe takes: EPTs of a prompt token.
     """
 
-    def __init__(self, accuracies: Any, max_size: int, least: int = 0):
+    def __init__(self, accuracies: Any, max_size: int, least: int = 0, per_distance: int = 1):
         self.accuracies = checked(accuracies)
         self.most, self.least = len(self.accuracies), least
-        self.max_size = max_size
+        self.max_size, self.per_distance = max_size, per_distance
         if not 0 <= least <= self.most:
             raise ValueError(f"least={least}: must lie in 0..{self.most}, the number of probes.")
         #: By state: what can stand in its tree.
@@ -225,7 +226,7 @@ class SparseTrees:
 
     def static(self, size: int) -> TreeStates:
         """The thesis' full sparse tree of at most ``size`` rows: all probes under each node."""
-        nodes = max(size // (self.most + 1), 1)
+        nodes = max(size // (self.most * self.per_distance + 1), 1)
         states = [
             TreeState(tree, (self.most,) * len(tree))
             for tree in (one.tree(min(nodes - 1, len(one))) for one in self.candidates)
@@ -284,12 +285,12 @@ class SparseTrees:
         base, gains = worth[self.least], _gains(worth)[self.least :]  # (m - least,)
         number = np.array(counts)
         nodes = number + 1
-        room = (
-            np.full_like(nodes, probes) if probes is not None else size - nodes
-        ) - self.least * nodes
+        fits = (size - nodes) // self.per_distance
+        room = (np.full_like(nodes, probes) if probes is not None else fits) - self.least * nodes
         number, nodes, room = (part[room >= 0] for part in (number, nodes, room))
         if not len(number):  # not even the root has its least probes
-            return TreeState(TokenTree.chain(0), (min(self.least, probes or size - 1),))
+            fewer = probes or (size - 1) // self.per_distance
+            return TreeState(TokenTree.chain(0), (min(self.least, fewer),))
         ends = found.ends[number, : nodes[-1]]  # (trees, nodes)
         value = found.values[number] + base
         each = (ends[:, :, None] * gains).reshape(len(number), -1)  # what each probe is worth

@@ -25,8 +25,6 @@ from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.tree_drafter import StepRows, TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
 from hf_spec.tuning.timing import rising
-from modeling_patches.attention_masks import tree_attention
-from modeling_patches.support import sliding_windows
 
 #: Rounds over all sizes: at least, and at most; and seconds after which no further round starts.
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
@@ -44,18 +42,21 @@ class StepTimes:
         plain: of the root alone, as in plain decoding.
         start: of the root with all its probes: nothing is predicted yet. As ``plain`` without any.
         by_rows: of a step with candidates and so many nodes and probes.
+        per_distance: probes for each distance.
     """
 
     plain: float
     start: float
     by_rows: dict[int, float]
+    per_distance: int = 1
 
     def seconds(self, state: TreeState) -> float:
         """Of a step in this state; between measured numbers of rows by interpolation."""
         if len(state.tree) == 1:
             return self.start if any(state.probes) else self.plain
         counts = sorted(self.by_rows)
-        return float(np.interp(state.num_rows, counts, [self.by_rows[n] for n in counts]))
+        rows = state.num_rows(self.per_distance)
+        return float(np.interp(rows, counts, [self.by_rows[n] for n in counts]))
 
 
 class StepTimer:
@@ -91,7 +92,7 @@ class StepTimer:
         alone = TokenTree.chain(0)
         self.shapes = {
             PLAIN: self._shape(TreeState(alone, (0,))),
-            START: self._shape(TreeState(alone, (drafter.probes_per_node,))),
+            START: self._shape(TreeState(alone, (drafter.distances * bool(drafter.per_distance),))),
         }
         self.shapes |= {rows: self._shape(state) for rows, state in states.items()}
         self.spent: dict[int, list[float]] = {rows: [] for rows in self.shapes}
@@ -105,27 +106,25 @@ class StepTimer:
     @torch.no_grad()
     def run(self) -> StepTimes:
         """Time everything."""
-        windows = sliding_windows(self.model)
-        with tree_attention(self.model, windows) as attention:
-            forward = TreeForward(
-                self.model, self.cache, attention, self.last, torch.zeros_like(self.last), {},
-                self.drafter.probe_inputs, self.drafter.wants_hidden,
-            )  # fmt: skip
-            self.probe_hidden, self.hidden = self._some_hidden(forward)
-            for _ in range(WARM):
-                self._round(forward)
-            begin = time.perf_counter()
-            for turn in range(MOST):
-                if turn >= FEWEST and time.perf_counter() - begin > PATIENCE:
-                    break
-                for rows, seconds in self._round(forward).items():
-                    self.spent[rows].append(seconds)
+        forward = TreeForward(
+            self.model, self.cache, self.last, probe_inputs=self.drafter.probe_inputs,
+            wants_hidden=self.drafter.wants_hidden,
+        )  # fmt: skip
+        self.probe_hidden, self.hidden = self._some_hidden(forward)
+        for _ in range(WARM):
+            self._round(forward)
+        begin = time.perf_counter()
+        for turn in range(MOST):
+            if turn >= FEWEST and time.perf_counter() - begin > PATIENCE:
+                break
+            for rows, seconds in self._round(forward).items():
+                self.spent[rows].append(seconds)
         medians = {rows: statistics.median(times) for rows, times in self.spent.items()}
         counts = sorted(medians)  # the plain step stands first: no other undercuts it
         smooth = dict(zip(counts, rising([medians[n] for n in counts])))
         start = max(medians.pop(START), smooth[PLAIN])
         by_rows = {n: seconds for n, seconds in smooth.items() if n not in (PLAIN, START)}
-        return StepTimes(smooth[PLAIN], start, by_rows)
+        return StepTimes(smooth[PLAIN], start, by_rows, self.drafter.per_distance)
 
     def _some_hidden(self, forward: TreeForward) -> tuple[Tensor | None, Tensor | None]:
         """What a step leaves behind for the next: of the root and a whole group of probes."""

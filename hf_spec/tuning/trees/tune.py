@@ -145,6 +145,11 @@ class TreeTuner:
                 f"a context of {longest} tokens, with a tree behind it, does not fit the model's "
                 f"of {limit}; lower it"
             )
+        if settings.max_size <= drafter.per_distance:
+            raise ValueError(
+                f"max_size={settings.max_size}: a step that predicts one token has "
+                f"{1 + drafter.per_distance} rows with this adapter; raise it"
+            )
         self.prompts, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.answers: list[list[int]] = []
 
@@ -167,7 +172,7 @@ class TreeTuner:
                 self.answers.append(answer)
                 found.append(measure(self.drafter, prompt, answer))
                 done()
-        ranks = FutureRanks(tuple(found), probed=self.drafter.probes_per_node > 0)
+        ranks = FutureRanks(tuple(found), self.drafter.per_distance)
         if not len(ranks.places):
             raise ValueError("the model's answers end after a few tokens: give other prompts")
         return ranks
@@ -176,11 +181,11 @@ class TreeTuner:
 
     def times(self, built: dict[int, TreeStates], batch_size: int, context: int) -> StepTimes:
         """Step times of the trees of each size that have most candidates."""
-        largest = {}
+        largest, each = {}, self.drafter.per_distance
         for states in built.values():
-            state = max(states.states, key=lambda one: (len(one.tree), one.num_rows))
+            state = max(states.states, key=lambda one: (len(one.tree), one.num_rows(each)))
             if len(state.tree) > 1:
-                largest[state.num_rows] = state
+                largest[state.num_rows(each)] = state
         if not largest:
             raise ValueError("none of the adapter's predictions is right: train it first")
         most = max(largest)
@@ -230,8 +235,8 @@ def build(
         built[size], replays[size] = states, replay
         sizes.append(
             Size(
-                size, tuple(one.num_rows for one in states.states), replay.tau,
-                trees.tau(states), ranks.replay(trees.static(size)).tau,
+                size, tuple(one.num_rows(ranks.per_distance) for one in states.states),
+                replay.tau, trees.tau(states), ranks.replay(trees.static(size)).tau,
                 ranks.replay(trees.random(size)).tau,
             )
         )  # fmt: skip
@@ -243,7 +248,7 @@ def mean_seconds(times: StepTimes, states: TreeStates, replay: Replay, batch_siz
 
     The rows of a batch are in states of their own, and the largest tree decides.
     """
-    rows = np.array([one.num_rows for one in states.states])
+    rows = np.array([one.num_rows(times.per_distance) for one in states.states])
     order = np.argsort(rows, kind="stable")
     below = (replay.visits[order].cumsum() / max(replay.visits.sum(), 1)) ** batch_size
     seconds = [times.seconds(states.states[k]) for k in order]

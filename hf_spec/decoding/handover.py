@@ -1,0 +1,146 @@
+"""The key-value cache's way into a call and back to the caller, however the call ends.
+
+Knows whose cache it is and what of the conversation is in it; knows nothing of how steps fill it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.decoding.emission import Emission
+
+
+class Handover:
+    """Lends a call its cache and gives the caller his own back.
+
+    What comes back holds the start of each row's conversation: all that is cached of the prompt and
+    of the emitted tokens. Where a call fails, rows that had not finished are cut to equally many
+    emitted tokens, so that rows that began equally long still are. A prompt that fails in its
+    first forward leaves a ``DynamicCache`` as it was.
+
+    Args:
+        given: the call's ``past_key_values``: the caller's, or what ``generate`` made; or None.
+        emission: the call's rows as they grow.
+        returned: whether the call's output has the cache.
+
+    Attributes:
+        cache: the call's cache; None until it is taken over or, the caller's, found to be fit.
+        history: tokens of each row that stand in the cache before those of ``emission``; None if
+            they are not known.
+        start: lengths of the rows behind the prompt; None while it runs.
+    """
+
+    def __init__(self, given: Any, emission: Emission, returned: bool):
+        self.given = given
+        self.emission = emission
+        self.cache: TreeCache | None = None
+        self.history: list[list[int]] | None = None
+        self.start: list[int] | None = None
+        # generate() makes a cache where the caller gave none; only the caller's is filled again.
+        callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
+        self._target: DynamicCache | None = given if callers else None
+        self._wanted = returned or callers or isinstance(given, TreeCache)
+        #: The target's layers before the prompt; layers replace their tensors, so that these last.
+        self._before = [(one, dict(vars(one))) for one in given.layers] if callers else None
+        self._mask: Tensor | None = None
+        self._done = False
+
+    def take_over(
+        self, source: DynamicCache, mask: Tensor | None, capacity: int, front: int, logits: Tensor
+    ) -> TreeCache:
+        """The call's cache, with what the prompt's forward left in ``source``.
+
+        Args:
+            source: is emptied.
+            mask: ``(batch, slots)`` bool, real slots of ``source``; None if all are.
+            capacity, front: as for :meth:`TreeCache.take_over`.
+            logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
+        """
+        cache = TreeCache(len(source.layers), len(logits), logits.device)
+        # Known here before it takes over anything, since that is when ``source`` is emptied.
+        self.cache, self._mask, self._before = cache, mask, None
+        cache.take_over(source, mask, capacity, front)
+        if self.emission.width:  # otherwise the prompt came as embeddings
+            self.history = [[] for _ in logits]
+        return cache
+
+    def continue_with(self, cache: TreeCache, history: list[list[int]] | None) -> None:
+        """Let the call use the caller's own ``TreeCache``.
+
+        Args:
+            cache: holds the start of each row's conversation.
+            history: the tokens of each row that ``emission`` does not have; None if unknown.
+        """
+        self.cache, self.history = cache, history
+
+    def ends(self, rows: Sequence[int]) -> list[int]:
+        """For each of these rows, which the cache carries: 1 if its last token should be cached.
+
+        Plain generation forwards the last token of a row that ends before others, so that a
+        caller's ``DynamicCache`` has it. In a ``TreeCache`` rows are independent.
+        """
+        if self._target is None or self.cache is None or self.start is None:
+            return [0] * len(rows)
+        emitted, active = self.emission.emitted, self.emission.active
+        longest = max(emitted)
+        return [
+            int(not active[row] and have - self.start[row] < emitted[row] and (
+                any(active) or emitted[row] < longest
+            ))
+            for row, have in zip(rows, self.cache.host_lengths)
+        ]  # fmt: skip
+
+    def give_back(self) -> TreeCache | DynamicCache | None:
+        """The cache for the caller; his own ``DynamicCache`` is filled in place.
+
+        May be called again, also where it was interrupted.
+        """
+        if self._before is not None and self._target is not None:
+            for layer, state in self._before:
+                vars(layer).clear()
+                vars(layer).update(state)
+            del self._target.layers[len(self._before) :]
+        elif self.cache is not None and self._wanted and not self._done:
+            self._give_back(self.cache)
+            self._done = True
+        return self.cache if self._target is None else self._target
+
+    def _give_back(self, cache: TreeCache) -> None:
+        cache.unpark()
+        start = self.start or cache.host_lengths
+        emitted, active = self.emission.emitted, self.emission.active
+        most = max(max(emitted) - 1, 0)  # the longest row's last token is not cached
+        cached = [
+            min(have - begin, count, most)
+            for have, begin, count in zip(cache.host_lengths, start, emitted)
+        ]
+        behind = 1 if self._target is None else 0
+        unfinished = [
+            have
+            for have, count, on in zip(cached, emitted, active)
+            if on or have < min(count - behind, most)
+        ]
+        cached = [min(have, *unfinished) for have in cached] if unfinished else cached
+        cache.truncate([begin + have for begin, have in zip(start, cached)])
+        if self.history is not None:
+            rows = zip(self.history, self.emission.tokens, cache.host_lengths)
+            cache.tokens = [(old + new)[:length] for old, new, length in rows]
+        if self._target is not None:
+            cache.unpack_into(self._target, self._filled(cached, start, cache.lengths.device))
+
+    def _filled(self, cached: list[int], start: list[int], device: Any) -> Tensor | None:
+        """``(batch, slots)`` bool, the slots that hold a token; None if all do."""
+        if self._mask is None and min(cached) == max(cached):
+            return None
+        head = self._mask
+        if head is None:
+            head = torch.ones((len(start), start[0]), dtype=torch.bool, device=device)
+        steps = torch.arange(max(cached), device=device)
+        tail = steps < torch.tensor(cached, device=device)[:, None]
+        return torch.cat([head.to(device), tail], dim=1)

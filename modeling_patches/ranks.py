@@ -1,0 +1,104 @@
+"""The processes among which a model is split (tensor parallelism), which must choose alike.
+
+Each runs the same calls on its share of the weights. Whatever they choose by a clock or at random
+is chosen by the first one's clock and random numbers; else their forwards would differ in shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+
+class Ranks:
+    """Those of one model; a single one where it is not split.
+
+    Args:
+        model: a causal language model.
+
+    Attributes:
+        size: how many there are.
+    """
+
+    def __init__(self, model: Any):
+        self.size = tensor_parallel_size(model)
+        self._device = model.get_input_embeddings().weight.device
+        self._group: Any = None
+        if self.size > 1:
+            mesh = getattr(model, "_device_mesh", None)
+            names = getattr(mesh, "mesh_dim_names", None) or ()
+            if mesh is not None:
+                self._group = mesh.get_group("tp" if "tp" in names else None)
+
+    @property
+    def index(self) -> int:
+        """Which of them this one is, from 0."""
+        return distributed.get_rank(self._group) if self.size > 1 else 0
+
+    def same(self, numbers: Sequence[float]) -> list[float]:
+        """The first rank's numbers, of which all ranks have as many."""
+        if self.size == 1:
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        distributed.broadcast(values, group=self._group, group_src=0)
+        return values.tolist()
+
+    def share_random_state(self) -> None:
+        """Let all draw the random numbers that the first one would draw."""
+        if self.size == 1:
+            return
+        on_cpu = self._device.type == "cpu"
+        module: Any = torch if on_cpu else torch.get_device_module(self._device)
+        state = module.get_rng_state() if on_cpu else module.get_rng_state(self._device)
+        shared = state.to(self._device)
+        distributed.broadcast(shared, group=self._group, group_src=0)
+        args = (shared.cpu(),) if on_cpu else (shared.cpu(), self._device)
+        module.set_rng_state(*args)
+
+    def own_heads(self, states: Tensor, heads: int) -> Tensor:
+        """This rank's share of learned states, ``(kv_heads, slots, head_dim)``.
+
+        Args:
+            heads: key-value heads that it has.
+        """
+        if self.size == 1 or states.shape[0] != self.size * heads:
+            return states
+        return states[self.index * heads : (self.index + 1) * heads]
+
+
+def tensor_parallel_size(model: Any) -> int:
+    """Processes among which the layers of a model are split; 1 if they are not."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+# -- modules that are split ------------------------------------------------------------------------
+
+
+def own_share(factor: Tensor, size: int, dim: int, module: nn.Module) -> Tensor:
+    """The part of ``factor`` along ``dim`` that goes with this rank's part of a module.
+
+    Args:
+        factor: for the whole module.
+        size: features that this rank has; all of them where nothing is split.
+    """
+    if factor.shape[dim] == size:
+        return factor
+    mesh = _mesh(module)
+    start = mesh.get_local_rank() * -(-factor.shape[dim] // mesh.size())  # the last may be shorter
+    return factor.narrow(dim, start, size)
+
+
+def summed(partial: Tensor, module: nn.Module) -> Tensor:
+    """The sum over the ranks of a module, of what each made of its part of the input."""
+    total = partial.contiguous()
+    distributed.all_reduce(total, group=_mesh(module).get_group())
+    return total
+
+
+def _mesh(module: nn.Module) -> Any:
+    weight: Any = module.weight
+    mesh = weight.device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh

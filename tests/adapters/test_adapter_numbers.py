@@ -1,0 +1,118 @@
+"""Numbers of an adapter: finite ones of any size leave the output as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, prompt
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.drafting.candidates import distribution
+
+Tiny = Callable[..., PreTrainedModel]
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+#: Strategy, class of its config, the config's fields, and options.
+ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
+    "bita": ("bita", hf_spec.BitaConfig, {}, {}),
+    "bita shallow": ("bita", hf_spec.BitaConfig, {"prompt_depth": "shallow"}, {"tree": "online"}),
+    "ppd": ("ppd", hf_spec.PPDConfig, {"num_prefix_tokens": 2, "num_ept": 2}, {}),
+    "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "online"}),
+    "space": ("space", hf_spec.SpaceConfig, {"update": "none"}, {}),
+    "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "online"}),
+    "layer_skip": (
+        "layer_skip",
+        hf_spec.LayerSkipConfig,
+        {"skip_attention": [1], "draft_rank": 2},
+        {"draft_exit": "fixed", "max_draft": 3},
+    ),
+    "propd": ("propd", hf_spec.ProPDConfig, {}, {"prune": True}),
+}
+
+
+def spoilt(model: Any, config: Any, change: Callable[[torch.Tensor], Any], only: str = "") -> Any:
+    """The model with an adapter whose tensors have been changed; returns the model."""
+    model.add_adapter(config)
+    weights = find_active(model, config.type_name).weights()
+    changed = [weight for name, weight in weights.items() if only in name]
+    assert changed
+    with torch.no_grad():
+        for weight in changed:
+            change(weight)
+    return model.eval()
+
+
+def largest(weight: torch.Tensor) -> None:
+    """The largest numbers that the dtype has, of either sign."""
+    signs = torch.randint(0, 2, weight.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    weight.copy_(signs * torch.finfo(weight.dtype).max)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_numbers_as_large_as_there_are(
+    fresh: Tiny, name: str, attention: str, dtype: torch.dtype
+) -> None:
+    """What layers make of them is infinite or NaN, and stays where it is."""
+    strategy, config_class, fields, options = ADAPTERS[name]
+    plain = fresh("llama", attention, dtype)
+    ids = prompt(batch=2)
+    wanted = plain.generate(ids, **GREEDY)
+    model = spoilt(plain, config_class(**fields), largest)
+    found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
+    assert torch.equal(found, wanted)
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_numbers_that_no_file_may_hold(fresh: Tiny, name: str, value: float) -> None:
+    """Loading refuses them; where they are written into the parameters, drafts suffer alone."""
+    strategy, config_class, fields, options = ADAPTERS[name]
+    model = fresh()
+    ids = prompt(batch=2)
+    wanted = model.generate(ids, **GREEDY)
+    spoilt(model, config_class(**fields), lambda weight: weight.view(-1)[0].fill_(value))
+    found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
+    assert torch.equal(found, wanted)
+
+
+def test_drafts_are_sampled_whatever_the_numbers(fresh: Tiny) -> None:
+    strategy, config_class, fields, options = ADAPTERS["layer_skip"]
+    model = spoilt(fresh(), config_class(**fields), lambda weight: weight.fill_(torch.nan))
+    settings = {**GREEDY, "do_sample": True, "assistant_strategy": strategy}
+    found = model.generate(prompt(), **settings, assistant_kwargs=options)
+    assert found.shape == (1, 24)
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def test_distribution() -> None:
+    scores = torch.tensor([[0.0, 0.0], [1.0, -torch.inf], [torch.nan, 1.0], [torch.inf, 1.0]])
+    assert distribution(scores).tolist() == [[0.5, 0.5], [1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bita", "medusa", "propd"])
+def test_a_candidate_that_the_model_cannot_read(fresh: Tiny, name: str, attention: str) -> None:
+    """Rows of the embeddings that no text uses may hold anything; a draft may name them."""
+    strategy, config_class, fields, options = ADAPTERS[name]
+    model = fresh("llama", attention)
+    ids = prompt(batch=2)
+    wanted = model.generate(ids, **GREEDY)
+    used = set(wanted.flatten().tolist())
+    unused = [token for token in range(VOCAB) if token not in used]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[unused] = torch.nan
+    # Random heads and probes name any tokens.
+    generator = torch.Generator().manual_seed(0)
+    spoilt(model, config_class(**fields), lambda weight: weight.normal_(generator=generator))
+    found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
+    assert torch.equal(found, wanted)
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0

@@ -1,0 +1,379 @@
+"""A caller's cache after a call that failed: the start of each row's conversation, and usable."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import prompt, ragged
+from test_method_contract import FIRST, adapted, strategy
+from test_shrinking import StopRowAt
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+import hf_spec
+from hf_spec.core.cache import TreeCache
+from hf_spec.methods.registry import methods
+
+Tiny = Callable[..., PreTrainedModel]
+
+GREEDY = {"max_new_tokens": 14, "do_sample": False}
+LOOKUP = {"assistant_strategy": "prompt_lookup"}
+LENGTHS = (12, 5, 9)
+#: Tokens that the rows emit.
+ENDS = (14, 3, 7)
+#: fp32 with other reduction orders: a few ulps of values up to about 10.
+CLOSE = {"rtol": 1e-4, "atol": 2e-4}
+KINDS = ["dynamic, first", "dynamic", "tree", "tree, new tokens"]
+
+
+class Failure(Exception):
+    """What a caller's own code raises."""
+
+
+def stops(ids: Tensor) -> StoppingCriteriaList:
+    """Ends the rows of this prompt after ``ENDS`` tokens."""
+    rows = [tuple(row) for row in ids.tolist()]
+    return StoppingCriteriaList([StopRowAt(ids.shape[1], dict(zip(rows, ENDS)))])
+
+
+class Turn:
+    """A prompt of three rows that end at different times, and the caller's cache before it.
+
+    Args:
+        model: the model.
+        kind: one of ``KINDS``: the cache, whether there has been no turn before, and whether the
+            prompt is given without the tokens in the cache.
+        spec: the strategy.
+    """
+
+    def __init__(self, model: Any, kind: str, spec: dict[str, Any] = LOOKUP):
+        self.model, self.spec = model, spec
+        given = ragged(LENGTHS)
+        ids, mask = given["input_ids"], given["attention_mask"]
+        self.before: Any = DynamicCache(config=model.config)
+        layers = self.before.layers
+        self.windows = [getattr(layer, "sliding_window", None) or 10**9 for layer in layers]
+        if min(self.windows) == 10**9:
+            self.before = DynamicCache()  # makes its layers as the model runs
+        if kind != "dynamic, first":
+            own = {} if kind.startswith("tree") else {"past_key_values": self.before}
+            out = model.generate(**given, **GREEDY, **own, **spec, return_dict_in_generate=True)
+            self.before = out.past_key_values
+            ids = torch.cat([out.sequences, prompt(5, 3, seed=50)], 1)
+            mask = torch.cat([mask, torch.ones(3, ids.shape[1] - mask.shape[1]).long()], 1)
+        self.width, self.cached = ids.shape[1], self.before.get_seq_length()
+        self.whole = {"input_ids": ids, "attention_mask": mask}
+        self.sequences = model.generate(**self.whole, **GREEDY, stopping_criteria=stops(ids))
+        new = ids[:, self.cached :] if "new" in kind else ids
+        self.given = {**self.whole, "input_ids": new, "stopping_criteria": stops(new)}
+        tail = torch.arange(14) < torch.tensor(ENDS)[:, None]
+        #: Real tokens of the conversation; per row these tokens, and their states in each layer.
+        self.real = torch.cat([mask.bool(), tail], 1)
+        self.rows = [row[real].tolist() for row, real in zip(self.sequences, self.real)]
+        self.states = []
+        for row in self.rows:
+            states = DynamicCache()
+            with torch.no_grad():
+                model(torch.tensor([row]), past_key_values=states, use_cache=True)
+            self.states.append([(one.keys[0], one.values[0]) for one in states.layers])
+
+    def check(self, cache: Any) -> None:
+        """The cache holds the start of each row's conversation, at least what it held before."""
+        if isinstance(cache, TreeCache):
+            assert cache.block is None and cache.lengths.tolist() == cache.host_lengths
+            assert all(n >= old for n, old in zip(cache.host_lengths, self.before.host_lengths))
+            for row, length in enumerate(cache.host_lengths):
+                assert cache.tokens is None or cache.tokens[row] == self.rows[row][:length]
+        seq = cache.get_seq_length()
+        assert seq >= self.cached
+        for index, layer in enumerate(cache.layers):
+            assert layer.get_seq_length() == seq
+            for row, states in enumerate(self.states):
+                if isinstance(cache, TreeCache):
+                    # The first turn's prompt left no more of its tokens than a window shows.
+                    start = max(LENGTHS[row] - self.windows[index] + 1, 0)
+                    held = [part[:, start:] for part in cache.row(row, index)]
+                elif seq == 0:
+                    continue
+                else:
+                    real = self.real[row, :seq]
+                    seen = real[seq - layer.keys.shape[2] :]  # the window of a sliding layer
+                    start = int(real.sum() - seen.sum())
+                    held = layer.keys[row][:, seen], layer.values[row][:, seen]
+                for ours, theirs in zip(held, states[index]):
+                    theirs = theirs[:, start : start + ours.shape[1]]
+                    torch.testing.assert_close(ours, theirs, **CLOSE)
+
+    def call(self, cache: Cache, **kwargs: Any) -> Any:
+        settings = {**self.given, **GREEDY, **self.spec, **kwargs}
+        return self.model.generate(**settings, past_key_values=cache)
+
+    def check_use(self, cache: Any) -> None:
+        """Calls go on from it as they do without a cache."""
+        if isinstance(cache, TreeCache):
+            # The same prompt again, or one that parts with it; the cache is ahead of both.
+            for new in (0, 3):
+                ids = self.whole["input_ids"].clone()
+                ids[:, self.width - new :] += 1
+                again = {**self.whole, "input_ids": ids, **GREEDY}
+                ours = self.model.generate(
+                    **again, **self.spec, past_key_values=copy.deepcopy(cache)
+                )
+                assert ours.tolist() == self.model.generate(**again).tolist()
+            return
+        known = max(cache.get_seq_length(), self.width)
+        ids = torch.cat([self.sequences[:, :known], prompt(4, 3, seed=60)], 1)
+        mask = torch.cat([self.real[:, :known], torch.ones(3, 4).bool()], 1).long()
+        after = {"input_ids": ids, "attention_mask": mask, **GREEDY}
+        wanted = self.model.generate(**after).tolist()
+        for spec in ({}, self.spec):
+            ours = self.model.generate(**after, **spec, past_key_values=copy.deepcopy(cache))
+            assert ours.tolist() == wanted
+
+
+# -- an interrupt anywhere -----------------------------------------------------------------------
+
+WATCHED = tuple(
+    str(Path(hf_spec.__file__).parent / name)
+    for name in ("core/cache.py", "decoding/", "methods/forward.py", "methods/prompt_lookup/")
+)
+
+
+def lines(run: Callable[[], Any], stop: int | None = None) -> list[tuple[str, int]]:
+    """The lines of the loop that ``run`` passes; before number ``stop`` comes an interrupt."""
+    passed: list[tuple[str, int]] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(WATCHED):
+            return None
+        if event == "line":
+            passed.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(passed) - 1 == stop:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return passed
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "tree"])
+def test_an_interrupt_at_every_line(tiny: Tiny, kind: str) -> None:
+    """At every line of the loop once, whether at its first or its last turn."""
+    turn, caches = Turn(tiny("llama_tied"), kind), []
+
+    def call() -> None:
+        caches.append(copy.deepcopy(turn.before))
+        turn.call(caches[-1])
+
+    call()  # what is made once is made
+    passed = lines(call)
+    turn.check(caches[-1])
+    assert {"park", "unpark", "_swap"} <= names_of(passed)
+    last = {line: number for number, line in enumerate(passed)}
+    first = {line: number for number, line in reversed(list(enumerate(passed)))}
+    for odd, line in enumerate(sorted(last)):
+        number = (first, last)[odd % 2][line]
+        with pytest.raises(KeyboardInterrupt):
+            lines(call, number)
+        try:
+            turn.check(caches.pop())
+        except Exception as error:
+            raise AssertionError(f"after an interrupt at {line}, number {number}") from error
+
+
+def names_of(passed: list[tuple[str, int]]) -> set[str]:
+    """Methods of the cache in which these lines are."""
+    from hf_spec.core import cache
+
+    seen = {line for file, line in passed if file == cache.__file__}
+    code = {name: value.__code__ for name, value in vars(TreeCache).items() if callable(value)}
+    ranges = {name: {line for _, _, line in one.co_lines()} for name, one in code.items()}
+    return {name for name, found in ranges.items() if found & seen}
+
+
+# -- errors, and what comes after them -----------------------------------------------------------
+
+
+class Fails(LogitsProcessor, StoppingCriteria, BaseStreamer):
+    """Whatever generate calls: raises in call number ``at``, or where it ends."""
+
+    eos_token_id = torch.tensor([-1])
+
+    def __init__(self, at: int | None):
+        self.at, self.calls = at, 0
+
+    def count(self, *args: Any) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise Failure
+
+    def put(self, value: Tensor) -> None:
+        self.count()
+
+    def end(self) -> None:
+        raise Failure
+
+
+class Processor(Fails):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.count()
+        return scores
+
+
+class Criterion(Fails):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.count()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@contextmanager
+def failing(model: Any, at: int, layer: int = 1) -> Iterator[None]:
+    """The model raises behind one of its layers, in its forward number ``at``."""
+    fails = Fails(at)
+    handle = model.get_decoder().layers[layer].register_forward_hook(fails.count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama_tied", "gemma3"])
+def test_after_an_error_calls_go_on(tiny: Tiny, architecture: str, kind: str) -> None:
+    model = tiny(architecture)
+    turn = Turn(model, kind)
+    own = turn.given["stopping_criteria"]
+    caches: list[Any] = []
+    given: list[dict[str, Any]] = [
+        *({"logits_processor": LogitsProcessorList([Processor(at)])} for at in (1, 2, 9)),
+        *({"stopping_criteria": StoppingCriteriaList([*own, Criterion(at)])} for at in (1, 7, 20)),
+        *({"streamer": Fails(at)} for at in (1, 2, 6, None)),
+    ]
+    for kwargs in given:
+        caches.append(copy.deepcopy(turn.before))
+        with pytest.raises(Failure):
+            turn.call(caches[-1], **kwargs)
+    for at in (1, 2, 4):
+        caches.append(copy.deepcopy(turn.before))
+        with pytest.raises(Failure), failing(model, at):
+            turn.call(caches[-1])
+    for cache in caches:
+        turn.check(cache)
+        turn.check_use(cache)
+    lengths = [cache.get_seq_length() for cache in caches]
+    assert len(set(lengths)) > 3 and max(lengths) > turn.width  # work that was done is kept
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "tree"])
+@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
+def test_after_an_error_with_every_strategy(
+    fresh: Tiny, name: str, variant: str, kind: str
+) -> None:
+    model = fresh("llama_tied")
+    with adapted(model, methods()[name]):
+        turn = Turn(model, kind, strategy(name, variant))
+        for at in (2, 3, 5):
+            cache = copy.deepcopy(turn.before)
+            with pytest.raises(Failure), failing(model, at):
+                turn.call(cache)
+            turn.check(cache)
+            turn.check_use(cache)
+
+
+def test_after_an_error_in_chunks_of_the_prompt(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hf_spec.decoding.prefill as module
+
+    monkeypatch.setattr(module, "CHUNK", 2)
+    for kind in KINDS:
+        turn = Turn(tiny("llama_tied"), kind)
+        for at in (1, 2, 3):
+            cache = copy.deepcopy(turn.before)
+            chunks = {} if kind.startswith("tree") else {"prefill_chunk_size": 4}
+            if kind == "dynamic":
+                chunks = {"prefill_chunk_size": 2}
+            with pytest.raises(Failure), failing(turn.model, at):
+                turn.call(cache, **chunks)
+            turn.check(cache)
+            turn.check_use(cache)
+
+
+def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hf_spec.decoding.prefill as module
+
+    def fails(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(module, "RESERVE", 1)
+    for kind in ("dynamic, first", "dynamic"):
+        turn = Turn(tiny("llama_tied"), kind)
+        for name in ("_resize", "_allocate"):
+            cache = copy.deepcopy(turn.before)
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(TreeCache, name, fails)
+                turn.call(cache)
+            turn.check(cache)
+            turn.check_use(cache)
+
+
+def test_rows_of_one_length_go_on_with_plain_generation(tiny: Tiny) -> None:
+    """After a cancelled stream: the prompt and what was streamed, then something new."""
+    model, ids = tiny("llama_tied"), prompt(12, 2)
+    first = model.generate(ids, **GREEDY, **LOOKUP, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, prompt(5, 2, seed=50)], 1)
+    full = model.generate(turn, **GREEDY)
+    for at in (2, 5, 9):
+        cache = copy.deepcopy(first.past_key_values)
+        with pytest.raises(Failure):
+            model.generate(turn, **GREEDY, **LOOKUP, past_key_values=cache, streamer=Fails(at))
+        # Calls of put: the prompt, then the tokens; the one that raised was not seen.
+        seen = turn.shape[1] + at - 2
+        assert turn.shape[1] <= cache.uniform_length() <= max(seen, turn.shape[1])
+        after = torch.cat([full[:, : max(seen, turn.shape[1])], prompt(4, 2, seed=60)], 1)
+        wanted = model.generate(after, **GREEDY).tolist()
+        cropped = copy.deepcopy(cache)
+        cropped.crop(turn.shape[1] - 3 - cache.get_seq_length())
+        assert cropped.tokens == [row[: turn.shape[1] - 3] for row in turn.tolist()]
+        for held in (cache, cropped):
+            for spec in ({}, LOOKUP):
+                again = copy.deepcopy(held)
+                ours = model.generate(after, **GREEDY, **spec, past_key_values=again)
+                assert ours.tolist() == wanted
+
+
+def test_a_call_that_is_refused_changes_no_cache(tiny: Tiny) -> None:
+    model, turn = tiny("llama_tied"), Turn(tiny("llama_tied"), "tree")
+    cache = copy.deepcopy(turn.before)
+    with pytest.raises(ValueError, match="3 rows, the prompt has 1"):
+        model.generate(prompt(40), **GREEDY, **LOOKUP, past_key_values=cache)
+    with pytest.raises(ValueError, match="inputs_embeds with a TreeCache"):
+        embeds = model.get_input_embeddings()(turn.whole["input_ids"])
+        model.generate(
+            inputs_embeds=embeds, attention_mask=turn.whole["attention_mask"], **GREEDY, **LOOKUP,
+            past_key_values=cache,
+        )  # fmt: skip
+    assert cache.tokens == turn.before.tokens and cache.host_lengths == turn.before.host_lengths
+    turn.check_use(cache)
