@@ -172,7 +172,7 @@ def train(
         output: the adapter folder; checkpoints go to ``checkpoints`` in it.
         config: fields of the method's adapter config.
         settings: see :class:`TrainSettings`.
-        resume: go on from the last checkpoint in ``output``.
+        resume: go on from the last whole checkpoint in ``output``.
         provenance: where the data come from, for the record.
         callbacks: of the Trainer.
         tokenizer: saved beside a base model that was trained.
@@ -185,11 +185,11 @@ def train(
     """
     from peft import get_peft_model
     from transformers import set_seed
-    from transformers.trainer_utils import get_last_checkpoint
 
     from hf_spec.hub.folder import save_adapter
     from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
     from hf_spec.training.base_weights import save_model
+    from hf_spec.training.checkpoints import checkpoints, last_whole
     from hf_spec.training.served import Served
     from hf_spec.training.trainer import SpecTrainer
 
@@ -200,12 +200,11 @@ def train(
     assert method.adapter_config is not None
     set_seed(settings.seed)
     adapter_config = method.adapter_config(**(config or {}))
-    checkpoints = output / "checkpoints"
-    arguments = training_arguments(method, settings, checkpoints, adapter_config)
-    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
-    if last is not None and not resume:
+    folder = output / "checkpoints"
+    arguments = training_arguments(method, settings, folder, adapter_config)
+    if checkpoints(folder) and not resume:
         raise ValueError(
-            f"{str(checkpoints)!r} holds checkpoints of an earlier training: go on with --resume, "
+            f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, "
             "or choose another --output"
         )
     training_rows, held = split(rows, settings.held_out)
@@ -233,7 +232,8 @@ def train(
         served=Served(prompts, method.name, settings.options, settings.served_tokens),
         callbacks=[NewAnchors(), *callbacks],
     )
-    result = trainer.train(resume_from_checkpoint=last if resume else None)
+    last = last_whole(folder)
+    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
     if trainer.is_world_process_zero():
         if adapter_config.trains_base:
             save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from two_processes import assert_same_history, run_both
 import hf_spec
 from hf_spec import cli
 from hf_spec.methods.registry import get_method
+from hf_spec.training.checkpoints import last_whole
 from hf_spec.training.train import TrainSettings, bit_sums, config_fields, train, trainable
 
 
@@ -108,8 +110,11 @@ def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
 class Stop(TrainerCallback):
     """Breaks off after a checkpoint, as a crash would."""
 
+    def __init__(self, at: int = 3):
+        self.at = at
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
+        if state.global_step == self.at:
             raise KeyboardInterrupt
 
 
@@ -126,6 +131,83 @@ def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
         row.get("eval_loss") for row in whole["history"]
     ]
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def cut(name: str, kept: int) -> Callable[[Path], Any]:
+    def spoil(checkpoint: Path) -> None:
+        (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:kept])
+
+    return spoil
+
+
+#: What a kill may leave of a checkpoint, and the file that is named.
+UNFINISHED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda c: (shutil.rmtree(c), c.mkdir()), "no trainer_state.json"),
+    "no state": (lambda c: (c / "trainer_state.json").unlink(), "no trainer_state.json"),
+    "state": (cut("trainer_state.json", -9), "trainer_state.json"),
+    "optimizer": (cut("optimizer.pt", -9), "optimizer.pt"),
+    "scheduler": (cut("scheduler.pt", 0), "scheduler.pt"),
+    "random numbers": (cut("rng_state.pth", 100), "rng_state.pth"),
+    "arguments": (cut("training_args.bin", 100), "training_args.bin"),
+    "weights": (cut("adapter_model.safetensors", -1), "adapter_model.safetensors"),
+    "header": (cut("adapter_model.safetensors", 5), "adapter_model.safetensors"),
+    "config": (cut("adapter_config.json", 30), "adapter_config.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A training that was killed with checkpoints at steps 2 and 4; and a whole one's record."""
+    folder = tmp_path_factory.mktemp("stopped")
+    settings = TrainSettings(**{**SETTINGS, "eval_steps": 2})
+    whole = train(make_model(), answers(), "bita", folder / "whole", CONFIG, settings)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(), answers(), "bita", folder / "parts", CONFIG, settings,
+              callbacks=[Stop(at=4)])  # fmt: skip
+    return folder, whole
+
+
+def test_checkpoints_that_were_not_written_to_their_end(
+    stopped: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for spoil, named in UNFINISHED.values():
+        shutil.rmtree(tmp_path / "c", ignore_errors=True)
+        shutil.copytree(stopped[0] / "parts" / "checkpoints", tmp_path / "c")
+        (tmp_path / "c" / "checkpoint-best").mkdir()  # none of the Trainer's
+        assert last_whole(tmp_path / "c") == tmp_path / "c" / "checkpoint-4"
+        # What staging leaves behind where it is killed.
+        (tmp_path / "c" / "checkpoint-4" / ".writing-1").mkdir()
+        (tmp_path / "c" / "checkpoint-4" / ".writing-1" / "m.safetensors").write_bytes(b"\0")
+        assert last_whole(tmp_path / "c") == tmp_path / "c" / "checkpoint-4"
+        shutil.rmtree(tmp_path / "c" / "checkpoint-4" / ".writing-1")
+        spoil(tmp_path / "c" / "checkpoint-4")
+        caplog.clear()
+        assert last_whole(tmp_path / "c") == tmp_path / "c" / "checkpoint-2"
+        (record,) = caplog.records
+        assert f"checkpoint-4 was not written to its end ({named})" in record.getMessage()
+        spoil(tmp_path / "c" / "checkpoint-2")
+        assert last_whole(tmp_path / "c") is None
+    assert last_whole(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("broken", [(4,), (2, 4)])
+def test_resumed_behind_a_broken_checkpoint(
+    stopped: tuple[Path, dict[str, Any]], tmp_path: Path, broken: tuple[int, ...]
+) -> None:
+    """From the one before, or from the beginning; with the result of an uninterrupted run."""
+    folder, whole = stopped
+    output = Path(shutil.copytree(folder / "parts", tmp_path / "parts"))
+    for step in broken:
+        cut("optimizer.pt", 99)(output / "checkpoints" / f"checkpoint-{step}")
+    arguments = (answers(), "bita", output, CONFIG, TrainSettings(**{**SETTINGS, "eval_steps": 2}))
+    with pytest.raises(ValueError, match="--resume"):
+        train(make_model(), *arguments)
+    parts = train(make_model(), *arguments, resume=True)
+    assert [row.get("eval_loss") for row in parts["history"]] == [
+        row.get("eval_loss") for row in whole["history"]
+    ]
+    assert equal(weights(folder / "whole"), weights(output))
+    assert last_whole(output / "checkpoints") == output / "checkpoints" / "checkpoint-6"
 
 
 def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
