@@ -62,83 +62,46 @@ def rows_of(states: TreeStates, each: int = 1) -> int:
     return max(one.num_rows(each) for one in states.states)
 
 
-def every_state(
-    accuracies: np.ndarray, depth: int, size: int, least: int, each: int
-) -> list[TreeState]:
+def every_state(accuracies: np.ndarray, depth: int, size: int, each: int) -> list[TreeState]:
     """All trees of at most ``size`` rows with all assignments of probes of so many rows each."""
     most, ranks = len(accuracies), accuracies.shape[1]
     states = []
     for count in range(size):
         for tree in all_trees(depth, ranks, count) if depth or not count else ():
-            for probes in itertools.product(range(least, most + 1), repeat=count + 1):
+            for probes in itertools.product(range(most + 1), repeat=count + 1):
                 if count + 1 + each * sum(probes) <= size:
                     states.append(TreeState(tree, probes))
     return states
 
 
-def best_tau(accuracies: np.ndarray, size: int, least: int, each: int) -> float:
+def best_tau(accuracies: np.ndarray, size: int, each: int) -> float:
     """The largest R(T) over all dynamic trees, one by one."""
-    choices = [every_state(accuracies, k, size, least, each) for k in range(len(accuracies) + 1)]
+    choices = [every_state(accuracies, k, size, each) for k in range(len(accuracies) + 1)]
     return max(
         Chain.of(TreeStates(states), accuracies).tau for states in itertools.product(*choices)
     )
 
 
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize(
-    ("size", "least", "each"),
-    [
-        (2, 0, 1),
-        (3, 0, 1),
-        (4, 0, 1),
-        (5, 0, 1),
-        (4, 1, 1),
-        (5, 1, 1),
-        (4, 0, 2),
-        (6, 0, 2),
-        (6, 1, 2),
-        (4, 0, 3),
-    ],
-)
-def test_dynamic_trees_against_all_there_are(table: list, size: int, least: int, each: int) -> None:
+@pytest.mark.parametrize(("size", "each"), [(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (6, 2), (4, 3)])
+def test_dynamic_trees_against_all_there_are(table: list, size: int, each: int) -> None:
     """With two distances and two ranks all dynamic trees of these sizes can be tried."""
     accuracies = np.array(table)[:2, :2]
-    trees = SparseTrees(accuracies, size, least, each)
+    trees = SparseTrees(accuracies, size, each)
     states = trees.best(size)
     assert rows_of(states, each) <= size
-    assert trees.tau(states) == pytest.approx(best_tau(accuracies, size, least, each), abs=1e-5)
+    assert trees.tau(states) == pytest.approx(best_tau(accuracies, size, each), abs=1e-5)
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("probes", [1, 2, 3, 4, 6])
-def test_a_given_split_against_all_assignments(table: list, probes: int) -> None:
-    accuracies = np.array(table)[:2]
-    trees = SparseTrees(accuracies, 8)
-    found = trees.split(2, probes)
-    choices = []
-    for k, state in enumerate(found.states):
-        tree = trees.candidates[k].tree(min(2, len(trees.candidates[k])))
-        assert state.tree == tree and sum(state.probes) <= probes
-        options = itertools.product(range(3), repeat=len(tree))
-        choices.append([TreeState(tree, one) for one in options if sum(one) <= probes])
-    best = max(trees.tau(TreeStates(states)) for states in itertools.product(*choices))
-    assert trees.tau(found) == pytest.approx(best, abs=1e-5)
-
-
-def test_more_rows_and_fewer_rules_never_hurt() -> None:
+def test_more_rows_never_hurt() -> None:
     accuracies = np.array([[0.5 * 0.8**d * 0.4**r for r in range(12)] for d in range(4)])
-    free, kept = SparseTrees(accuracies, 24), SparseTrees(accuracies, 24, least=1)
+    trees = SparseTrees(accuracies, 24)
     before = 0.0
     for size in range(1, 25):
-        tau = free.tau(free.best(size))
+        tau = trees.tau(trees.best(size))
         assert tau >= before - 1e-6
-        # A node without probes is allowed, not forced; splits are tried, statics are among them.
-        for other in (kept.best(size), free.static(size), free.random(size)):
-            assert tau >= free.tau(other) - 1e-6
-        for candidates in range(size):
-            split = free.split(candidates, size - 1 - candidates)
-            assert rows_of(split) <= size
-            assert tau >= free.tau(split) - 1e-6
+        for other in (trees.static(size), trees.random(size)):
+            assert tau >= trees.tau(other) - 1e-6
         before = tau
 
 
@@ -226,11 +189,6 @@ def test_every_size_up_to_128_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_accuracies(table: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparseTrees(table, 4)
-
-
-def test_least_probes_must_exist() -> None:
-    with pytest.raises(ValueError, match=r"least=3: must lie in 0\.\.2"):
-        SparseTrees([[0.5], [0.4]], 8, least=3)
 
 
 def test_what_is_never_right_takes_no_row() -> None:

@@ -13,7 +13,6 @@ never read. These probabilities sum to 1 over a tree and are the chain's transit
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -189,29 +188,18 @@ class SparseTrees:
     Args:
         accuracies: ``(m, ranks)``; m is the number of probes under a node that has all of them.
         max_size: most rows of a step, its nodes (the root included) and probes.
-        least: probes that a node has at least; the thesis' is 1.
         per_distance: rows that a probe takes: EPTs of a prompt token.
     """
 
-    def __init__(self, accuracies: Any, max_size: int, least: int = 0, per_distance: int = 1):
+    def __init__(self, accuracies: Any, max_size: int, per_distance: int = 1):
         self.accuracies = checked(accuracies)
-        self.most, self.least = len(self.accuracies), least
+        self.most = len(self.accuracies)
         self.max_size, self.per_distance = max_size, per_distance
-        if not 0 <= least <= self.most:
-            raise ValueError(f"least={least}: must lie in 0..{self.most}, the number of probes.")
         #: By state: what can stand in its tree.
         self.candidates = [
             Candidates.search(self.accuracies, depth, max_size - 1)
             for depth in range(self.most + 1)
         ]
-
-    def split(self, candidates: int, probes: int) -> TreeStates:
-        """The dynamic tree with so many candidates and probes in each state, as far as they go.
-
-        Best candidate trees, all probes under every node, then removed one after the other where
-        that costs least (Prop. 5.6.3), again and again with the worth of states that follows.
-        """
-        return self._improve(lambda state: [min(candidates, len(self.candidates[state]))], probes)
 
     def best(self, size: int) -> TreeStates:
         """The best dynamic tree of at most ``size`` rows, over all splits of candidates and probes.
@@ -220,9 +208,22 @@ class SparseTrees:
         instead of the thesis' two steps (Prop. 5.6.2), so that this is Howard's policy iteration:
         tau rises from round to round until no state has a better split.
         """
-        return self._improve(
-            lambda state: range(min(size - 1, len(self.candidates[state])) + 1), None, size
-        )
+        worth = np.array([one.values[:size][-1] for one in self.candidates])
+        states: tuple[TreeState, ...] = ()
+        for _ in range(ROUNDS):
+            before = states
+            states = tuple(self._state(k, worth, size) for k in range(self.most + 1))
+            if before:
+                # What is as good as before stays, or rounds could go in a circle.
+                pairs = zip(before, states)
+                states = tuple(
+                    new if self._value(new, worth) > self._value(old, worth) + 1e-10 else old
+                    for old, new in pairs
+                )
+            if states == before:
+                break
+            worth = Chain.of(TreeStates(states), self.accuracies).worth
+        return TreeStates(states)
 
     def static(self, size: int) -> TreeStates:
         """The thesis' full sparse tree of at most ``size`` rows: all probes under each node."""
@@ -248,61 +249,31 @@ class SparseTrees:
         """R(T) of these trees."""
         return Chain.of(states, self.accuracies).tau
 
-    # -- improvement -------------------------------------------------------------------------
-
-    def _improve(self, counts: Any, probes: int | None, size: int = 0) -> TreeStates:
-        """Rounds of: best choice in each state for the states' worth, worth for the choices."""
-        most = [counts(k)[-1] for k in range(self.most + 1)]
-        worth = np.array([one.values[n] for one, n in zip(self.candidates, most)])
-        states: tuple[TreeState, ...] = ()
-        for _ in range(ROUNDS):
-            before = states
-            states = tuple(
-                self._state(k, worth, counts(k), probes, size) for k in range(self.most + 1)
-            )
-            if before:
-                # What is as good as before stays, or rounds could go in a circle.
-                pairs = zip(before, states)
-                states = tuple(
-                    new if self._value(new, worth) > self._value(old, worth) + 1e-10 else old
-                    for old, new in pairs
-                )
-            if states == before:
-                break
-            worth = Chain.of(TreeStates(states), self.accuracies).worth
-        return TreeStates(states)
-
     def _value(self, state: TreeState, worth: Array) -> float:
         """What a step of this tree is worth, with what follows from it."""
         reach, ends = chances_of(state.tree, self.accuracies)
         return float(reach.sum() + ends @ worth[list(state.probes)])
 
-    def _state(
-        self, state: int, worth: Array, counts: Sequence[int], probes: int | None, size: int
-    ) -> TreeState:
-        """The best tree for a state among those of so many candidates, with its probes."""
-        found = self.candidates[state]
-        base, gains = worth[self.least], _gains(worth)[self.least :]  # (m - least,)
-        number = np.array(counts)
-        nodes = number + 1
-        fits = (size - nodes) // self.per_distance
-        room = (np.full_like(nodes, probes) if probes is not None else fits) - self.least * nodes
-        number, nodes, room = (part[room >= 0] for part in (number, nodes, room))
-        if not len(number):  # not even the root has its least probes
-            fewer = probes or (size - 1) // self.per_distance
-            return TreeState(TokenTree.chain(0), (min(self.least, fewer),))
-        ends = found.ends[number, : nodes[-1]]  # (trees, nodes)
-        value = found.values[number] + base
-        each = (ends[:, :, None] * gains).reshape(len(number), -1)  # what each probe is worth
+    def _state(self, state: int, worth: Array, size: int) -> TreeState:
+        """The best tree for a state, over all numbers of candidates, with its probes.
+
+        Probes stand where they are worth most (Prop. 5.6.3).
+        """
+        found, gains = self.candidates[state], _gains(worth)
+        nodes = np.arange(min(size - 1, len(found)) + 1) + 1
+        room = (size - nodes) // self.per_distance
+        ends = found.ends[: len(nodes), : nodes[-1]]  # (trees, nodes)
+        each = (ends[:, :, None] * gains).reshape(len(nodes), -1)  # what each probe is worth
         falling = -np.sort(-each, axis=1)
-        summed = np.concatenate([np.zeros((len(number), 1)), falling.cumsum(1)], axis=1)
-        value += np.take_along_axis(summed, room.clip(max=each.shape[1])[:, None], 1)[:, 0]
+        summed = np.concatenate([np.zeros((len(nodes), 1)), falling.cumsum(1)], axis=1)
+        probes = np.take_along_axis(summed, room.clip(max=each.shape[1])[:, None], 1)[:, 0]
+        value = found.values[: len(nodes)] + probes
         # Of equal ones the smallest, since rows cost time.
         chosen = int(np.flatnonzero(value >= value.max() - 1e-12)[0])
         order = np.argsort(-each[chosen], kind="stable")[: room[chosen]]
         order = order[each[chosen][order] > 0]
-        held = np.bincount(order // max(len(gains), 1), minlength=nodes[chosen]) + self.least
-        return TreeState(found.tree(int(number[chosen])), tuple(held[: nodes[chosen]].tolist()))
+        held = np.bincount(order // len(gains), minlength=nodes[chosen])
+        return TreeState(found.tree(chosen), tuple(held[: nodes[chosen]].tolist()))
 
 
 def _gains(worth: Array) -> Array:
