@@ -15,6 +15,7 @@ from tiny_checkpoint import save_checkpoint, write_prompts
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import runner
+from hf_spec.decoding.validate import check_request
 
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
@@ -282,9 +283,9 @@ def test_serve_says_what_is_missing(monkeypatch, capsys):
 def test_serve_hands_all_arguments_over(monkeypatch):
     given, checks = fake_transformers_cli(monkeypatch), []
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
-    monkeypatch.setattr(cli, "answer_refusals", checks.append)
+    monkeypatch.setattr("hf_spec.cli.serve.answer_refusals", checks.append)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
-    assert checks == [cli.check_request]
+    assert checks == [check_request]
     assert cli.main(["serve", "--help"]) == 0
     assert given == [["serve", "some/model", "--port", "1"], ["serve", "--help"]]
 
