@@ -25,3 +25,20 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a text file and the line break at its end in one step."""
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def exclusive(lock: Path, refusal: str) -> Iterator[None]:
+    """Keep a second process out; the lock ends with the process, however it ends.
+
+    Raises:
+        ValueError: ``refusal``, where another process holds the lock.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        held = FileLock(str(lock)).acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(refusal) from error
+    with held:
+        yield

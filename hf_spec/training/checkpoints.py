@@ -20,9 +20,9 @@ STATE = "trainer_state.json"
 def checkpoints(folder: Path) -> list[Path]:
     """The Trainer's checkpoints in a folder, whole or not, that of the most steps first."""
     found = {
-        int(path.name.removeprefix("checkpoint-")): path
+        int(match[1]): path
         for path in folder.glob("checkpoint-*")
-        if path.is_dir() and re.fullmatch(r"checkpoint-\d+", path.name)
+        if path.is_dir() and (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
     }
     return [found[step] for step in sorted(found, reverse=True)]
 
@@ -49,9 +49,8 @@ def _broken_file(checkpoint: Path) -> str | None:
         return f"no {STATE}"
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint)
-        unfinished = any(
-            part.startswith(".") for part in name.parts
-        )  # put in place when it is whole
+        # Such files are put in place when they are whole.
+        unfinished = any(part.startswith(".") for part in name.parts)
         if path.is_file() and not unfinished and not _is_whole(path):
             return str(name)
     return None

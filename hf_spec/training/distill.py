@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts, spread
 from hf_spec.bench.report import environment
 from hf_spec.bench.runner import Session, own_generation_config
-from hf_spec.files import write_atomically
+from hf_spec.files import exclusive, write_atomically
 from hf_spec.hub.folder import read_json, staging
 from hf_spec.training.dataset import DATA, PARTS, PROVENANCE, read_provenance
 
@@ -185,24 +185,14 @@ class AnswerFolder:
             )
         return finished
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep a second run out; the lock ends with the process, however it ends."""
-        from filelock import FileLock, Timeout
-
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep a second run out for a block."""
         self.parts.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(str(self.parts / LOCK))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise ValueError(
-                f"another hf-spec distill is writing to {str(self.path)!r}: wait for it, or give "
-                "another --output"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
+        return exclusive(
+            self.parts / LOCK,
+            f"another hf-spec distill is writing to {str(self.path)!r}: wait for it, or give "
+            "another --output",
+        )
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Write down the settings."""

@@ -14,6 +14,9 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import IGNORED
 
+#: Numbers of likeliest tokens among which the right one is looked for.
+RANKS = (1, 5, 10)
+
 
 @dataclass(frozen=True)
 class Served:
@@ -68,41 +71,26 @@ def served_metrics(stats: SpecStats) -> dict[str, float]:
     return metrics
 
 
-class TopKCounts:
-    """Counts how often the right token is among the k likeliest, at each distance."""
+def top_k_counts(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """How often the right token is among the k likeliest, at each distance.
 
-    RANKS = (1, 5, 10)
+    Args:
+        logits: (batch, anchors, distances, vocab)
+        labels: (batch, anchors, distances)
 
-    def __init__(self) -> None:
-        self.hits: torch.Tensor | None = None
-        self.trials: torch.Tensor | None = None
+    Returns:
+        (1 + len(RANKS), distances): tokens asked for, and those found with each k.
+    """
+    best = logits.topk(min(max(RANKS), logits.shape[-1]), dim=-1).indices == labels[..., None]
+    real = labels != IGNORED
+    found = [real, *(best[..., :k].any(-1) & real for k in RANKS)]
+    return torch.stack([one.sum((0, 1)) for one in found]).cpu()
 
-    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """``logits`` (batch, anchors, distances, vocab), ``labels`` (batch, anchors, distances)."""
-        width = min(max(self.RANKS), logits.shape[-1])
-        right = logits.topk(width, dim=-1).indices == labels[..., None]
-        real = labels != IGNORED
-        hits = torch.stack(
-            [(right[..., :k].any(-1) & real).sum((0, 1)) for k in self.RANKS], dim=1
-        ).cpu()
-        trials = real.sum((0, 1)).cpu()
-        self.hits = hits if self.hits is None else self.hits + hits
-        self.trials = trials if self.trials is None else self.trials + trials
 
-    def merge(self, other: TopKCounts) -> None:
-        """Add the counts of another process."""
-        if other.hits is None or other.trials is None:
-            return
-        self.hits = other.hits if self.hits is None else self.hits + other.hits
-        self.trials = other.trials if self.trials is None else self.trials + other.trials
-
-    def metrics(self) -> dict[str, float]:
-        """``top1_2``: share of right tokens at distance 2 with k = 1, and so on."""
-        if self.hits is None or self.trials is None:
-            return {}
-        shares = self.hits / self.trials.clamp(min=1)[:, None]
-        return {
-            f"top{k}_{distance}": float(shares[distance - 1, column])
-            for column, k in enumerate(self.RANKS)
-            for distance in range(1, len(shares) + 1)
-        }
+def top_k_metrics(counts: torch.Tensor) -> dict[str, float]:
+    """``top1_2``: share of right tokens at distance 2 with k = 1, and so on."""
+    return {
+        f"top{k}_{distance}": share
+        for k, shares in zip(RANKS, (counts[1:] / counts[0].clamp(min=1)).tolist())
+        for distance, share in enumerate(shares, start=1)
+    }

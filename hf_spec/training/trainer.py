@@ -12,7 +12,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
-from hf_spec.training.served import Served, TopKCounts, served_metrics
+from hf_spec.training.served import Served, served_metrics, top_k_counts, top_k_metrics
 
 
 class SpecTrainer(Trainer):
@@ -108,7 +108,7 @@ class SpecTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model)
         training = model.training
         model.eval()
-        counts, total, rows = TopKCounts(), 0.0, 0
+        total, rows, counts = 0.0, 0, torch.zeros(1, dtype=torch.long)
         own = range(self.args.process_index, len(data), self.args.world_size)
         for start in range(0, len(own), self.args.per_device_eval_batch_size):
             part = own[start : start + self.args.per_device_eval_batch_size]
@@ -116,13 +116,12 @@ class SpecTrainer(Trainer):
             output = model(**self._prepare_inputs(batch))
             total, rows = total + float(output["loss"]) * len(part), rows + len(part)
             if output.get("logits") is not None:
-                counts.add(output["logits"], output["labels"])
+                counts = counts + top_k_counts(output["logits"], output["labels"])
         model.train(training)
         parts = self._gathered((total, rows, counts))
-        for _, _, other in parts[1:]:
-            parts[0][2].merge(other)
-        loss = sum(part[0] for part in parts) / max(sum(part[1] for part in parts), 1)
-        return {"loss": loss, **parts[0][2].metrics()}
+        loss, number, found = (sum(values) for values in zip(*parts))
+        accuracies = top_k_metrics(found) if found.ndim == 2 else {}  # a model may give no logits
+        return {"loss": loss / max(number, 1), **accuracies}
 
     def _decode(self, served: Served) -> SpecStats:
         """Every process decodes its share of the prompts."""

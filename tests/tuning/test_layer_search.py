@@ -282,7 +282,10 @@ def test_bad_settings(fields: dict[str, Any], message: str) -> None:
         Settings(**fields)
 
 
-def test_gp_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install scipy"):
-        Settings(sampler="gp")
+@pytest.mark.parametrize("package", ["optuna", "scipy"])
+def test_without_optuna_or_scipy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_spec\[search\]'"):
+        LayerStudy(tmp_path, {})

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.core.stats import SpecStats
-from hf_spec.tuning.layers import costs as costs_module
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 from hf_spec.tuning.layers.objective import (
     Counts,
@@ -183,8 +181,15 @@ def test_prices_are_recovered_from_exact_times(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_prices_are_never_negative() -> None:
-    matrix = np.array([[1.0, 1.0], [1.0, 0.0]])
-    assert costs_module._non_negative(matrix, np.array([1.0, 2.0])) == pytest.approx([1.5, 0.0])
+    model, _ = planted_model()
+    timer = ForwardTimer(model, list(range(4, 12)), 5, Sublayers.of(model))
+    # The less is computed, the longer it takes: only the base explains that.
+    timer.drafted = [[1.0 + len(skip)] for skip in timer.patterns]
+    timer.verified = [[0.1] for _ in timer.counts]
+    found = timer.result()
+    assert found.layer == 0.0 and set(found.attention + found.mlp) == {0.0}
+    mean = sum(1.0 + len(skip) for skip in timer.patterns) / len(timer.patterns)
+    assert found.draft_base == pytest.approx(mean)
 
 
 def test_kinds_of_sublayers(tiny: Callable[..., PreTrainedModel]) -> None:

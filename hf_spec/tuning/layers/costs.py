@@ -93,14 +93,19 @@ def _layer_types(model: Any, count: int) -> list[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardCosts:
-    """Seconds of forwards alone, without what surrounds them.
+class StepCosts:
+    """Seconds of everything that one row's decoding consists of.
 
     Attributes:
         verify: full forward over n nodes, by n.
         draft_base: drafting forward with everything left out.
         layer: what a layer costs beside its sublayers, if it computes at all.
         attention, mlp: by layer; 0 where it cannot be skipped (it is in the base then).
+        draft_overhead: the drafter's work per drafted token, outside the forward.
+        step_overhead: acceptance, commit and the rest of a step, outside the forward.
+        prefill: a prompt, up to its first new token.
+        plain: a token of plain ``generate`` after the first.
+        context: cached tokens at which forwards were measured.
         measured: the medians that the prices were fitted to, for the record.
     """
 
@@ -109,6 +114,11 @@ class ForwardCosts:
     layer: float
     attention: tuple[float, ...]
     mlp: tuple[float, ...]
+    draft_overhead: float = 0.0
+    step_overhead: float = 0.0
+    prefill: float = 0.0
+    plain: float = 0.0
+    context: int = 0
     measured: dict[str, Any] = field(default_factory=dict)
 
     def verify_seconds(self, nodes: int) -> float:
@@ -123,25 +133,6 @@ class ForwardCosts:
             kept = [index not in skip.attention, index not in skip.mlp]
             total += self.layer * any(kept) + attention * kept[0] + mlp * kept[1]
         return total
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCosts(ForwardCosts):
-    """Seconds of everything that one row's decoding consists of.
-
-    Attributes:
-        draft_overhead: the drafter's work per drafted token, outside the forward.
-        step_overhead: acceptance, commit and the rest of a step, outside the forward.
-        prefill: a prompt, up to its first new token.
-        plain: a token of plain ``generate`` after the first.
-        context: cached tokens at which forwards were measured.
-    """
-
-    draft_overhead: float
-    step_overhead: float
-    prefill: float
-    plain: float
-    context: int = 0
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> StepCosts:
@@ -200,8 +191,8 @@ class ForwardTimer:
         self.cache.rollback()
         return spent
 
-    def result(self) -> ForwardCosts:
-        """Prices fitted to the medians over all rounds."""
+    def result(self) -> StepCosts:
+        """Prices of forwards fitted to the medians over all rounds; no other costs."""
         verified = [statistics.median(times) for times in self.verified]
         drafted = [statistics.median(times) for times in self.drafted]
         base, layer, attention, mlp = _fit(self.sublayers, self.patterns, drafted)
@@ -209,7 +200,7 @@ class ForwardTimer:
             {"skipped": len(skip), **skip.options(), "seconds": spent}
             for skip, spent in zip(self.patterns, drafted)
         ]
-        return ForwardCosts(
+        return StepCosts(
             verify=dict(zip(self.counts, rising(verified))), draft_base=base, layer=layer,
             attention=attention, mlp=mlp, measured={"draft": rows},
         )  # fmt: skip
@@ -228,6 +219,8 @@ def _fit(
     sublayers: Sublayers, patterns: Sequence[Skip], seconds: Sequence[float]
 ) -> tuple[float, float, tuple[float, ...], tuple[float, ...]]:
     """Prices by least squares, none below zero: base, layer, attention and MLP by layer."""
+    from scipy.optimize import nnls
+
     layers = range(sublayers.count)
     rows = []
     for skip in patterns:
@@ -237,22 +230,9 @@ def _fit(
             for kind, group in sublayers.groups
         ]
         rows.append([1.0, float(len(set(layers) - whole)), *map(float, kept)])
-    base, layer, *prices = _non_negative(np.array(rows), np.array(seconds))
+    base, layer, *prices = nnls(np.array(rows), np.array(seconds))[0].tolist()
     by_kind = {name: [0.0] * sublayers.count for name in ("attention", "mlp")}
     for (kind, group), price in zip(sublayers.groups, prices):
         for index in group:
             by_kind[kind][index] = price
     return base, layer, tuple(by_kind["attention"]), tuple(by_kind["mlp"])
-
-
-def _non_negative(matrix: np.ndarray, target: np.ndarray) -> list[float]:
-    """Least squares; as long as a coefficient is negative, the most negative one is held at 0."""
-    free = list(range(matrix.shape[1]))
-    while True:
-        solution = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        if solution.min() >= 0:
-            break
-        del free[int(solution.argmin())]
-    result = np.zeros(matrix.shape[1])
-    result[free] = solution
-    return result.tolist()

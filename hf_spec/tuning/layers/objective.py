@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -283,8 +283,8 @@ class Evaluator:
             )
         forwards = timer.result()
         whole = forwards.measured["draft"][0]["seconds"]  # a drafting forward with nothing left out
-        return StepCosts(
-            **vars(forwards),
+        return replace(
+            forwards,
             draft_overhead=max(statistics.median(drafts) - whole, 0.0) if drafts else 0.0,
             step_overhead=statistics.median(steps), prefill=statistics.median(prefills),
             plain=max(statistics.median(plains), 1e-9), context=len(context),

@@ -58,19 +58,16 @@ def middle(layers: Sequence[int], count: int) -> tuple[int, ...]:
 
 def baseline_choices(sublayers: Sublayers, skip: Skip) -> Iterator[tuple[str, int, Skip]]:
     """Name, seed and choice of as many attentions and MLPs by position, as in appendix D."""
-    every = (sublayers.attention, sublayers.mlp)
-    counts = (len(skip.attention), len(skip.mlp))
-    yield "first", 0, Skip(*(tuple(layers[:n]) for layers, n in zip(every, counts)))
-    yield "middle", 0, Skip(*(middle(layers, n) for layers, n in zip(every, counts)))
-    last = (tuple(layers[len(layers) - n :]) for layers, n in zip(every, counts))
-    yield "last", 0, Skip(*last)
+
+    def chosen(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Skip:
+        pairs = ((sublayers.attention, skip.attention), (sublayers.mlp, skip.mlp))
+        return Skip(*(tuple(sorted(pick(layers, len(left)))) for layers, left in pairs))
+
+    yield "first", 0, chosen(lambda layers, n: layers[:n])
+    yield "middle", 0, chosen(middle)
+    yield "last", 0, chosen(lambda layers, n: layers[len(layers) - n :])
     for seed in range(RANDOM_BASELINES):
-        drawn = random.Random(seed)
-        yield (
-            "random",
-            seed,
-            Skip(*(tuple(sorted(drawn.sample(layers, n))) for layers, n in zip(every, counts))),
-        )
+        yield "random", seed, chosen(random.Random(seed).sample)
 
 
 def exit_choices(settings: Settings) -> list[Exit]:

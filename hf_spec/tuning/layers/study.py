@@ -8,13 +8,12 @@ adapter folders.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ import torch
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.files import exclusive
 from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
 from hf_spec.tuning.layers.objective import (
     OBJECTIVES,
@@ -67,8 +67,6 @@ class Settings:
         check_range("target_acceptance", self.target_acceptance, 0.0, 1.0)
         if self.sampling and not self.do_sample:
             raise ValueError(f"{next(iter(self.sampling))} needs do_sample")
-        if self.sampler == "gp" and importlib.util.find_spec("scipy") is None:
-            raise ValueError("sampler='gp' needs scipy, which is not installed: pip install scipy")
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -137,9 +135,11 @@ class LayerStudy:
     def __init__(self, folder: Path, identity: dict[str, Any]):
         try:
             import optuna
+            import scipy  # noqa: F401  (costs are fitted with it, and one of the samplers needs it)
         except ImportError as error:
             raise ImportError(
-                "searching needs Optuna, which is not installed: pip install 'hf_spec[search]'"
+                "searching needs Optuna and SciPy, which are not both installed: "
+                "pip install 'hf_spec[search]'"
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna = optuna
@@ -282,10 +282,12 @@ def _parameters(sublayers: Sublayers, skip: Skip) -> dict[str, bool]:
 
 
 def _suggest(trial: optuna.Trial, sublayers: Sublayers) -> Skip:
-    chosen = {
-        name: trial.suggest_categorical(name, [False, True])
-        for name in _parameters(sublayers, Skip())
-    }
+    names = _parameters(sublayers, Skip())
+    return _skip(sublayers, {n: trial.suggest_categorical(n, [False, True]) for n in names})
+
+
+def _skip(sublayers: Sublayers, chosen: dict[str, bool]) -> Skip:
+    """The choice that these parameters stand for."""
     return Skip(
         tuple(i for i in sublayers.attention if chosen[f"attention_{i}"]),
         tuple(i for i in sublayers.mlp if chosen[f"mlp_{i}"]),
@@ -297,15 +299,9 @@ def _neighbour(done: Sequence[Trial], sublayers: Sublayers, seed: int) -> Skip |
     best = best_of(done)
     if best is None:
         return None
-    tried = {one.skip for one in done}
-    options = []
-    for kind, layers in (("attention", sublayers.attention), ("mlp", sublayers.mlp)):
-        for layer in layers:
-            sets = {"attention": set(best.skip.attention), "mlp": set(best.skip.mlp)}
-            sets[kind] ^= {layer}
-            skip = Skip(tuple(sorted(sets["attention"])), tuple(sorted(sets["mlp"])))
-            if skip not in tried:
-                options.append(skip)
+    tried, chosen = {one.skip for one in done}, _parameters(sublayers, best.skip)
+    near = [_skip(sublayers, {**chosen, name: not chosen[name]}) for name in chosen]
+    options = [skip for skip in near if skip not in tried]
     return random.Random(seed).choice(options) if options else None
 
 
@@ -333,25 +329,15 @@ def _evaluation(data: dict[str, Any]) -> Evaluation:
     return Evaluation(data["value"], Counts.from_dict(data["counts"]))
 
 
-# -------------------------------------------------------------------------- choices by position
+# ---------------------------------------------------------------------------- lock and identity
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep a second process out; the lock ends with the process, however it ends."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(str(folder / f"{STUDY_FILE}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(
-            f"another search is running in {str(folder)!r}: wait for it, or give another folder"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+def locked(folder: Path) -> AbstractContextManager[None]:
+    """Keep a second process out for a block."""
+    return exclusive(
+        folder / f"{STUDY_FILE}.lock",
+        f"another search is running in {str(folder)!r}: wait for it, or give another folder",
+    )
 
 
 def study_identity(model: Any, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:

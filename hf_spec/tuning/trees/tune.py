@@ -7,7 +7,7 @@ knows nothing of the command line or of adapter folders.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,27 +63,6 @@ class Settings:
         for context in self.contexts:
             if context is not None:
                 check_count("context", context)
-
-
-@dataclass(frozen=True)
-class Size:
-    """What trees of a size give, whatever the device.
-
-    Attributes:
-        size: most rows of a step.
-        rows: rows of a step in each state; fewer than ``size`` where more would be of no use.
-        tau: emitted tokens per step on the measured answers, prefills included.
-        chain_tau: R(T) of the chain of states, which has no prefills; f(T) without probes.
-        static_tau, random_tau: tau of trees with all probes under each node (where there are no
-            probes, of trees that nothing was measured for), and of random ones.
-    """
-
-    size: int
-    rows: tuple[int, ...]
-    tau: float
-    chain_tau: float
-    static_tau: float
-    random_tau: float
 
 
 def tunable(method: Method) -> bool:
@@ -210,7 +189,7 @@ class TreeTuner:
 
 def build(
     ranks: FutureRanks, max_size: int
-) -> tuple[list[Size], dict[int, TreeStates], dict[int, Replay], Array]:
+) -> tuple[list[dict[str, Any]], dict[int, TreeStates], dict[int, Replay], Array]:
     """The best trees of every size from 2 rows on, and how they fare on the measured answers.
 
     Without probes the trees of the paths that were right most often are tried, too, and replay says
@@ -218,7 +197,11 @@ def build(
     tell of a long path.
 
     Returns:
-        Figures, trees and replays by size, and the accuracies that the trees were built from.
+        Figures of each size, trees and replays by size, and the accuracies that the trees were
+        built from. ``rows`` are those of a step in each state, ``tau`` counts the prefills,
+        ``chain_tau`` is R(T) of the chain of states, which has none (f(T) without probes), and
+        ``static_tau`` and ``random_tau`` are those of trees with all probes under each node (where
+        there are no probes, of trees that nothing was measured for), and of random ones.
     """
     reference = min(REFERENCE, max_size)
     accuracies = ranks.landed_accuracies(reference)
@@ -234,12 +217,15 @@ def build(
                 states, replay = trees.of(counted, size), other
         built[size], replays[size] = states, replay
         sizes.append(
-            Size(
-                size, tuple(one.num_rows(ranks.per_distance) for one in states.states),
-                replay.tau, trees.tau(states), ranks.replay(trees.static(size)).tau,
-                ranks.replay(trees.random(size)).tau,
-            )
-        )  # fmt: skip
+            {
+                "size": size,
+                "rows": [one.num_rows(ranks.per_distance) for one in states.states],
+                "tau": replay.tau,
+                "chain_tau": trees.tau(states),
+                "static_tau": ranks.replay(trees.static(size)).tau,
+                "random_tau": ranks.replay(trees.random(size)).tau,
+            }
+        )
     return sizes, built, replays, accuracies
 
 
@@ -317,7 +303,7 @@ def tune(
         "environment": environment, "prompts": len(tuner.prompts), "tokens": ranks.tokens,
         "max_new_tokens": settings.max_new_tokens,
         "accuracies": ranks.accuracies().tolist(), "landed_accuracies": accuracies.tolist(),
-        "sizes": [asdict(one) for one in sizes], "settings": results,
+        "sizes": sizes, "settings": results,
     }  # fmt: skip
     return _rounded(entry)
 
