@@ -279,7 +279,7 @@ def test_short_answers_tell_little(ranked: Any, length: int) -> None:
 def test_the_trees_that_fare_better_in_replay_are_built(ranked: Any) -> None:
     _, _, ranks = ranked
     sizes, built, replays, accuracies = work.build(ranks, 12)
-    assert [one.size for one in sizes] == list(built) == list(range(2, 13))
+    assert [one["size"] for one in sizes] == list(built) == list(range(2, 13))
     trees, counted = BareTrees(accuracies, 12), counted_paths(ranks.landed(12).tolist())
     for size in built:
         each = [ranks.replay(one).tau for one in (trees.best(size), trees.of(counted, size))]
