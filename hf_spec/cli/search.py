@@ -79,7 +79,7 @@ def search(
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(_as_option(str(error))) from error
-    require("search", "optuna")
+    require("search", "optuna", "scipy")
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
 
