@@ -134,7 +134,7 @@ def decode(
             _note_hidden(choice, counts, verified, output, state)
             if left is not None:
                 choice = _unpruned(choice, left, draft, counts, state)
-            kept = [max(pair) for pair in zip(counts, ends)]
+            kept = [max(count, end) for count, end in zip(counts, ends)]
             cache.commit(kept, _moved(choice, kept))
             seconds = watch.step()
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])

@@ -300,6 +300,11 @@ def test_after_an_error_with_every_strategy(
                 turn.call(cache)
             turn.check(cache)
             turn.check_use(cache)
+        cache = copy.deepcopy(turn.before)
+        assert turn.call(cache).tolist() == turn.sequences.tolist()
+        assert cache.get_seq_length() == turn.width + 13 or kind == "tree"
+        turn.check(cache)
+        turn.check_use(cache)
 
 
 def test_after_an_error_in_chunks_of_the_prompt(
