@@ -117,13 +117,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_SPEC_SEED", str(random.randrange(10**6)))
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"architectures chosen at random: HF_SPEC_SEED={os.environ['HF_SPEC_SEED']}"
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if not config.getoption("--every-architecture"):
-        return
     outcomes: dict[str, dict[str, list[str]]] = {}
     reports = [report for some in terminalreporter.stats.values() for report in some]
     for report in reports:
@@ -131,7 +125,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if outcome is not None and report.when == "call":
             model_type, _, name = report.nodeid.partition("[")[2].rstrip("]").rpartition("-")
             outcomes.setdefault(model_type, {}).setdefault(outcome, []).append(name)
+    if not outcomes:
+        return
     terminalreporter.section("architectures")
+    if not config.getoption("--every-architecture"):
+        seed = os.environ["HF_SPEC_SEED"]
+        terminalreporter.line(f"{len(outcomes)} at random; HF_SPEC_SEED={seed} takes them again")
+        return
     for model_type, found in sorted(outcomes.items()):
         for outcome, names in found.items():
             terminalreporter.line(f"{model_type}: {', '.join(sorted(names))}: {outcome}")

@@ -1,8 +1,9 @@
 """Every causal language model of the installed Transformers with every strategy: the output is that
 of plain generation, or the call is refused by an error that says what is in the way. Nothing else.
 
-A run takes a few pairs at random, and prints the seed that repeats them; all of them:
-``make sweep``, or ``pytest tests/test_every_architecture.py --every-architecture``.
+A run takes a few pairs at random, and prints the seed that repeats them. All of them:
+``make sweep``, or ``pytest tests/test_every_architecture.py --every-architecture``, which also
+takes ``-k llama-medusa``.
 """
 
 from __future__ import annotations
