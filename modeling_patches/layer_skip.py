@@ -108,6 +108,19 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return next(iter(found.values()))
 
 
+def sublayers(layer: nn.Module) -> list[list[nn.Module]]:
+    """The modules of a decoder layer's attention, and those of its MLP, dense or shared.
+
+    Routed experts are left out: each sees some of the rows.
+    """
+    attention = _child(layer, _ATTENTION_NAMES)
+    inline = [getattr(layer, name) for name in _INLINE_MLP if hasattr(layer, name)]
+    mlp = _child(layer, _MLP_NAMES)
+    dense = [] if mlp is None else [child for name, child in mlp.named_children()
+                                    if "expert" not in name]  # fmt: skip
+    return [[] if attention is None else [attention], dense or inline]
+
+
 def num_layers(model: nn.Module) -> int:
     """Number of decoder layers; raises ValueError as `decoder_layers` does."""
     return len(decoder_layers(model))

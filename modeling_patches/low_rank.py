@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.layer_skip import decoder_layers, sublayers
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import own_share, summed
 
@@ -35,6 +35,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
 
 Targets = str | Sequence[str] | None
+#: Gives how many rows a forward has, and how many of them, the last, are updated.
+Gate = Callable[[], tuple[int, int]]
 
 
 class Factors(NamedTuple):
@@ -95,6 +97,31 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
             f"{', '.join(map(repr, unmatched))}: name linear modules, such as "
             f"{', '.join(last[:8]) or 'none here'}, or give a regular expression for whole "
             "names."
+        )
+    return found
+
+
+def output_projections(model: nn.Module) -> dict[str, nn.Module]:
+    """The last linear module of each attention and MLP: what they add to the residual stream.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        ValueError: nothing is found.
+    """
+    hidden = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
+    names = {id(module): name for name, module in _walk(model)}
+    found: dict[str, nn.Module] = {}
+    for layer in decoder_layers(model):
+        for parts in sublayers(layer):
+            inside = [m for part in parts for _, m in _walk(part) if _is_linear(m)]
+            last = [m for m in inside if (features(m) or (0, 0))[1] == hidden][-1:]
+            found |= {names[id(module)]: module for module in last}
+    if not found:
+        raise ValueError(
+            f"no linear module of {type(model).__name__} is the last of an attention or an MLP: "
+            "name them in target_modules."
         )
     return found
 
@@ -192,10 +219,16 @@ class LowRank:
             handle.remove()
         self._handles = []
 
-    def add_to(self, changes: Changes) -> None:
-        """Let the modules' calls be updated where `changes` run."""
+    def add_to(self, changes: Changes, gate: Gate | None = None) -> None:
+        """Let the modules' calls be updated where `changes` run.
+
+        Args:
+            changes: what this is added to.
+            gate: which rows of a forward are updated, asked at every call of a module; None: all.
+        """
         for name, module in self.modules.items():
-            changes.after(module, _Hook(self, name).within_call)
+            hook = _Hook(self, name)
+            changes.after(module, hook.within_call if gate is None else _Gated(hook, gate))
 
     # -- merging -----------------------------------------------------------------------------------
 
@@ -275,6 +308,34 @@ class _Hook:
         if factors is None:
             return None
         return _updated(args[0], output, *factors, self.owner.modules[self.name])
+
+
+class _Gated:
+    """A module's hook that updates the last rows of a forward; the others stay bit for bit."""
+
+    def __init__(self, hook: _Hook, gate: Gate) -> None:
+        self.hook, self.gate = hook, gate
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
+        rows, last = self.gate()
+        if not last:
+            return None
+        inputs = args[0]
+        if last == rows:
+            return self.hook(None, args, output)
+        whole = output
+        if output.ndim == 2:  # some models flatten (batch, rows, features) before a module
+            inputs, whole = (x.unflatten(0, (-1, rows)) for x in (inputs, output))
+        if whole.shape[1] != rows:
+            raise ValueError(
+                f"{self.hook.name} sees {whole.shape[1]} rows of a forward over {rows}: only "
+                "modules that see all rows in order can be updated in some of them. Leave it out "
+                "of target_modules."
+            )
+        updated = self.hook(None, (inputs[:, -last:],), whole[:, -last:])
+        if updated is not None:
+            whole[:, -last:] = updated
+        return output
 
 
 def _updated(

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from peft import PeftConfig
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationMixin
 
 from hf_spec.adapters.base_model import (
@@ -18,9 +17,7 @@ from hf_spec.adapters.base_model import (
 )
 from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights
 from hf_spec.adapters.repo_files import write_companions
-from hf_spec.core.checks import check_count
-from hf_spec.core.limits import MAX_SHAPE
-from modeling_patches.support import check_model, kv_shape
+from modeling_patches.support import check_model
 
 #: Newest layout of adapter_config.json and weights this release reads and the one it writes.
 FORMAT_VERSION = 1
@@ -123,6 +120,10 @@ class SpecPeftConfig(PeftConfig):
         """
         return {}
 
+    def learning_rates(self) -> dict[str, float]:
+        """Peaks of learning rates, by the start of the names of the parameters that have them."""
+        return {}
+
     def untrained(self, progress: float) -> frozenset[str]:
         """Parameters, by the names that `build` gives them, that are not trained yet.
 
@@ -197,38 +198,6 @@ class SpecPeftConfig(PeftConfig):
         name = os.path.basename(os.path.normpath(save_directory))
         inside = self._adapter_name not in (None, "default") and name == self._adapter_name
         write_companions(save_directory, type(self), shim=not inside)
-
-
-@dataclass
-class FrontConfig(SpecPeftConfig):
-    """Base of configs of adapters with learned keys and values: they have the cache's shape."""
-
-    num_layers: int | None = field(
-        default=None, metadata={"help": "Layers of the base's cache; recorded."}
-    )
-    num_kv_heads: int | None = field(
-        default=None, metadata={"help": "Key-value heads of the base; recorded."}
-    )
-    head_dim: int | None = field(
-        default=None, metadata={"help": "Dimension of the base's heads; recorded."}
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), high=MAX_SHAPE)
-
-    def record_shape(self, model: nn.Module) -> None:
-        """Record the shape of the base's cache, unless an adapter that is loaded brings it."""
-        if not (self.inference_mode and self.num_layers):
-            self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)
-
-    def fresh_states(self, name: str, slots: int, std: float) -> dict[str, Tensor]:
-        """``<name>_keys`` and ``<name>_values``, ``(layers, kv_heads, slots, head_dim)`` each."""
-        assert self.num_layers and self.num_kv_heads and self.head_dim
-        shape = (self.num_layers, self.num_kv_heads, slots, self.head_dim)
-        return {f"{name}_{part}": torch.randn(shape) * std for part in ("keys", "values")}
 
 
 def check_version(name: str, version: Any) -> None:

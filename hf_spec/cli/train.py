@@ -13,6 +13,9 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
 from hf_spec.model.loading import load_model
 
+#: What stands in place of a method for a part that an adapter can get later.
+TRANSITION = "transition"
+
 
 def train(
     context: typer.Context,
@@ -25,6 +28,10 @@ def train(
         typer.Option(help="Folder that 'hf-spec distill' wrote, or of your own answers. Needed."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Adapter folder. Needed.")] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="Of 'train transition': the adapter folder that gets one."),
+    ] = None,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Optimiser steps.  [default: --epochs decides]")
     ] = None,
@@ -73,18 +80,26 @@ def train(
     several devices, --training-args reaches everything else (logging, precision, FSDP). At each
     evaluation held-out prompts are decoded; the checkpoint of the largest tau is kept, or that of
     the smallest loss where the method fine-tunes the model. The base model is not changed, unless
-    a field of the config says so.
+    a field of the config says so. 'transition' gives an adapter that has none a transition, how
+    the token before changes what it predicts, without training the rest anew.
 
     \b
     Examples:
       hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
       hf-spec train bita --list-fields
+      hf-spec train transition --adapter ./bita --model M --data D --output ./bita-transition
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume \\
           --training-args '{"report_to": "tensorboard"}'
     """
     from hf_spec.training import train as work
 
+    if (method == TRANSITION) != (adapter is not None):
+        raise ValueError(f"--adapter and 'train {TRANSITION}' belong together")
+    if adapter is not None:
+        from hf_spec.hub.folder import read_spec_config
+
+        method = read_spec_config(adapter)[0].name
     chosen = work.trainable_method(method)
     fields = work.config_fields(chosen)
     if list_fields:
@@ -92,6 +107,7 @@ def train(
             option = "--" + name.replace("_", "-")
             factory: Any = item.default_factory
             default = factory() if item.default is dataclasses.MISSING else item.default
+            default = chosen.trained.get(name, default)
             typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {default}]")
         return
     if model is None or data is None or output is None:
@@ -99,7 +115,10 @@ def train(
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
     # A wrong value is told before anything is loaded.
-    adapter_config = chosen.adapter_config(**config)
+    if adapter is None:
+        adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
+    else:
+        adapter_config = work.extended(adapter, {**chosen.trained, **config})
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     settings = work.TrainSettings(
@@ -117,7 +136,7 @@ def train(
     rows = read_answers(data, tokenizer)
     record = work.train(
         base, rows, method, output, config, settings, resume,
-        provenance=read_provenance(data), tokenizer=tokenizer,
+        provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
     )  # fmt: skip
     if not record:  # not the main process
         return

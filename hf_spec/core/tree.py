@@ -232,6 +232,34 @@ class TreeBatch:
         return inner, place.gather(1, self.parents.clamp(min=0))
 
     @staticmethod
+    def of(parents: Tensor, depths: Tensor, valid: Tensor) -> TreeBatch:
+        """Trees that were made on the device; the host learns their sizes in one transfer.
+
+        Args:
+            parents: ``(batch, nodes)`` int64, each before its children; the root's is -1.
+            depths: ``(batch, nodes)`` int64.
+            valid: ``(batch, nodes)`` bool; a row's nodes stand before its padding.
+        """
+        above = parents.clamp(min=0) * valid
+        real = torch.where(valid, depths, -1).tolist()
+        row_depths = tuple(map(max, real))
+        ancestors = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
+        ancestors = ancestors.repeat(len(parents), 1, 1)
+        up = above
+        for _ in range(max(row_depths)):
+            ancestors.scatter_(2, up[:, :, None], True)
+            up = above.gather(1, up)
+        return TreeBatch(
+            parents=above.index_fill(1, above.new_zeros(1), -1),
+            depths=torch.where(valid, depths, 1),
+            ancestors=ancestors,
+            valid=valid,
+            row_depths=row_depths,
+            row_candidates=tuple(sum(depth > 0 for depth in row) for row in real),
+            is_chain=all(depth + 1 == len(real[0]) for depth in row_depths),
+        )
+
+    @staticmethod
     def stack(trees: Sequence[TokenTree], device: torch.device | str = "cpu") -> TreeBatch:
         """One tree per row; smaller trees are padded at the end."""
         first = trees[0]

@@ -19,21 +19,22 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.predicting import TransitionConfig
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits, output_logits, states_at
 from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.low_rank import features
 
 PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
 #: Names of the parameters: blocks' weights and biases, and the projections of heads with own ones.
-WEIGHTS, BIASES, PROJECTION = "weights", "biases", "projections"
+WEIGHTS, BIASES, PROJECTION = HEAD_WEIGHTS = "weights", "biases", "projections"
 
 
 @dataclass
-class HeadsConfig(SpecPeftConfig):
+class HeadsConfig(TransitionConfig):
     """Config of an adapter with heads.
 
     Raises:
@@ -100,7 +101,7 @@ class HeadsAdapter(SpecAdapterLayer):
                 tensors[PROJECTION] = torch.zeros(heads, vocab, hidden)
             else:
                 tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
-        return tensors
+        return {**tensors, **config.fresh_transition(model)}
 
 
 def _output_embeddings(model: Any) -> Any:
@@ -137,18 +138,17 @@ def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     return torch.stack(states, dim=-2)
 
 
-def draft_logits(model: Any, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """Logits of the heads, ``(batch, heads, vocab)``, up to what leaves their order as it is.
+def head_logits(model: Any, weights: Mapping[str, Tensor], states: Tensor) -> Tensor:
+    """Logits of the first heads, ``(..., heads, vocab)``, up to what leaves their order as it is.
 
     Args:
         model: the base model.
         weights: see :func:`head_states`.
-        hidden: ``(batch, hidden)``.
+        states: ``(..., heads, hidden)`` what their blocks made.
     """
-    states = head_states(weights, hidden)
     if PROJECTION in weights:
         return _projected(model, weights[PROJECTION], states)
-    return output_logits(model, states.to(hidden))
+    return output_logits(model, states)
 
 
 def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
@@ -187,11 +187,16 @@ def heads_loss(
         anchors, heads)``.
     """
     hidden = token_hidden(model, input_ids, attention_mask)
-    return loss_of_states(model, adapter, hidden, labels, anchors)
+    return loss_of_states(model, adapter, hidden, input_ids, labels, anchors)
 
 
 def loss_of_states(
-    model: Any, adapter: ActiveAdapter, hidden: Tensor, labels: Tensor, anchors: Tensor
+    model: Any,
+    adapter: ActiveAdapter,
+    hidden: Tensor,
+    input_ids: Tensor,
+    labels: Tensor,
+    anchors: Tensor,
 ) -> dict[str, Tensor]:
     """:func:`heads_loss` from final hidden states ``(batch, seq, hidden)``."""
     config: Any = adapter.config
@@ -210,7 +215,8 @@ def loss_of_states(
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
             own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
-    per_head = wanted_mean(prediction_losses(logits, wanted, own), wanted, 1)  # (batch, heads)
+    losses, logits = future_losses(weights, logits, states, input_ids, anchors, wanted, own)
+    per_head = wanted_mean(losses, wanted, 1)  # (batch, heads)
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_spec.drafting.transition import Transition
 from hf_spec.model.sequences import IGNORED
+
+#: How much predictions count by themselves where they are also judged given the token before.
+PLAIN_SHARE = 0.3
 
 
 def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None) -> Tensor:
@@ -30,6 +36,40 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
         ).sum(-1)
         losses = divergence.masked_fill(tokens == IGNORED, 0.0)
     return losses.view(wanted.shape)
+
+
+def future_losses(
+    weights: Mapping[str, Tensor],
+    logits: Tensor,
+    states: Tensor,
+    input_ids: Tensor,
+    anchors: Tensor,
+    wanted: Tensor,
+    own: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The losses of predictions at anchors, and the predictions as decoding makes them.
+
+    With a transition a prediction is judged given the token that stands before its own, and, so
+    that shortlists are right, to a share of `PLAIN_SHARE` without knowing it.
+
+    Args:
+        weights: the adapter's parameters.
+        logits: ``(batch, anchors, distances, vocab)``
+        states: ``(batch, anchors, distances, hidden)`` that they were made from.
+        input_ids: ``(batch, seq)``
+        anchors: ``(batch, anchors)`` columns; distance d, from 1, asks for the token d + 1 behind.
+        wanted: ``(batch, anchors, distances)`` those tokens, `IGNORED` where none does.
+        own: the model's own logits there, for distillation.
+    """
+    losses = prediction_losses(logits, wanted, own)
+    transition = Transition.of(weights)
+    if transition is None:
+        return losses, logits
+    ids, steps = input_ids.to(logits.device), torch.arange(1, wanted.shape[2] + 1)
+    at = (anchors.to(ids.device)[:, :, None] + steps.to(ids.device)).clamp(max=ids.shape[1] - 1)
+    before = ids.gather(1, at.flatten(1)).view_as(at)
+    given = logits + transition.logits(before, states).to(logits)
+    return PLAIN_SHARE * losses + prediction_losses(given, wanted, own), given
 
 
 def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.limits import MAX_CANDIDATES, MAX_NODES
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 
@@ -76,9 +77,11 @@ class StrategyOptions:
         return ACCEPTANCE_RULES.get(self.acceptance, True)
 
 
-#: What the option ``tree`` says for trees that are chosen while decoding, and for those that
-#: ``hf-spec tune`` has chosen.
-ONLINE, TUNED = "online", "tuned"
+#: What the option ``tree`` says for trees that are grown from a step's own probabilities, for those
+#: that are chosen while decoding by accuracies, and for those that ``hf-spec tune`` has chosen.
+ADAPTIVE, ONLINE, TUNED = "adaptive", "online", "tuned"
+#: Candidates of an adaptive tree, and the fewest nodes of it with probes, unless the user says.
+CANDIDATES, PROBED = 8, 4
 
 
 def is_dynamic(tree: Any) -> bool:
@@ -100,58 +103,53 @@ def is_dynamic(tree: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class OnlineOptions(StrategyOptions):
-    """Options of a strategy whose trees can be chosen while decoding (ProPD, section 4.2).
+class TreeOptions(StrategyOptions):
+    """Options of a strategy whose candidates stand on trees of predictions.
 
     Attributes:
-        tree: ``online`` does so.
-        max_rows: most rows of a step of such a tree, its nodes and probes, per batch row; None: 64.
+        tree: ``adaptive``: the likeliest paths by the step's own probabilities. Or a name of the
+            method's; ``tuned``, what ``hf-spec tune`` chose for this device; ``online``, by
+            accuracies and step times learned while decoding (ProPD, section 4.2); a list of rank
+            paths, as ``TokenTree.from_paths`` takes it, with all probes under each node; or a
+            dynamic tree, a list of states as ``TreeStates.to_json`` gives it.
+        candidates: of an adaptive tree; None: 8.
+        probed: nodes of an adaptive tree that have probes under them, those where a step is
+            likeliest to end; 0 for all, None: half as many as there are candidates, at least 4.
+        max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
+            predicts. Dynamic trees say it themselves.
+        max_rows: most rows of a step of an online tree, its nodes and probes, per batch row; None:
+            64.
     """
 
-    tree: Any = ""
+    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ADAPTIVE
+    candidates: int | None = None
+    probed: int | None = None
+    max_depth: int | None = None
     max_rows: int | None = None
 
     #: Names of static trees that the method has, the usual one first.
     trees: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_rows is None:
-            return
-        check_count("max_rows", self.max_rows, low=2, high=512)
-        if self.tree != ONLINE:
-            raise ValueError(
-                f"max_rows={self.max_rows} is of tree='online'; leave it out with another one."
-            )
-
-    def untimed(self) -> dict[str, Any]:
-        static = {"tree": self.trees[0], "max_rows": None} if self.tree == ONLINE else {}
-        return {**super().untimed(), **static}
-
-
-@dataclass(frozen=True)
-class TreeOptions(OnlineOptions):
-    """Options of a strategy whose candidates stand on trees of ranked predictions.
-
-    Attributes:
-        tree: a name of the method's; ``tuned``, what ``hf-spec tune`` chose for this device;
-            ``online``, chosen while decoding; a list of rank paths, as ``TokenTree.from_paths``
-            takes it, with all probes under each node; or a dynamic tree, a list of states as
-            ``TreeStates.to_json`` gives it.
-        max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
-            predicts. Dynamic trees say it themselves.
-    """
-
-    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ""
-    max_depth: int | None = None
-
     #: Whether predictions take probes under the nodes; else every step knows all of them.
     hangs_probes: ClassVar[bool] = True
     #: Options that decide the trees' shape; dynamic trees take their place.
-    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "max_rows")
+    shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "probed", "max_depth", "max_rows")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        limits = {"candidates": (1, MAX_CANDIDATES), "probed": (0, MAX_NODES), "max_rows": (2, 512)}
+        for name, (low, high) in limits.items():
+            value, kind = getattr(self, name), ONLINE if name == "max_rows" else ADAPTIVE
+            if value is None:
+                continue
+            check_count(name, value, low=low, high=high)
+            if self.tree != kind:
+                raise ValueError(
+                    f"{name}={value} is of tree={kind!r}; leave it out with another one."
+                )
+        if self.probed is not None and not self.hangs_probes:
+            raise ValueError(
+                f"probed={self.probed}: this strategy predicts without probes; leave it out."
+            )
         if self.max_depth is not None:
             check_count("max_depth", self.max_depth)
         if is_dynamic(self.tree):
@@ -165,12 +163,31 @@ class TreeOptions(OnlineOptions):
             self._check_probes()
         elif not isinstance(self.tree, str):
             self._paths()
-        elif self.tree not in (*self.trees, ONLINE):
-            names = ", ".join((*self.trees, ONLINE, TUNED))
+        elif self.tree not in (ADAPTIVE, *self.trees, ONLINE):
+            names = ", ".join((ADAPTIVE, *self.trees, ONLINE, TUNED))
             raise ValueError(
                 f"tree={self.tree!r}: choose one of {names}, or give rank paths, or the states of "
                 "a dynamic tree."
             )
+
+    def untimed(self) -> dict[str, Any]:
+        static = {"tree": self.trees[0], "max_rows": None} if self.tree == ONLINE else {}
+        return {**super().untimed(), **static}
+
+    def depth(self, available: int) -> int:
+        """Distances that are drafted.
+
+        Args:
+            available: future tokens that the adapter predicts.
+
+        Raises:
+            ValueError: ``max_depth`` is more.
+        """
+        if self.max_depth is not None and self.max_depth > available:
+            raise ValueError(
+                f"max_depth={self.max_depth}: the adapter predicts {available} future tokens."
+            )
+        return self.max_depth or available
 
     @abstractmethod
     def named_tree(self, depth: int) -> TokenTree:
@@ -185,13 +202,7 @@ class TreeOptions(OnlineOptions):
         Raises:
             ValueError: if the paths given go deeper, or ``max_depth`` does.
         """
-        if self.max_depth is not None and self.max_depth > available:
-            raise ValueError(
-                f"max_depth={self.max_depth}: the adapter predicts {available} future tokens."
-            )
-        depth = self.max_depth or available
-        if self.tree == ONLINE:
-            return TokenTree.chain(depth)  # until a step needs a tree
+        depth = self.depth(available)
         if isinstance(self.tree, str):
             return self.named_tree(depth)
         tree = self._paths()
@@ -236,8 +247,6 @@ class HeadOptions(TreeOptions):
             says; rank paths are Medusa's choices, and the states of a dynamic tree have no probes.
         max_depth: heads used; None takes all that the adapter has.
     """
-
-    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "sparse"
 
     trees: ClassVar[tuple[str, ...]] = ("sparse", "chain")
     hangs_probes: ClassVar[bool] = False

@@ -1,13 +1,13 @@
-"""What drafters share whose candidates stand on trees of ranked predictions of future tokens.
+"""What drafters share whose candidates stand on trees of predictions of future tokens.
 
 It is what ``hf-spec tune`` needs of a drafter: how far it predicts and whether that takes probes,
-its predictions at places of finished sequences, and what a step with given trees forwards.
+its predictions at places of finished sequences, and a step with given trees.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.drafting.candidates import ranked_tokens
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.transition import Transition
 
 #: Predictions of finished sequences that are made at once: they are vocabularies long.
 AT_ONCE = 384
+#: Combinations of rows' states whose tensors are kept.
+KEPT_STEPS = 256
 
 #: The tree of each row, the same as tensors, and the probes under its nodes.
 StepRows = tuple[list[TokenTree], TreeBatch, ProbeRows | None]
@@ -44,6 +47,21 @@ class TreeSource:
     def start(self, state: DecodingState) -> None:
         """The call's first step is near, or the batch has become smaller."""
 
+    def propose(
+        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int], depth: int
+    ) -> Draft:
+        """The draft of the step that begins now.
+
+        Args:
+            drafter: makes predictions, and hangs its probes.
+            state: the decoding.
+            known: distances that each row has predictions for.
+            depth: deepest candidate that any row can use.
+        """
+        states = self.states(state)
+        trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
+        return drafter.stand(trees, state)
+
     def states(self, state: DecodingState) -> TreeStates:
         """The trees of the step that begins now."""
         return self._states
@@ -52,19 +70,11 @@ class TreeSource:
         """Distances to predict where the tree of the step is so deep."""
         return depth
 
-    def tokens(
-        self, trees: Sequence[TokenTree], state: DecodingState, logits: Tensor,
-        known: Sequence[int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Tokens on all nodes, as :func:`ranked_tokens`.
+    def noted(self, predictions: Predictions, state: DecodingState) -> None:
+        """A step's predictions were made."""
 
-        Args:
-            trees: of each row.
-            state: the decoding.
-            logits: ``(batch, distances, vocab)`` of all distances of the trees, or of more.
-            known: distances that each row has predictions for; None: all.
-        """
-        return ranked_tokens(trees, state.root, logits)
+    #: Tokens at each distance that it looks at, at least.
+    width: int = 1
 
     def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
         """A step of so many rows is over, with these accepted nodes; a plain one, too."""
@@ -79,18 +89,22 @@ class TreeDrafter(Drafter):
 
     Args:
         source: gives the trees of each step.
+        weights: the adapter's parameters; its transition may be among them.
     """
 
     runs_modules: ClassVar[bool] = True
 
-    def __init__(self, model: Any, options: Any, source: TreeSource):
+    def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
         self.source = source
+        self.transition = Transition.of(weights)
+        self._steps: dict[Hashable, StepRows] = {}
 
     def start(self, state: DecodingState) -> None:
         self.source.start(state)
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+        self._steps.clear()
         self.source.start(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
@@ -98,6 +112,77 @@ class TreeDrafter(Drafter):
 
     def details(self) -> dict[str, Any]:
         return self.source.details()
+
+    def propose(self, state: DecodingState) -> Draft:
+        known = self.known(state)
+        return self.source.propose(self, state, known, max(min(max(known), state.max_depth), 0))
+
+    def stand(self, trees: Sequence[TreeState], state: DecodingState) -> Draft:
+        """A draft of these trees, with the probes that they say.
+
+        Args:
+            trees: of each row, no deeper than the row's predictions.
+            state: with the hidden states of the step before.
+        """
+        key, device = tuple(trees), str(state.root.device)
+        if key not in self._steps:
+            if len(self._steps) == KEPT_STEPS:
+                self._steps.pop(next(iter(self._steps)))
+            shapes = [one.tree for one in trees]
+            batch = TreeBatch.stack(shapes, device)
+            self._steps[key] = shapes, batch, self.hang(batch, [one.probes for one in trees])
+        shapes, batch, probes = self._steps[key]
+        tokens, distributions = state.root[:, None], None
+        if batch.num_nodes > 1:
+            tokens, distributions = self.candidates(state, shapes, batch.max_depth)
+        return Draft(batch, tokens, distributions, probes)
+
+    def candidates(
+        self, state: DecodingState, trees: list[TokenTree], depth: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens on all nodes, ``(batch, nodes)``, and what they were sampled from, if they were.
+
+        Args:
+            state: with the hidden states of the step before.
+            trees: of each row, no deeper than ``depth``, from 1, and the row's predictions.
+        """
+        width = max(self.source.width, 1 + max(max(tree.ranks) for tree in trees))
+        predictions = self.predict(state, self.source.look(depth), width)
+        self.source.noted(predictions, state)
+        return predictions.ranked(trees, state.root), None
+
+    @abstractmethod
+    def known(self, state: DecodingState) -> tuple[int, ...]:
+        """Distances that each row has predictions for."""
+
+    def predict(self, state: DecodingState, depth: int, width: int) -> Predictions:
+        """What the hidden states of the step before say of the next tokens.
+
+        Args:
+            state: the decoding.
+            depth: distances, at most those that are known.
+            width: tokens to keep for each.
+        """
+        states = self.states(state, depth)
+        logits = self.logits(states)
+        return Predictions(logits, width, self.known(state), self.transition, states)
+
+    @abstractmethod
+    def states(self, state: DecodingState, depth: int) -> Tensor:
+        """``(batch, depth, hidden)`` that the distances are predicted from."""
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """Predictions ``(batch, depth, vocab)`` of :meth:`states`."""
+
+    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
+        """Probes under the nodes of a step's trees.
+
+        Args:
+            tree: of each row.
+            ahead: how many distances are to be predicted under each node of each row.
+        """
+        return None
 
     @property
     @abstractmethod
@@ -110,40 +195,46 @@ class TreeDrafter(Drafter):
         """Probes for each distance; 0: predictions take no rows, and every step knows them all."""
 
     @abstractmethod
-    def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
-        """What a step forwards.
-
-        Args:
-            states: the tree of each row with its probes.
-            device: of the tensors.
-        """
-
-    @abstractmethod
-    def candidates(
-        self, state: DecodingState, trees: list[TokenTree], depth: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Tokens on all nodes, ``(batch, nodes)``, and what they were sampled from, if they were.
-
-        Args:
-            state: with the hidden states of the step before.
-            trees: of each row, no deeper than ``depth``, from 1, and the row's predictions.
-        """
-
-    @abstractmethod
-    def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
-        """Predictions at tokens of a finished sequence, as decoding makes them behind these.
+    def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        """What :meth:`states` are at tokens of a finished sequence.
 
         Args:
             input_ids: ``(1, seq)``, without padding.
             places: ``(places,)`` columns of ``input_ids``.
 
         Yields:
-            ``(some, distances, vocab)`` for some places after the other, in their order; distance
-            d, from 1, is that of the token 1 + d columns behind the place.
+            ``(some, distances, hidden)`` for some places after the other, in their order.
         """
+
+    def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        """Predictions at tokens of a finished sequence, as decoding makes them behind these.
+
+        Where there is a transition, each distance is predicted given the token that stands before
+        it in the sequence.
+
+        Args:
+            input_ids, places: see :meth:`future_states`.
+
+        Yields:
+            ``(some, distances, vocab)``; distance d, from 1, is that of the token 1 + d columns
+            behind the place.
+        """
+        done, ids = 0, input_ids[0]
+        for states in self.future_states(input_ids, places):
+            logits = self.logits(states)
+            if self.transition is not None:
+                some = places[done : done + len(states), None].to(ids.device)
+                at = some + torch.arange(1, self.distances + 1, device=ids.device)
+                before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
+                logits = logits + self.transition.logits(before, states)
+            done += len(states)
+            yield logits
 
     def chain(self, input_ids: Tensor) -> list[int]:
         last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
-        (future,) = self.future_logits(input_ids, last)
-        own = self.model(input_ids).logits[0, -1:]  # the token before those that are predicted
-        return torch.cat([own, future[0].to(own)]).argmax(-1).tolist()
+        (states,) = self.future_states(input_ids, last)
+        # The token before those that are predicted.
+        own = self.model(input_ids).logits[0, -1:].argmax(-1).to(states.device)
+        known = (self.distances,)
+        predictions = Predictions(self.logits(states), 1, known, self.transition, states)
+        return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()

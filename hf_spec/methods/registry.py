@@ -58,6 +58,7 @@ class Method:
             ``anchors``; called as ``objective(base model, adapter, **batch)``.
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
+        trained: fields of its adapter's config that ``hf-spec train`` sets unless the user does.
         num_anchors: places per sequence that one training step trains, unless the user says.
         published: reads others' checkpoints, for ``hf-spec import``; None if there are none.
         exports: by name of a form, for ``hf-spec export``.
@@ -72,6 +73,7 @@ class Method:
     objective: Objective | None = None
     needs_adapter: bool = False
     training: dict[str, Any] | None = None
+    trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
     published: Published | None = None
     exports: Mapping[str, Exporter] = field(default_factory=dict)

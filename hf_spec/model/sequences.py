@@ -190,6 +190,8 @@ class _Run:
         if while_probing is not None:
             changes.update(while_probing)
         averaged_exits(self.model, changes, self.inputs.exits)
+        if self.inputs.update is not None:
+            self.inputs.update.add_to(changes)
         seen = final_hidden(self.model, changes)
         changes.run(
             eager(self.model),
@@ -200,8 +202,8 @@ class _Run:
         return self._split(seen[0], token_hidden)
 
     def together(self) -> ProbedSequences:
-        if self.inputs.num_front:
-            raise ValueError("learned states in front need a frozen base model.")
+        if self.inputs.num_front or self.inputs.update is not None:
+            raise ValueError("what probes alone have learned needs a frozen base model.")
         causal = torch.arange(self.seq, device=self.device)
         tokens = (causal[None] <= causal[:, None]) & self.real[:, None]
         tokens = tokens | torch.eye(self.seq, dtype=torch.bool, device=self.device)

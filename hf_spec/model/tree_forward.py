@@ -24,6 +24,7 @@ from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
+from modeling_patches.low_rank import LowRank
 from modeling_patches.per_call import Changes, eager
 from modeling_patches.ranks import Ranks
 
@@ -37,12 +38,14 @@ class ProbeInputs:
         front: per layer, keys and values ``(kv_heads, slots, head_dim)`` that only probes see.
         front_seen: ``(kinds, slots)`` bool, which of these slots each kind sees; None: all.
         exits: last layers whose hidden states are averaged in the probes' rows.
+        update: of the model's modules, in the probes' rows only; those of tokens stay as they are.
     """
 
     embeddings: Tensor
     front: Sequence[tuple[Tensor, Tensor]] = ()
     front_seen: Tensor | None = None
     exits: int = 1
+    update: LowRank | None = None
 
     @property
     def num_front(self) -> int:
@@ -96,10 +99,12 @@ class _Pass:
 
     Attributes:
         nodes: rows that logits are made of; the first.
+        probes: rows behind them.
         choose: which rows stay; None: all.
     """
 
     nodes: int = 0
+    probes: int = 0
     choose: Choose | None = None
 
 
@@ -251,6 +256,7 @@ class TreeForward:
         left: Survivors | None = None
         cache, running = self.cache, self._pass
         running.nodes = tokens.shape[1]
+        running.probes = 0 if probes is None else probes.num_probes
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal left
@@ -261,6 +267,7 @@ class TreeForward:
                 return None
             cache.narrow(left.rows)
             running.nodes = left.nodes.shape[1]
+            running.probes = left.rows.shape[1] - running.nodes
             return left.rows
 
         changes, seen = self._watched(pruning)
@@ -286,6 +293,10 @@ class TreeForward:
 
             if self.probe_inputs is not None:
                 averaged_exits(self.model, changes, self.probe_inputs.exits, nodes)
+                if self.probe_inputs.update is not None:
+                    self.probe_inputs.update.add_to(
+                        changes, lambda: (running.nodes + running.probes, running.probes)
+                    )
             self._watching = changes, final_hidden(self.model, changes, nodes)
         if pruning is not None and not self._prunes:
             # Behind averaged exits, which must see the last layer's output first.

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.drafting.candidates import tokens_at
 from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.memory import alone, recall
 from hf_spec.policy.online_trees import RANKS, UNKNOWN, HitRates, Shape, TreePlan, check_rows
@@ -42,16 +41,26 @@ class Predicted:
     """The likeliest tokens of one step's predictions.
 
     Attributes:
-        best: ``(batch, distances, K)`` ids, on the device.
+        predictions: on the device.
         rows: tokens of each row; they grow as it does. None for a finished row.
         starts: length of each row when they were made; the token there is that of distance 1.
         known: distances that each row had predictions for.
     """
 
-    best: Tensor
+    predictions: Predictions
     rows: list[list[int] | None]
     starts: list[int]
     known: list[int]
+
+    def best(self, width: int) -> Tensor:
+        """``(batch, distances, width)`` the likeliest ids, given the tokens that came."""
+        depth = self.predictions.distances
+        before = [
+            [*(row or [0] * start)[start - 1 : start - 1 + depth], *[0] * depth][:depth]
+            for row, start in zip(self.rows, self.starts)
+        ]
+        device = self.predictions.tokens.device
+        return self.predictions.likeliest(torch.tensor(before, device=device))[..., :width]
 
     def wanted(self, depth: int) -> list[list[int]]:
         """``(batch, depth)`` the tokens that came; ``UNKNOWN`` where none did."""
@@ -62,16 +71,17 @@ class Predicted:
         return found
 
 
-def ranks_of(predicted: Sequence[Predicted], depth: int) -> np.ndarray[Any, np.dtype[Any]]:
+def ranks_of(
+    predicted: Sequence[Predicted], depth: int, width: int
+) -> np.ndarray[Any, np.dtype[Any]]:
     """``(predictions x rows, depth)`` rank of each token that came, in order of time.
 
-    K for a miss. The device is waited for once, whatever there is to compare.
+    ``width`` for a miss. The device is waited for once, whatever there is to compare.
     """
-    width = predicted[0].best.shape[-1]
     wanted = [row for one in predicted for row in one.wanted(depth)]
     best = torch.cat(
-        [functional.pad(one.best, (0, 0, 0, depth - one.best.shape[1]), value=-2)
-         for one in predicted]
+        [functional.pad(best, (0, 0, 0, depth - best.shape[1]), value=-2)
+         for best in (one.best(width) for one in predicted)]
     )  # fmt: skip
     target = torch.tensor(wanted, device=best.device)
     hits = best == target[..., None]  # (predictions x rows, depth, K)
@@ -110,7 +120,7 @@ class OnlineTrees(TreeSource):
     ):  # fmt: skip
         self.model, self.adapter = model, adapter
         self.depth, self.per_distance, self.max_rows = depth, probes, max_rows
-        self.ranks = min(RANKS, model.get_input_embeddings().weight.shape[0])
+        self.ranks = self.width = min(RANKS, model.get_input_embeddings().weight.shape[0])
         check_rows(max_rows, self.per_distance)
         self._memory: Memory | None = None
         self._plan: TreePlan | None = None
@@ -155,19 +165,12 @@ class OnlineTrees(TreeSource):
         self._looked = not few and self._proposals % LOOK == 0 and depth < self.depth
         return self.depth if few or self._looked else depth
 
-    def tokens(
-        self, trees: Sequence[TokenTree], state: DecodingState, logits: Tensor,
-        known: Sequence[int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See :meth:`TreeSource.tokens`; the predictions are noted."""
-        best = logits.topk(self.ranks, dim=-1).indices  # (batch, distances, K)
+    def noted(self, predictions: Predictions, state: DecodingState) -> None:
         rows = [row if on else None for row, on in zip(state.tokens, state.active)]
         starts = [len(row) for row in state.tokens]
-        known = [best.shape[1]] * len(rows) if known is None else known
-        shown = [min(n, best.shape[1]) for n in known]
-        self._pending.append(Predicted(best, rows, starts, shown))
+        shown = [min(n, predictions.distances) for n in predictions.known]
+        self._pending.append(Predicted(predictions, rows, starts, shown))
         self._predicted = True
-        return tokens_at(trees, state.root, best)
 
     @alone
     def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
@@ -204,7 +207,7 @@ class OnlineTrees(TreeSource):
     def _compare(self, predicted: list[Predicted]) -> None:
         if predicted:
             assert self._memory is not None
-            self._memory.hits.observe(ranks_of(predicted, self.depth))
+            self._memory.hits.observe(ranks_of(predicted, self.depth, self.ranks))
 
     def _plan_for(self, state: DecodingState) -> TreePlan:
         """That of the batch size and the length in powers of two."""

@@ -8,8 +8,9 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.drafter import DecodingState
-from hf_spec.drafting.options import ONLINE, TUNED, TreeOptions, is_dynamic
+from hf_spec.drafting.options import ADAPTIVE, ONLINE, TUNED, TreeOptions, is_dynamic
 from hf_spec.drafting.tree_drafter import TreeSource
+from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.online_policy import OnlineTrees
 from hf_spec.policy.online_trees import MAX_ROWS
 from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, read_trees
@@ -56,6 +57,10 @@ def tree_source(
             does not have, none have been tuned or they cannot be read, or ``max_rows`` are too few
             for a candidate.
     """
+    if options.tree == ADAPTIVE:
+        return AdaptiveTrees(
+            options.depth(distances), bool(probes), options.candidates, options.probed
+        )
     if options.tree == TUNED:
         path = adapter.config.file_beside(TREE_FILE)
         if path is None:
@@ -70,10 +75,10 @@ def tree_source(
     if is_dynamic(options.tree):
         states = TreeStates.from_json(options.tree)
     else:
-        tree = options.make_tree(distances)  # checks max_depth, too
-        depth = options.max_depth or distances
+        depth = options.depth(distances)
         if options.tree == ONLINE:
             return OnlineTrees(model, adapter, depth, probes, options.max_rows or MAX_ROWS)
+        tree = options.make_tree(distances)
         states = (TreeStates.uniform if probes else TreeStates.bare)(tree, depth)
     _check(states, "tree", model, distances)
     return TreeSource(states)

@@ -162,6 +162,7 @@ def train(
     provenance: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
     tokenizer: Any = None,
+    start: Path | None = None,
 ) -> dict[str, Any]:
     """Train an adapter and write it to ``output``, complete but for the card.
 
@@ -176,6 +177,7 @@ def train(
         provenance: where the data come from, for the record.
         callbacks: of the Trainer.
         tokenizer: saved beside a base model that was trained.
+        start: an adapter folder of the method; it gets a transition, which alone is trained.
 
     Returns:
         The record that is written to ``training.json``.
@@ -199,7 +201,8 @@ def train(
     check_base(model)
     assert method.adapter_config is not None
     set_seed(settings.seed)
-    adapter_config = method.adapter_config(**(config or {}))
+    fields = {**method.trained, **(config or {})}
+    adapter_config = method.adapter_config(**fields) if start is None else extended(start, fields)
     folder = output / "checkpoints"
     arguments = training_arguments(method, settings, folder, adapter_config)
     if checkpoints(folder) and not resume:
@@ -214,6 +217,8 @@ def train(
     peft_model = get_peft_model(model, adapter_config)
     for parameter in base if adapter_config.trains_base else ():
         parameter.requires_grad_(True)
+    if start is not None:
+        take_over(model, adapter_config, start)
     data: dict[str, Any] = {
         "num_anchors": settings.num_anchors or method.num_anchors,
         "max_length": settings.max_length,
@@ -250,6 +255,49 @@ def train(
     for parameter, flag in zip(base, requires_grad):
         parameter.requires_grad_(flag)
     return record
+
+
+def extended(folder: Path, fields: dict[str, Any]) -> Any:
+    """The config of an adapter that is to get a transition.
+
+    Args:
+        folder: of the adapter.
+        fields: of its config, to be changed: ``transition_rank`` and its learning rate.
+
+    Raises:
+        ValueError: the adapter has one, or is of a method without.
+    """
+    from peft import PeftConfig
+
+    from hf_spec.adapters.predicting import TransitionConfig
+
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, TransitionConfig):
+        raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
+    if config.transition_rank:
+        raise ValueError(f"the adapter {str(folder)!r} has a transition already: train it anew")
+    own = {"transition_rank", "transition_learning_rate"}
+    if other := sorted(set(fields) - own):
+        raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
+    known = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    return type(config)(**{**known, **fields, "inference_mode": False})
+
+
+def take_over(model: Any, config: Any, folder: Path) -> None:
+    """Put an adapter's weights into one that was extended, and train what it lacks alone."""
+    from hf_spec.adapters.active import find_active
+    from hf_spec.adapters.checkpoint import StoredWeights
+    from hf_spec.adapters.layer import names_on_disk
+
+    adapter = find_active(model, config.type_name)
+    assert adapter is not None
+    weights = adapter.weights()
+    places = names_on_disk(adapter.layer.prefix, weights)
+    stored = dict(StoredWeights(str(folder)).tensors())
+    for name, place in zip(weights, places):
+        weights[name].requires_grad_(name.startswith("transition"))
+        if not name.startswith("transition"):
+            weights[name].data.copy_(stored[place])
 
 
 def bit_sums(parameters: Sequence[torch.Tensor]) -> str:

@@ -46,6 +46,23 @@ class SpecTrainer(Trainer):
                 "launch it without them, or train low-rank updates."
             )
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The usual one, with learning rates of their own for parts of the adapter that have them."""
+        given = self.optimizer
+        optimizer: Any = super().create_optimizer(*args, **kwargs)
+        config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
+        if given is not None or not isinstance(config, SpecPeftConfig):
+            return optimizer
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for part, rate in config.learning_rates().items():
+            for group in list(optimizer.param_groups):
+                own = [p for p in group["params"] if f"_{part}" in names.get(id(p), "")]
+                if own:
+                    kept = {id(p) for p in own}
+                    group["params"] = [p for p in group["params"] if id(p) not in kept]
+                    optimizer.add_param_group({**group, "params": own, "lr": rate})
+        return optimizer
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         if self.trains_base and self.args.should_save:

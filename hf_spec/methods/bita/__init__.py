@@ -1,5 +1,6 @@
 """``bita``: learned mask tokens predict the next tokens in the verifying forward (BiTA)."""
 
+from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.bita.adapter import BitaAdapter
 from hf_spec.methods.bita.config import BitaConfig
 from hf_spec.methods.bita.drafter import BitaDrafter
@@ -22,5 +23,6 @@ METHOD = Method(
         "per_device_train_batch_size": 8,
         "num_train_epochs": 4,
     },
+    trained=TRAINED,
     num_anchors=32,
 )

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_spec.adapters.config import FrontConfig
+from hf_spec.adapters.predicting import FrontConfig
 from hf_spec.core.checks import check_choices, check_count
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE
 

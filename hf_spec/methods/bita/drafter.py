@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.core.tree_states import TreeState
+from hf_spec.core.probes import ProbeRows
+from hf_spec.core.tree import TreeBatch
 from hf_spec.drafting.probe_drafter import ProbeDrafter
-from hf_spec.drafting.tree_drafter import StepRows
 from hf_spec.methods.bita.options import STRAIGHTFORWARD, BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.policy.tree_source import tree_source
@@ -31,16 +31,14 @@ class BitaDrafter(ProbeDrafter):
         weights: Mapping[str, Tensor] = adapter.weights()
         source = tree_source(options, model, adapter, len(weights["masks"]), probes=1)
         used = {**weights, "masks": weights["masks"][: source.max_depth]}
-        super().__init__(model, options, probe_inputs(model, used), source)
+        super().__init__(model, options, probe_inputs(model, used), source, weights)
 
-    def rows(self, states: Sequence[TreeState], device: str) -> StepRows:
+    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
         if self.options.tree != STRAIGHTFORWARD:
-            return super().rows(states, device)
+            return super().hang(tree, ahead)
         count = len(self.group)
-        trees, batch, probes = super().rows(
-            [TreeState(one.tree, (count, *[0] * one.tree.num_candidates)) for one in states], device
-        )
+        probes = super().hang(tree, [[count] + [0] * (len(row) - 1) for row in ahead])
         assert probes is not None
         # Behind c accepted candidates the first c predictions of the root's group are overtaken.
-        left = tuple(tuple(count - depth for depth in row) for row in batch.depths.tolist())
-        return trees, batch, replace(probes, first=batch.depths, sizes=left)
+        left = tuple(tuple(count - depth for depth in row) for row in tree.depths.tolist())
+        return replace(probes, first=tree.depths, sizes=left)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.methods.bita.probes import probe_inputs
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
@@ -34,10 +34,12 @@ def loss(
         ``loss``, a scalar; ``logits``, ``(batch, anchors, M, vocab)``; ``labels``, ``(batch,
         anchors, M)``.
     """
-    inputs = probe_inputs(model, adapter.weights())
+    weights = adapter.weights()
+    inputs = probe_inputs(model, weights)
     group = ProbeGroup.causal(inputs.embeddings.shape[0])
     hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs).probe_hidden
     wanted = future_labels(labels, anchors, group).to(hidden.device)
     logits = output_logits(model, hidden)
-    means = wanted_mean(prediction_losses(logits, wanted), wanted, (1, 2))
+    losses, logits = future_losses(weights, logits, hidden, input_ids, anchors, wanted)
+    means = wanted_mean(losses, wanted, (1, 2))
     return {"loss": means.mean(), "logits": logits, "labels": wanted}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_CANDIDATES
@@ -31,11 +30,10 @@ class BitaOptions(TreeOptions):
         max_depth: mask tokens used; None takes all that the adapter has.
     """
 
-    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "efficient"
     top_k: int | None = None
 
     trees: ClassVar[tuple[str, ...]] = ("efficient", "full", "chain", STRAIGHTFORWARD)
-    shape: ClassVar[tuple[str, ...]] = ("tree", "max_depth", "max_rows", "top_k")
+    shape: ClassVar[tuple[str, ...]] = (*TreeOptions.shape, "top_k")
 
     def __post_init__(self) -> None:
         super().__post_init__()

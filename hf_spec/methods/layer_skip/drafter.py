@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.candidates import distribution
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.predictions import distribution
 from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.policy.memory import alone, recall

@@ -1,5 +1,6 @@
 """``medusa``: heads on the final hidden state predict the next tokens (Medusa)."""
 
+from hf_spec.adapters.predicting import TRAINED
 from hf_spec.drafting.heads import HeadsAdapter, heads_loss
 from hf_spec.methods.medusa.config import MedusaConfig
 from hf_spec.methods.medusa.drafter import MedusaDrafter
@@ -22,6 +23,7 @@ METHOD = Method(
         "per_device_train_batch_size": 8,
         "num_train_epochs": 4,
     },
+    trained=TRAINED,
     num_anchors=64,
     published=Published(wants, convert),
     exports={"vllm": vllm_files},

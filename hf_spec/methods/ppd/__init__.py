@@ -1,5 +1,6 @@
 """``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
 
+from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.ppd.adapter import PPDAdapter
 from hf_spec.methods.ppd.config import PPDConfig
 from hf_spec.methods.ppd.drafter import PPDDrafter
@@ -22,6 +23,7 @@ METHOD = Method(
         "per_device_train_batch_size": 8,
         "num_train_epochs": 4,
     },
+    trained=TRAINED,
     num_anchors=32,
     published=Published(wants, convert),
 )

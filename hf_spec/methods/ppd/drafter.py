@@ -28,7 +28,12 @@ class PPDDrafter(ProbeDrafter):
         config: Any = adapter.config
         source = tree_source(options, model, adapter, config.num_prompt_tokens, config.num_ept)
         self.prompts = PromptTokens(adapter, source.max_depth)
-        super().__init__(model, options, self.prompts.inputs, source, self.prompts.group)
+        super().__init__(
+            model, options, self.prompts.inputs, source, adapter.weights(), self.prompts.group
+        )
 
-    def predictions(self, hidden: Tensor) -> Tensor:
-        return self.prompts.logits(self.model, hidden, exact=False)
+    def distance_states(self, hidden: Tensor) -> Tensor:
+        return self.prompts.states(hidden)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.prompts.logits(self.model, states, exact=False)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.methods.ppd.probes import PromptTokens
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import future_labels, probe_sequences
@@ -49,8 +49,8 @@ def loss(
     )
     device = states.probe_hidden.device
     wanted, anchors = wanted.to(device), anchors.to(device)
-    logits = prompts.logits(model, states.probe_hidden.flatten(1, 2))
-    logits = logits.unflatten(1, wanted.shape[1:])
+    made = prompts.states(states.probe_hidden.flatten(1, 2))
+    logits = prompts.logits(model, made).unflatten(1, wanted.shape[1:])
     offsets, _ = group_tensors(group, str(device))
     own = None
     if config.loss == "distillation":
@@ -58,7 +58,10 @@ def loss(
         with torch.no_grad():
             own = model_logits(model, states_at(states.token_hidden, at.flatten(1)))
             own = own.view_as(logits)
-    losses = prediction_losses(logits, wanted, own)
+    losses, logits = future_losses(
+        prompts.weights, logits, made.unflatten(1, wanted.shape[1:]), input_ids, anchors, wanted,
+        own,
+    )  # fmt: skip
     share = config.decay ** (offsets - 1).to(losses.dtype)
     means = wanted_mean(losses * share, wanted, (1, 2))
     return {"loss": means.mean(), "logits": logits, "labels": wanted}

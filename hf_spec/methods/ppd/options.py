@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.options import TreeOptions
@@ -25,8 +24,6 @@ class PPDOptions(TreeOptions):
             are those of section 5.4.
         max_depth: prompt tokens used; None takes all that the adapter has.
     """
-
-    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = "static"
 
     trees: ClassVar[tuple[str, ...]] = ("static", "chain")
 

@@ -63,21 +63,18 @@ class PromptTokens:
         embeddings = self.weights["prompts"][: len(self.group)]
         self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
 
-    def logits(self, model: Any, hidden: Tensor, exact: bool = True) -> Tensor:
-        """Predictions of the prompt tokens.
+    def states(self, hidden: Tensor) -> Tensor:
+        """What the prompt tokens are predicted from, one state for each.
 
         EPTs are put together before the output embeddings, which are linear: the weighted sum of
         logits of section 4.4.4, but that a bias of the output embeddings counts once.
 
         Args:
-            model: the base model.
             hidden: ``(batch, places * EPTs, hidden)`` final hidden states under any places, of
                 whole distances.
-            exact: with all that the model does to its logits; False may leave out what does not
-                change their order.
 
         Returns:
-            ``(batch, places * distances, vocab)``.
+            ``(batch, places * distances, hidden)``.
         """
         config, weights = self.config, self.weights
         if config.num_ept > 1:
@@ -95,7 +92,18 @@ class PromptTokens:
             for name in names:
                 inner = torch.nn.functional.linear(inner, weights[name].to(hidden))
             hidden = hidden + torch.nn.functional.silu(inner + weights["head_bias"].to(hidden))
-        if config.head == "vocabulary":  # added to logits, so that their scale matters
-            own = hidden @ weights["head"].to(hidden).T
-            return model_logits(model, hidden) + own
-        return model_logits(model, hidden) if exact else output_logits(model, hidden)
+        return hidden
+
+    def logits(self, model: Any, states: Tensor, exact: bool = True) -> Tensor:
+        """Predictions of the prompt tokens, ``(batch, rows, vocab)``.
+
+        Args:
+            model: the base model.
+            states: ``(batch, rows, hidden)`` as :meth:`states` gives them.
+            exact: with all that the model does to its logits; False may leave out what does not
+                change their order.
+        """
+        if self.config.head == "vocabulary":  # added to logits, so that their scale matters
+            own = states @ self.weights["head"].to(states).T
+            return model_logits(model, states) + own
+        return model_logits(model, states) if exact else output_logits(model, states)

@@ -1,5 +1,6 @@
 """``propd``: trees whose unlikely candidates end behind the first layers (ProPD)."""
 
+from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.propd.adapter import ProPDAdapter
 from hf_spec.methods.propd.config import ProPDConfig
 from hf_spec.methods.propd.drafter import ProPDDrafter
@@ -21,5 +22,6 @@ METHOD = Method(
         "per_device_train_batch_size": 8,
         "num_train_epochs": 4,
     },
+    trained=TRAINED,
     num_anchors=64,
 )

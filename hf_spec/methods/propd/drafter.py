@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from hf_spec.adapters.active import require_active
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.drafting.head_drafter import HeadDrafter
-from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.drafting.heads import WEIGHTS
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.early_head import EarlyPruning
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
@@ -30,10 +30,8 @@ class ProPDDrafter(WrappedDrafter):
         weights, config = adapter.weights(), adapter.config
         inner: Drafter
         if options.drafter == HEADS:
-            names = (WEIGHTS, BIASES, PROJECTION)
-            heads = {name: weights[name] for name in names if name in weights}
-            source = tree_source(options, model, adapter, len(heads[WEIGHTS]))
-            inner = HeadDrafter(model, options, heads, source)
+            source = tree_source(options, model, adapter, len(weights[WEIGHTS]))
+            inner = HeadDrafter(model, options, weights, source)
         else:
             method = options.drafting_method()
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))

@@ -44,7 +44,7 @@ def loss(
     changes = Changes()
     seen = layer_input(model, changes, config.prune_layer)
     hidden = changes.run(token_hidden, model, input_ids, attention_mask)
-    found = loss_of_states(model, adapter, hidden, labels, anchors)
+    found = loss_of_states(model, adapter, hidden, input_ids, labels, anchors)
     anchors, labels = anchors.to(hidden.device), labels.to(hidden.device)
     states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))
     logits = model_logits(model, states.to(hidden))

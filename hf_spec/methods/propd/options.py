@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_spec.core.checks import check_choices, check_count, check_range
-from hf_spec.drafting.options import ONLINE, HeadOptions
+from hf_spec.drafting.options import HeadOptions
 from hf_spec.methods.registry import Method, get_method
 
 CRITERIA = ("top_k", "probability")
@@ -22,8 +21,8 @@ class ProPDOptions(HeadOptions):
     """Options of ``propd`` (ProPD, section 4).
 
     Attributes:
-        tree, max_depth, max_rows: of the adapter's own heads, as ``medusa`` has them. ``online``,
-            the default, is ProPD's dynamic token tree generation (section 4.2).
+        tree, candidates, max_depth, max_rows: of the adapter's own heads, as ``medusa`` has them.
+            ``online`` is ProPD's dynamic token tree generation (section 4.2).
         drafter: ``heads``: the adapter's own. Or another strategy with one forward per step, whose
             trees are pruned; its adapter must be active, too.
         drafter_kwargs: options of that strategy.
@@ -37,7 +36,6 @@ class ProPDOptions(HeadOptions):
         prune_keep: most candidates that stay; None for any number.
     """
 
-    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ONLINE
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
     prune: bool | str = "auto"
@@ -80,7 +78,7 @@ class ProPDOptions(HeadOptions):
             inner = self.drafting_method().parse_options(self.drafter_kwargs).untimed()
             own = {name: value for name, value in inner.items() if name not in SHARED}
             found["drafter_kwargs"] = {**self.drafter_kwargs, **own}
-            for name in ("tree", "max_rows"):  # of the heads, which do not draft
+            for name in self.shape:  # of the heads, which do not draft
                 found.pop(name, None)
         return found
 
@@ -107,9 +105,7 @@ class ProPDOptions(HeadOptions):
                 "with one forward per step are pruned."
             )
         defaults = type(self)
-        own = [
-            name for name in ("tree", "max_depth") if getattr(self, name) != getattr(defaults, name)
-        ]
+        own = [name for name in self.shape if getattr(self, name) != getattr(defaults, name)]
         if own:
             raise ValueError(
                 f"{own[0]}={getattr(self, own[0])!r} with drafter={self.drafter!r}: it is an "

@@ -1,5 +1,6 @@
 """``space``: the model, fine-tuned to guess several tokens at once, corrects itself (SPACE)."""
 
+from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.registry import Method
 from hf_spec.methods.space.adapter import SpaceAdapter
 from hf_spec.methods.space.config import SpaceConfig
@@ -24,5 +25,6 @@ METHOD = Method(
         "metric_for_best_model": "loss",
         "greater_is_better": False,
     },
+    trained=TRAINED,
     num_anchors=8,
 )

@@ -25,22 +25,30 @@ class SpaceAdapter(SpecAdapterLayer):
 
     def __init__(self, prefix: str) -> None:
         super().__init__(prefix)
-        self.updates: dict[str, LowRank] = {}  # by adapter, attached to the model
+        self.updates: dict[str, LowRank] = {}  # by adapter; attached to the model unless gated
+        self.gated: set[str] = set()
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
         assert isinstance(config, SpaceConfig)
         count = 1 if config.shared_mask else config.num_mask_tokens
         hidden = model.get_input_embeddings().weight.shape[1]
         factors = fresh_factors(config.modules(model), config.rank)
-        return {"masks": torch.randn(count, hidden) * INIT_STD, **factors}
+        masks = torch.randn(count, hidden) * INIT_STD
+        return {"masks": masks, **factors, **config.fresh_transition(model)}
 
     def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         assert isinstance(config, SpaceConfig)
         modules = config.modules(model)
         if modules:
             scale = config.alpha / config.rank
-            self.updates[adapter_name] = adapter_low_rank(self, adapter_name, modules, scale)
-            self.updates[adapter_name].attach()
+            gated = config.update == "gated"
+            self.updates[adapter_name] = adapter_low_rank(
+                self, adapter_name, modules, scale, only_if_active=not gated
+            )
+            if gated:
+                self.gated.add(adapter_name)
+            else:
+                self.updates[adapter_name].attach()
 
     def disconnect(self, keep_merged: bool = False) -> None:
         if not keep_merged:
@@ -66,6 +74,7 @@ class SpaceAdapter(SpecAdapterLayer):
             self._take_apart()
         if adapter_name in self.updates:
             self.updates.pop(adapter_name).detach()
+            self.gated.discard(adapter_name)
         super().delete_adapter(adapter_name)
 
     def merge_into(
@@ -94,9 +103,9 @@ class SpaceAdapter(SpecAdapterLayer):
         return [name for name in self._active_updates() if name not in self.merged_adapters]
 
     def _active_updates(self) -> list[str]:
-        """Active adapters with low-rank updates."""
+        """Active adapters with low-rank updates of the model."""
         active: Any = () if self.disable_adapters else self.active_adapters
-        return [name for name in active if name in self.updates]
+        return [name for name in active if name in self.updates and name not in self.gated]
 
     def _take_apart(self) -> None:
         """Undo a merge: it holds for the adapter that was active then, and while it is."""

@@ -6,21 +6,21 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.low_rank import check_settings
+from hf_spec.adapters.low_rank import DOWN, UP, check_settings
+from hf_spec.adapters.predicting import TransitionConfig
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FUTURE
-from modeling_patches.low_rank import linear_modules
+from modeling_patches.low_rank import linear_modules, output_projections
 from modeling_patches.support import check_unquantised
 
-UPDATES = ("lora", "full", "none")
+UPDATES = ("gated", "lora", "full", "none")
 #: Learning rates by update; that of full fine-tuning is the paper's (table 2). Mask tokens alone
 #: are soft prompts, which need more.
-LEARNING_RATES = {"lora": 1e-3, "full": 5e-5, "none": 3e-2}
+LEARNING_RATES = {"gated": 1e-2, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
 
 
 @dataclass
-class SpaceConfig(SpecPeftConfig):
+class SpaceConfig(TransitionConfig):
     """Config of a SPACE adapter.
 
     Raises:
@@ -28,8 +28,6 @@ class SpaceConfig(SpecPeftConfig):
     """
 
     type_name: ClassVar[str] = "SPACE"
-    changes_model: ClassVar[bool] = True
-
     num_mask_tokens: int = field(
         default=5, metadata={"help": "k, future tokens drafted besides the certain one."}
     )
@@ -42,19 +40,26 @@ class SpaceConfig(SpecPeftConfig):
         metadata={"help": "Share of autoregressive sequences in training; 1 is plain fine-tuning."},
     )
     update: str = field(
-        default="lora",
+        default="gated",
         metadata={
-            "help": "How the model is fine-tuned. lora: low-rank updates, in the adapter. full: "
-            "all weights, saved as a model beside it. none: not at all, mask tokens only."
+            "help": "What is trained besides the mask tokens. gated: low-rank updates that act in "
+            "their rows only, so that the model's output stays as it is. The paper fine-tunes the "
+            "model: lora, by low-rank updates; full, all weights, saved as a model beside the "
+            "adapter. none: nothing."
         },
     )
     rank: int = field(default=16, metadata={"help": "Of the low-rank updates."})
+    update_learning_rate: float = field(
+        default=2e-3,
+        metadata={"help": "Peak of gated updates'; the mask tokens' is the training's."},
+    )
     alpha: float = field(default=32, metadata={"help": "Their scale is alpha / rank."})
     target_modules: list[str] | str | None = field(
         default=None,
         metadata={
             "help": "Linear modules that get low-rank updates: names, or a regular expression. "
-            "Left out, all in the decoder layers."
+            "Left out, all in the decoder layers; of gated updates the last one of each attention "
+            "and MLP."
         },
     )
 
@@ -81,9 +86,25 @@ class SpaceConfig(SpecPeftConfig):
             )
         return {"learning_rate": LEARNING_RATES[self.update]}
 
+    def learning_rates(self) -> dict[str, float]:
+        gated = self.update == "gated"
+        own = dict.fromkeys((DOWN, UP), self.update_learning_rate) if gated else {}
+        return {**super().learning_rates(), **own}
+
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules of `model` that have low-rank updates, by name."""
-        return linear_modules(model, self.target_modules) if self.update == "lora" else {}
+        if self.update == "gated" and self.target_modules is None:
+            return output_projections(model)
+        return linear_modules(model, self.target_modules) if self.is_low_rank else {}
+
+    @property
+    def is_low_rank(self) -> bool:
+        return self.update in ("gated", "lora")
+
+    @property
+    def changes_model(self) -> bool:  # type: ignore[override]
+        """Whether the model computes something else with the adapter."""
+        return self.update in ("lora", "full")
 
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if `model` cannot be updated as the config says; spell out a pattern."""

@@ -14,33 +14,26 @@ from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.core.tree import TokenTree
-from hf_spec.core.tree_states import TreeStates
-from hf_spec.drafting.candidates import distribution
 from hf_spec.drafting.drafter import DecodingState
-from hf_spec.drafting.options import ONLINE
+from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
-from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.methods.space.options import SpaceOptions
 from hf_spec.model.hidden_states import model_logits
-from hf_spec.policy.online_policy import OnlineTrees
-from hf_spec.policy.online_trees import MAX_ROWS
+from hf_spec.policy.tree_source import tree_source
 
 
 class SpaceDrafter(ProbeDrafter):
-    """Chains of what the mask tokens predict, the likeliest tokens or samples; or online trees."""
+    """Trees of what the mask tokens predict; or chains of it, likeliest tokens or samples."""
 
     options: SpaceOptions
 
     def __init__(self, model: Any, options: SpaceOptions):
         adapter = require_active(model, "SPACE", "space")
+        source = tree_source(options, model, adapter, adapter.config.num_mask_tokens, probes=1)
         inputs = mask_tokens(adapter)
-        count = options.count(inputs.embeddings.shape[0])
-        used = replace(inputs, embeddings=inputs.embeddings[:count])
-        source = TreeSource(TreeStates.uniform(TokenTree.chain(count), count))
-        if options.tree == ONLINE:
-            source = OnlineTrees(model, adapter, count, 1, options.max_rows or MAX_ROWS)
-        super().__init__(model, options, used, source)
+        used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
+        super().__init__(model, options, used, source, adapter.weights())
 
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int
@@ -50,21 +43,25 @@ class SpaceDrafter(ProbeDrafter):
         q is the whole distribution after the call's processors, which see the candidates before.
         """
         samples = state.do_sample and self.options.samples
-        if self.options.tree == ONLINE or (not samples and state.process.trivial):
+        if not self.options.is_chain or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert state.probe_hidden is not None
-        logits = model_logits(self.model, state.probe_hidden[:, :depth])  # (batch, depth, vocab)
+        states = state.probe_hidden[:, :depth]
+        logits = model_logits(self.model, states)  # (batch, depth, vocab)
         drafted: list[list[int]] = [[] for _ in state.tokens]
-        tokens, distributions = [], []
+        tokens, distributions = [state.root.to(logits.device)], []
         for place in range(depth):
-            q = distribution(state.process(logits[:, place], drafted, state.active))
-            token = torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True)
-            for row, chosen in zip(drafted, token[:, 0].tolist()):
+            own = logits[:, place]
+            if self.transition is not None:
+                own = own + self.transition.logits(tokens[-1], states[:, place]).to(own)
+            q = distribution(state.process(own, drafted, state.active))
+            token = (torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True))[:, 0]
+            for row, chosen in zip(drafted, token.tolist()):
                 row.append(chosen)
             tokens.append(token)
             distributions.append(q)
-        columns = [state.root[:, None], *(token.to(state.root.device) for token in tokens)]
+        columns = torch.stack([token.to(state.root.device) for token in tokens], dim=1)
         if not samples:
-            return torch.cat(columns, dim=1), None
+            return columns, None
         nothing = torch.zeros_like(distributions[0])  # of the root
-        return torch.cat(columns, dim=1), torch.stack([nothing, *distributions], dim=1)
+        return columns, torch.stack([nothing, *distributions], dim=1)

@@ -7,6 +7,9 @@ from hf_spec.model.tree_forward import ProbeInputs
 
 
 def mask_tokens(adapter: ActiveAdapter) -> ProbeInputs:
-    """The k mask tokens, one behind the other; gradients reach the adapter's parameters."""
+    """The k mask tokens, one behind the other, with the updates of the model in their rows if these
+    are gated; gradients reach the adapter's parameters."""
     config: Any = adapter.config
-    return ProbeInputs(adapter.weights()["masks"].expand(config.num_mask_tokens, -1))
+    layer: Any = adapter.layer
+    update = layer.updates.get(adapter.name) if config.update == "gated" else None
+    return ProbeInputs(adapter.weights()["masks"].expand(config.num_mask_tokens, -1), update=update)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.drafting.losses import future_losses, prediction_losses, wanted_mean
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
@@ -48,7 +48,7 @@ def loss(
         k, vocab)``, and ``labels``, ``(batch, anchors, k)``.
     """
     config: Any = adapter.config
-    frozen = config.update == "none"
+    frozen = not config.changes_model
     inputs = mask_tokens(adapter)
     group = ProbeGroup.causal(inputs.embeddings.shape[0])
     wanted = future_labels(labels, anchors, group)
@@ -65,8 +65,11 @@ def loss(
     mask_losses = hidden.token_hidden.new_zeros(wanted.shape, dtype=precision)
     if wanted.shape[1]:
         logits = model_logits(model, hidden.probe_hidden.flatten(1, 2))
-        output = {"logits": logits.unflatten(1, wanted.shape[1:]), "labels": wanted}
-        mask_losses = prediction_losses(output["logits"], wanted)
+        logits = logits.unflatten(1, wanted.shape[1:])
+        mask_losses, logits = future_losses(
+            adapter.weights(), logits, hidden.probe_hidden, input_ids, anchors, wanted
+        )
+        output = {"logits": logits, "labels": wanted}
     sums, counts = mask_losses.sum(-1), (wanted != IGNORED).sum(-1)  # (batch, anchors)
     ar_loss = sums.new_zeros(len(wanted))
     if not frozen:
@@ -90,7 +93,7 @@ def _sar_share(
     config: Any, training: bool, input_ids: Tensor, labels: Tensor, anchors: Tensor, useful: Tensor
 ) -> Tensor:
     """``(batch,)`` how much L_SAR counts in each sequence's loss: 0 or 1 in training."""
-    if config.update == "none":
+    if not config.changes_model:
         return torch.ones(len(labels))
     if not training:
         return torch.full((len(labels),), 1.0 - config.p_ar)

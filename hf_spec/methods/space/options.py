@@ -5,47 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.core.checks import check_choices, check_count
-from hf_spec.drafting.options import ONLINE, OnlineOptions
+from hf_spec.core.tree import TokenTree
+from hf_spec.drafting.options import ADAPTIVE, TreeOptions
+
+CHAIN = "chain"
 
 
 @dataclass(frozen=True)
-class SpaceOptions(OnlineOptions):
+class SpaceOptions(TreeOptions):
     """Options of ``space`` (SPACE, section 3.2).
 
     Attributes:
-        tree: ``chain``, the paper's; ``online``: trees of the likeliest tokens, chosen while
-            decoding. Their candidates are not sampled, so that the rule is ``match``.
-        max_rows: most rows of a step of such a tree; None: 64.
-        num_candidates: candidates per step, at most the adapter's mask tokens; None takes as many.
-            In an online tree, its depth.
+        tree: ``chain``: the paper's, one candidate for each mask token. Or what
+            :class:`TreeOptions` says. Only the candidates of a chain can be sampled:
+            ``acceptance="rejection"`` takes one instead of an adaptive tree.
+        max_depth: mask tokens used; None takes all that the adapter has.
     """
 
-    tree: str = "chain"
-    num_candidates: int | None = None
-
     can_sample: ClassVar[bool] = True
-    trees: ClassVar[tuple[str, ...]] = ("chain",)
+    trees: ClassVar[tuple[str, ...]] = (CHAIN,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, tree=(*self.trees, ONLINE))
-        if self.tree == ONLINE and self.acceptance == "rejection":
+        if self.acceptance != "rejection" or self.is_chain:
+            return
+        if self.tree != ADAPTIVE or self.candidates is not None:
             raise ValueError(
-                "acceptance='rejection' with tree='online', whose candidates are not sampled. Use "
-                "acceptance='match', which is exact for them."
+                f"acceptance='rejection' with tree={self.tree!r}, whose candidates are not "
+                "sampled. Use tree='chain', or acceptance='match', which is exact for them."
             )
-        if self.num_candidates is not None:
-            check_count("num_candidates", self.num_candidates)
+        object.__setattr__(self, "tree", CHAIN)
 
-    def count(self, available: int) -> int:
-        """Candidates per step where the adapter has ``available`` mask tokens.
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self.tree, str) and self.tree == CHAIN
 
-        Raises:
-            ValueError: more are asked for.
-        """
-        if self.num_candidates is not None and self.num_candidates > available:
-            raise ValueError(
-                f"num_candidates={self.num_candidates}: the adapter has {available} mask tokens."
-            )
-        return self.num_candidates or available
+    def named_tree(self, depth: int) -> TokenTree:
+        return TokenTree.chain(depth)

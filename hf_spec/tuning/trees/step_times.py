@@ -21,8 +21,8 @@ from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState
-from hf_spec.drafting.drafter import DecodingState
-from hf_spec.drafting.tree_drafter import StepRows, TreeDrafter
+from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
 from hf_spec.tuning.timing import rising
 
@@ -91,17 +91,13 @@ class StepTimer:
         self.tokens = [list(context) for _ in range(batch_size)]
         alone = TokenTree.chain(0)
         self.shapes = {
-            PLAIN: self._shape(TreeState(alone, (0,))),
-            START: self._shape(TreeState(alone, (drafter.distances * bool(drafter.per_distance),))),
+            PLAIN: TreeState(alone, (0,)),
+            START: TreeState(alone, (drafter.distances * bool(drafter.per_distance),)),
+            **states,
         }
-        self.shapes |= {rows: self._shape(state) for rows, state in states.items()}
         self.spent: dict[int, list[float]] = {rows: [] for rows in self.shapes}
         self.probe_hidden: Tensor | None = None
         self.hidden: Tensor | None = None
-
-    def _shape(self, state: TreeState) -> StepRows:
-        """A tree in every row of the batch, with its probes."""
-        return self.drafter.rows([state] * len(self.root), str(self.root.device))
 
     @torch.no_grad()
     def run(self) -> StepTimes:
@@ -128,8 +124,8 @@ class StepTimer:
 
     def _some_hidden(self, forward: TreeForward) -> tuple[Tensor | None, Tensor | None]:
         """What a step leaves behind for the next: of the root and a whole group of probes."""
-        _, tree, probes = self.shapes[START]
-        output = forward(self.root[:, None], tree, probes=probes)
+        draft = self._draft(forward, self.shapes[START])
+        output = forward(draft.tokens, draft.tree, probes=draft.probes)
         self.cache.rollback()
         nodes = output.node_hidden
         return output.probe_hidden, None if nodes is None else nodes[:, 0]
@@ -137,26 +133,26 @@ class StepTimer:
     def _round(self, forward: TreeForward) -> dict[int, float]:
         return {rows: self._step(forward, shape) for rows, shape in self.shapes.items()}
 
-    def _step(self, forward: TreeForward, shape: StepRows) -> float:
-        trees, tree, probes = shape
+    def _step(self, forward: TreeForward, shape: TreeState) -> float:
         start = time.perf_counter()
-        tokens = self.root[:, None]
-        if tree.num_nodes > 1:
-            tokens, _ = self.drafter.candidates(self._state(forward), trees, tree.max_depth)
-        output = forward(tokens, tree, probes=probes)
-        accepted = verify.match(tree, tokens, output.logits.argmax(-1).to(tokens.device))
+        draft = self._draft(forward, shape)
+        output = forward(draft.tokens, draft.tree, probes=draft.probes)
+        targets = output.logits.argmax(-1).to(draft.tokens.device)
+        accepted = verify.match(draft.tree, draft.tokens, targets)
         accepted.path.tolist()  # waits for the device
         spent = time.perf_counter() - start
         self.cache.rollback()
         return spent
 
-    def _state(self, forward: TreeForward) -> DecodingState:
-        batch, process = len(self.root), Untouched()
-        return DecodingState(
+    def _draft(self, forward: TreeForward, shape: TreeState) -> Draft:
+        """That of a step with this tree in every row of the batch."""
+        batch, process, distances = len(self.root), Untouched(), self.drafter.distances
+        state = DecodingState(
             self.model, forward, self.cache, self.tokens, self.root, [True] * batch,
-            [self.drafter.distances + 1] * batch, False, process,
-            probe_hidden=self.probe_hidden, hidden=self.hidden,
+            [distances + 1] * batch, False, process, probe_hidden=self.probe_hidden,
+            probe_counts=[distances * self.drafter.per_distance] * batch, hidden=self.hidden,
         )  # fmt: skip
+        return self.drafter.stand([shape] * batch, state)
 
 
 class Untouched:

@@ -1,0 +1,147 @@
+"""What a drafter expects of the next tokens: the likeliest at each distance, and their chances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.tree import TokenTree
+from hf_spec.drafting.transition import Shortlist, Transition
+
+#: Tokens of each distance that a transition weighs.
+SHORTLIST = 64
+
+
+class Predictions:
+    """The likeliest tokens at each distance behind the root.
+
+    Where there is a transition, it weighs the tokens of this shortlist anew, given the token
+    before; all others together keep the chance that they have without it.
+
+    Args:
+        logits: ``(batch, distances, vocab)``; distance 1 is that of the root's children.
+        width: tokens to keep for each distance, with a transition at least `SHORTLIST`; all of a
+            smaller vocabulary.
+        known: distances that each row has predictions for; the others' are any.
+        transition: how the token before changes them.
+        states: ``(batch, distances, hidden)`` from which the logits were made; for the transition.
+
+    Attributes:
+        tokens: ``(batch, distances, width)`` ids, the likeliest first.
+        log_probs: ``(batch, distances, width)`` float32, whatever the token before.
+        known: see above.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        width: int,
+        known: Sequence[int],
+        transition: Transition | None = None,
+        states: Tensor | None = None,
+    ):
+        if transition is not None:
+            width = max(width, SHORTLIST)
+        best = logits.topk(min(width, logits.shape[-1]), dim=-1)
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        total = logits.to(precise).logsumexp(-1, keepdim=True)
+        self.tokens = best.indices
+        self.log_probs = best.values - total
+        self.known = tuple(known)
+        self._shortlist: Shortlist | None = None
+        if transition is not None:
+            assert states is not None
+            self._shortlist = transition.shortlist(self.tokens, states)
+
+    @property
+    def distances(self) -> int:
+        return self.tokens.shape[1]
+
+    def given(self, distance: int, previous: Tensor) -> Tensor:
+        """Log-probabilities of :attr:`tokens` at a distance.
+
+        Args:
+            distance: from 1.
+            previous: ``(batch, n)`` tokens before it.
+
+        Returns:
+            ``(batch, n, width)``; or ``(batch, 1, width)`` where the token before does not matter.
+        """
+        plain = self.log_probs[:, distance - 1, None]
+        if self._shortlist is None:
+            return plain
+        weighed = plain + self._shortlist.bias(distance, previous)
+        rest = -plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)
+        total = torch.cat([weighed, torch.log1p(rest).expand(*weighed.shape[:2], 1)], dim=-1)
+        return weighed - total.logsumexp(-1, keepdim=True)
+
+    def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
+        """Tokens on the nodes of given trees: a node of rank r carries the r-th likeliest token.
+
+        Args:
+            trees: of each row; no deeper than there are distances, and with ranks below the width.
+            root: ``(batch,)``
+
+        Returns:
+            ``(batch, nodes)`` int64; any tokens on the padding of smaller trees.
+        """
+        key, device = tuple(trees), str(self.tokens.device)
+        if self._shortlist is None:
+            places = _places(key, self.tokens.shape[-1], device)
+            chosen = self.tokens.flatten(1).gather(1, places)
+            return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
+        parents, depths, ranks = _levels(key, device)
+        tokens = root[:, None].to(self.tokens.device).repeat(1, parents.shape[1])
+        for distance in range(1, max(tree.max_depth for tree in trees) + 1):
+            above = tokens.gather(1, parents)
+            order = self.given(distance, above).argsort(stable=True, dim=-1, descending=True)
+            place = order.gather(2, ranks[:, :, None])[:, :, 0]
+            own = self.tokens[:, distance - 1].gather(1, place)
+            tokens = torch.where(depths == distance, own, tokens)
+        return tokens.to(root.device)
+
+    def likeliest(self, previous: Tensor) -> Tensor:
+        """``(batch, distances, width)`` ids, the likeliest first, given the tokens before.
+
+        Args:
+            previous: ``(batch, distances)`` the token before each distance.
+        """
+        if self._shortlist is None:
+            return self.tokens
+        each = [self.given(d, previous[:, d - 1, None]) for d in range(1, self.distances + 1)]
+        order = torch.cat(each, dim=1).argsort(stable=True, dim=-1, descending=True)
+        return self.tokens.gather(2, order)
+
+
+def distribution(scores: Tensor) -> Tensor:
+    """Softmax of a draft's scores ``(..., vocab)``, to be sampled from.
+
+    All tokens alike where numbers have overflown on the way: a draft may come from any.
+    """
+    return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
+
+
+@lru_cache(maxsize=1024)
+def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
+    """Where the token of each candidate stands among ``width`` tokens per depth: (batch, nodes)."""
+    most = max(map(len, trees)) - 1
+    rows = []
+    for tree in trees:
+        row = [(d - 1) * width + r for d, r in zip(tree.depths[1:], tree.ranks[1:])]
+        rows.append(row + [0] * (most - len(row)))
+    return torch.tensor(rows, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depths and ranks of the nodes of each row, ``(batch, nodes)``; padding has 0."""
+    most = max(map(len, trees))
+    found = []
+    for name in ("parents", "depths", "ranks"):
+        rows = [[max(n, 0) for n in getattr(tree, name)] for tree in trees]
+        found.append([row + [0] * (most - len(row)) for row in rows])
+    parents, depths, ranks = torch.tensor(found, device=device)
+    return parents, depths, ranks
