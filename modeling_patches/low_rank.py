@@ -315,6 +315,8 @@ class _Gated:
 
     def __init__(self, hook: _Hook, gate: Gate) -> None:
         self.hook, self.gate = hook, gate
+        #: A and B as they are multiplied with, made once: this is in every step of a call.
+        self._ready: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
         rows, last = self.gate()
@@ -332,10 +334,29 @@ class _Gated:
                 "modules that see all rows in order can be updated in some of them. Leave it out "
                 "of target_modules."
             )
-        updated = self.hook(None, (inputs[:, -last:],), whole[:, -last:])
-        if updated is not None:
-            whole[:, -last:] = updated
+        inputs, tail = inputs[:, -last:], whole[:, -last:]
+        if self._ready is None:
+            self._ready = self._prepared(inputs, output)
+        if self._ready is None:  # this rank's share of a module, or gradients are wanted
+            updated = self.hook(None, (inputs,), tail)
+            if updated is not None:
+                tail.copy_(updated)
+            return output
+        down, up = self._ready
+        if len(tail) == 1:
+            tail[0].addmm_(inputs[0].to(down.dtype) @ down, up)
+        else:
+            tail.baddbmm_(inputs.to(down.dtype) @ down, up.expand(len(tail), -1, -1))
         return output
+
+    def _prepared(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor] | None:
+        factors = self.hook.owner.factors(self.hook.name)
+        if factors is None or torch.is_grad_enabled():
+            return None
+        down, up, scale = factors
+        if (inputs.shape[-1], output.shape[-1]) != (down.shape[1], up.shape[0]):
+            return None
+        return down.T.to(output), (up.T * scale).to(output)
 
 
 def _updated(
