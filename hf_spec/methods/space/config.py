@@ -84,7 +84,12 @@ class SpaceConfig(TransitionConfig):
                 "update='none' with p_ar=1.0: nothing is trained. Lower p_ar, or choose another "
                 "update."
             )
-        return {"learning_rate": LEARNING_RATES[self.update]}
+        rate = {"learning_rate": LEARNING_RATES[self.update]}
+        if not self.changes_model:
+            return {**rate, "num_train_epochs": 8}
+        # What is kept is the best model: one that repeats itself is guessed easily, so that tau
+        # does not tell. Epochs are those of table 2.
+        return {**rate, "metric_for_best_model": "loss", "greater_is_better": False}
 
     def learning_rates(self) -> dict[str, float]:
         gated = self.update == "gated"
