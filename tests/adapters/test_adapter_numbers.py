@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.drafting.candidates import distribution
+from hf_spec.drafting.predictions import distribution
 
 Tiny = Callable[..., PreTrainedModel]
 
