@@ -29,7 +29,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
 from hf_spec.core.cache import TreeCache
-from hf_spec.methods.registry import methods
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -292,7 +291,7 @@ def test_after_an_error_with_every_strategy(
     fresh: Tiny, name: str, variant: str, kind: str
 ) -> None:
     model = fresh("llama_tied")
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         turn = Turn(model, kind, strategy(name, variant))
         for at in (2, 3, 5):
             cache = copy.deepcopy(turn.before)

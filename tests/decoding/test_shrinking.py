@@ -106,7 +106,7 @@ def retrieving(name: str, variant: str) -> dict[str, Any]:
 @every_case
 def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) -> None:
     model = fresh("llama_tied")
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         sizes = check_same(model, strategy(name, variant), **staggered(rows))
     assert sizes[0] == rows and sizes[-1] < rows
     assert sizes == sorted(sizes, reverse=True)
@@ -120,7 +120,7 @@ def test_other_architectures(fresh: Tiny, name: str, variant: str, architecture:
     """Masks with windows, learned positions, positions inside the attention."""
     assert architecture in ARCHITECTURES
     model = fresh(architecture)
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         sizes = check_same(model, strategy(name, variant), **staggered(5))
     assert sizes[-1] < 5
 
@@ -133,7 +133,7 @@ def test_eos_with_retrieval(fresh: Tiny, name: str, variant: str, rows: int) -> 
     given = ragged(LENGTHS[:rows])
     free = model.generate(**given, **GREEDY)[:, given["input_ids"].shape[1] :]
     eos = sorted({int(free[row, 2 + 3 * row % NEW // 2]) for row in range(0, rows, 2)})
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         sizes = check_same(model, retrieving(name, variant), **given, eos_token_id=eos)
     assert sizes[-1] < rows
 
@@ -145,7 +145,7 @@ def test_processors(fresh: Tiny, name: str, variant: str) -> None:
         {"repetition_penalty": 1.3},
         {"no_repeat_ngram_size": 2, "logits_processor": LogitsProcessorList([ByRow(5)])},
     ):
-        with adapted(model, methods()[name]):
+        with adapted(model, name, variant):
             sizes = check_same(model, strategy(name, variant), **staggered(5), **settings)
         assert sizes[-1] < 5
 
@@ -182,7 +182,7 @@ def test_processors_see_what_they_saw_in_a_batch_that_stays(
     for share in (batch.SHARE, 2.0):
         monkeypatch.setattr(batch, "SHARE", share)
         seen.append(Shown())
-        with adapted(model, methods()[name]), forwards(model) as sizes:
+        with adapted(model, name, variant), forwards(model) as sizes:
             model.generate(
                 **staggered(5), **strategy(name, variant), **GREEDY,
                 logits_processor=LogitsProcessorList([seen[-1]]),
@@ -278,7 +278,7 @@ def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
 @every_strategy
 def test_the_returned_cache_holds_every_row(fresh: Tiny, name: str, variant: str) -> None:
     model = fresh("llama")
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         given = staggered(5)
         with forwards(model) as sizes:
             out = model.generate(
@@ -454,7 +454,7 @@ def test_statistics_and_drafts_are_those_of_a_batch_that_stays(
     for spec in (strategy(name, variant), retrieving(name, variant)):
         for share in (1 / 8, 2.0):
             monkeypatch.setattr(batch, "SHARE", share)
-            with adapted(model, methods()[name]):
+            with adapted(model, name, variant):
                 out = model.generate(**staggered(16), **spec, **GREEDY)
             found.append(hf_spec.last_stats(model).to_dict())
             new = int((out[:, max(LENGTHS) :] != PAD).sum())
@@ -511,7 +511,7 @@ def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(method.drafter, "__init__", made)
     model = fresh("llama_tied")
-    with adapted(model, method):
+    with adapted(model, "bita", "chain"):
         sizes = check_same(model, {"assistant_strategy": "bita"}, **staggered(5))
     assert asked == list(dict.fromkeys(sizes)) and len(asked) > 2
 

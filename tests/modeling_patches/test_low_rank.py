@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,13 @@ from transformers.pytorch_utils import Conv1D
 
 from modeling_patches import low_rank
 from modeling_patches.layer_skip import decoder_layers
-from modeling_patches.low_rank import Factors, LowRank, features, linear_modules
+from modeling_patches.low_rank import (
+    Factors,
+    LowRank,
+    features,
+    linear_modules,
+    output_projections,
+)
 
 Tiny = Callable[..., PreTrainedModel]
 RANK, SCALE = 3, 0.7
@@ -402,3 +409,99 @@ def test_routers_of_experts_are_no_linear_modules() -> None:
     model = build("phimoe")
     assert any("router" in name for name, m in model.named_modules() if features(m) is not None)
     assert not any("router" in name for name in linear_modules(model))
+
+
+# -- in some rows of a forward -------------------------------------------------------------------
+
+
+def by_rows(model: PreTrainedModel, ids: Tensor, factors: dict[str, Factors], first: int) -> Tensor:
+    """The oracle: logits where the rows from ``first`` on are updated, one at a time."""
+    handles = []
+    for name, (down, up, scale) in factors.items():
+
+        def update(
+            module: Any, args: Any, output: Tensor, update: Tensor = scale * up @ down
+        ) -> Tensor:
+            shape = (len(ids), ids.shape[1], -1)
+            changed = output.clone().view(shape)
+            for batch, row in itertools.product(range(len(ids)), range(first, ids.shape[1])):
+                changed[batch, row] += update @ args[0].reshape(shape)[batch, row]
+            return changed.view(output.shape)
+
+        handles.append(model.get_submodule(name).register_forward_hook(update))
+    try:
+        return logits(model, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_only_the_last_rows_are_updated(tiny: Tiny, architecture: str, batch: int) -> None:
+    """The others are what they are without, bit for bit; also where a model flattens its rows."""
+    model, ids = tiny(architecture), prompt(9, batch)
+    modules = output_projections(model)
+    assert len(modules) >= len(decoder_layers(model))
+    factors = random_factors(modules)
+    plain = logits(model, ids)
+    for last in (3, 0, 9, 1):
+        with added(LowRank.add_to, LowRank(modules, factors.get), lambda rows=last: (9, rows)):
+            found = [logits(model, ids) for _ in range(2)]
+            slow = model(ids).logits  # with gradients, factors are not made ready
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0][:, : 9 - last], plain[:, : 9 - last])
+        assert torch.equal(slow[:, : 9 - last], plain[:, : 9 - last])
+        expected = by_rows(model, ids, factors, 9 - last)
+        # fp32 in another order of operations, some layers deep.
+        torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(slow, expected, rtol=1e-3, atol=1e-3)
+        assert not last or (found[0] - plain)[:, -1].abs().max() > 0.1
+    assert torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_that_were_flattened(batch: int) -> None:
+    """A module that is called with (batch * rows, features)."""
+    module = nn.Linear(4, 6)
+    factors = random_factors({"": module})
+    x = torch.randn(batch, 5, 4, generator=torch.Generator().manual_seed(0))
+    plain = module(x)
+    expected = plain.clone()
+    down, up, scale = factors[""]
+    expected[:, 3:] += scale * x[:, 3:] @ down.T @ up.T
+    with added(LowRank.add_to, LowRank({"": module}, factors.get), lambda: (5, 2)), torch.no_grad():
+        found = module(x.flatten(0, 1)).view(batch, 5, 6)
+    assert torch.equal(found[:, :3], module(x.flatten(0, 1)).view(batch, 5, 6)[:, :3])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_module_that_sees_some_of_the_rows_is_refused() -> None:
+    """Experts, for example."""
+    module = nn.Linear(4, 6)
+    update = LowRank({"expert": module}, random_factors({"expert": module}).get)
+    with added(LowRank.add_to, update, lambda: (9, 3)):
+        for x in (torch.randn(1, 4, 4), torch.randn(1, 12, 4)):
+            with pytest.raises(ValueError, match=r"expert sees \d+ rows of a forward over 9: only"):
+                module(x)
+
+
+def test_output_projections(tiny: Tiny) -> None:
+    """The last linear module of each attention and MLP; experts are left out."""
+    last = {
+        "llama": ("self_attn.o_proj", "mlp.down_proj"),
+        "gpt2": ("attn.c_proj", "mlp.c_proj"),
+        "opt": ("self_attn.out_proj", "fc2"),
+        "bloom": ("self_attention.dense", "mlp.dense_4h_to_h"),
+        "mixtral": ("self_attn.o_proj",),
+    }
+    for architecture, ends in last.items():
+        model = tiny(architecture)
+        found = output_projections(model)
+        assert len(found) == len(ends) * len(decoder_layers(model))
+        assert all(name.endswith(ends) for name in found)
+        assert all(model.get_submodule(name) is module for name, module in found.items())
+    model = copy.deepcopy(tiny("llama"))
+    model.config.hidden_size = 7  # nothing has so many outputs
+    with pytest.raises(ValueError, match=r"no linear module .* last of an attention or an MLP: na"):
+        output_projections(model)
