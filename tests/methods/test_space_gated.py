@@ -1,0 +1,287 @@
+"""``space`` with gated updates, its default: mask tokens are changed, the base's output is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import hooked, randomise, with_updates
+from conftest import ARCHITECTURES, prompt, ragged
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.probes import ProbeGroup, hang
+from hf_spec.core.tree import TokenTree
+from hf_spec.methods.space import objective
+from hf_spec.methods.space.masks import mask_tokens
+from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
+from hf_spec.training.anchors import AnswerDataset, collate
+
+Tiny = Callable[..., PreTrainedModel]
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
+
+
+def added(model: PreTrainedModel, name: str = "one", **fields: Any) -> Any:
+    """The model with a gated adapter that would change it much; returns the active adapter."""
+    model.add_adapter(hf_spec.SpaceConfig(**{"num_mask_tokens": 3, **fields}), name)
+    model.set_adapter(name)
+    randomise(model, "SPACE", std=0.3)
+    return find_active(model, "SPACE")
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(prompt(9)).logits
+
+
+def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
+    return model.generate(**ragged(), **GREEDY, **kwargs).tolist()
+
+
+def behind(model: Any, ids: Tensor, inputs: ProbeInputs) -> tuple[TreeForward, TreeCache]:
+    """Decoding with a prompt in the cache."""
+    source = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=source, use_cache=True)
+    cache = TreeCache.pack(source, None, 40, "cpu")
+    return TreeForward(model, cache, torch.tensor([100]), probe_inputs=inputs), cache
+
+
+def step(model: Any, inputs: ProbeInputs) -> tuple[TreeOutput, TreeCache]:
+    """A tree with mask tokens under each node, behind a prompt; its root is then accepted."""
+    forward, cache = behind(model, prompt(9), inputs)
+    tree = TREE.batch()
+    probes = hang(ProbeGroup.causal(3), tree, [[3] * 5])
+    with torch.no_grad():
+        output = forward(prompt(5, seed=1), tree, probes=probes)
+    cache.commit([1])
+    return output, cache
+
+
+# -- the base's output -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_of_tokens_are_those_of_the_base(fresh: Tiny, architecture: str) -> None:
+    """Bit for bit, in plain forwards and in forwards with mask tokens; theirs are others."""
+    model = fresh(architecture)
+    base = logits(model)
+    inputs = mask_tokens(added(model))
+    assert inputs.update is not None and hooked(model) == 0
+    assert torch.equal(logits(model), base)
+    plain, plain_cache = step(model, ProbeInputs(inputs.embeddings))
+    ours, our_cache = step(model, inputs)
+    if architecture == "mixtral":
+        # Mask tokens choose other experts, whose products are then of another number of rows.
+        torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-5, atol=1e-5)
+        return
+    assert torch.equal(ours.logits, plain.logits)
+    assert (ours.probe_hidden - plain.probe_hidden).abs().max() > 0.1
+    for layer in range(len(our_cache.layers)):
+        for one, two in zip(our_cache.row(0, layer), plain_cache.row(0, layer)):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, architecture: str) -> None:
+    """They see the base's keys and values of the tokens, and one another as the update makes them.
+
+    The oracle forwards the tokens through the base, then the mask tokens behind each node through
+    a model whose weights hold the update.
+    """
+    model = fresh(architecture)
+    adapter = added(model)
+    inputs = mask_tokens(adapter)
+    ours, _ = step(model, inputs)
+    updated = with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
+    ids, candidates = prompt(9), prompt(5, seed=1)[0]
+    for node in range(5):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, at)
+            at = TREE.parents[at]
+        with torch.no_grad():
+            seen = model(
+                torch.cat([ids, candidates[path][None]], dim=1), use_cache=True
+            ).past_key_values
+            positions = torch.arange(3)[None] + 9 + len(path)
+            given = {} if architecture == "opt" else {"position_ids": positions}
+            out = updated(
+                inputs_embeds=inputs.embeddings[None], past_key_values=seen,
+                output_hidden_states=True, **given,
+            )  # fmt: skip
+        expected = out.hidden_states[-1][0]
+        # fp32 with other reduction orders; values up to about 10.
+        torch.testing.assert_close(
+            ours.probe_hidden[0, 3 * node : 3 * node + 3], expected, rtol=1e-3, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": "chain"}, {"tree": "online"}])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "mixtral"])
+def test_decoding_is_the_bases(fresh: Tiny, architecture: str, options: dict[str, Any]) -> None:
+    model = fresh(architecture)
+    base, identity = tokens(model), fingerprint(model)
+    added(model, transition_rank=4)
+    assert tokens(model) == base
+    assert tokens(model, assistant_strategy="space", assistant_kwargs=options) == base
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+    assert fingerprint(model) == identity and hooked(model) == 0
+    model.disable_adapters()
+    assert tokens(model) == base
+
+
+def test_beside_a_lora(fresh: Tiny) -> None:
+    """The LoRA changes the model, whose output ours leaves alone; modules are found inside it."""
+    model = fresh("llama")
+    lora = LoraConfig(target_modules=["o_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model.add_adapter(lora, "lora")
+    tuned = tokens(model)
+    added(model, "ours")
+    model.set_adapter(["lora", "ours"])
+    assert tokens(model) == tuned
+    assert tokens(model, assistant_strategy="space") == tuned
+    assert not any("base_layer" in name for name in find_active(model, "SPACE").weights())
+
+
+def test_two_adapters_are_switched_and_deleted(fresh: Tiny) -> None:
+    model = fresh("llama")
+    base = logits(model)
+    updates = []
+    for name, fields in (("one", {}), ("two", {"target_modules": ["q_proj"]}), ("lora", {})):
+        if name == "lora":
+            fields = {"update": "lora"}
+        adapter = added(model, name, **fields)
+        updates.append(mask_tokens(adapter).update)
+        assert torch.equal(logits(model), base) == (name != "lora")
+    assert updates[0] is not updates[1] and updates[2] is None
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        assert (
+            mask_tokens(find_active(model, "SPACE")).update is updates[("one", "two").index(name)]
+        )
+        assert torch.equal(logits(model), base)
+    assert list(updates[1].modules) == [f"model.layers.{n}.self_attn.q_proj" for n in range(3)]
+    model.delete_adapter("one")
+    model.set_adapter("two")
+    assert tokens(model, assistant_strategy="space") == tokens(model)
+    model.set_adapter("lora")
+    assert not torch.equal(logits(model), base)
+    model.delete_adapter("lora")
+    model.delete_adapter("two")
+    added(model, "one", update="lora")  # the name is free for another kind
+    assert not torch.equal(logits(model), base) and hooked(model) == 3 * 7
+
+
+def test_a_copy_of_the_model_has_updates_of_its_own(fresh: Tiny) -> None:
+    model = fresh("llama")
+    added(model)
+    other = copy.deepcopy(model)
+    before = step(model, mask_tokens(find_active(model, "SPACE")))[0].probe_hidden
+    randomise(other, "SPACE", std=0.3, seed=9)
+    changed = step(other, mask_tokens(find_active(other, "SPACE")))[0].probe_hidden
+    again = step(model, mask_tokens(find_active(model, "SPACE")))[0].probe_hidden
+    assert torch.equal(before, again) and not torch.equal(before, changed)
+
+
+def test_experts_are_left_out(fresh: Tiny) -> None:
+    """Each sees some of the rows, in an order of the router's."""
+    model = fresh("mixtral")
+    modules = hf_spec.SpaceConfig().modules(model)
+    assert modules and not any("expert" in name for name in modules)
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+    data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
+    dataset = AnswerDataset(data, num_anchors=8)
+    return collate([dataset[index] for index in range(len(data))])
+
+
+#: Counting in a circle of four.
+ROWS = [
+    ([4 + (i + s) % 4 for s in range(6)], [4 + (i + s) % 4 for s in range(6, 20)]) for i in range(4)
+]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "bloom", "mixtral"])
+def test_gradients_reach_the_adapter_alone(fresh: Tiny, architecture: str) -> None:
+    model = get_peft_model(fresh(architecture), hf_spec.SpaceConfig(rank=2, transition_rank=3))
+    weights = randomise(model, "SPACE")
+    model(**batch_of(ROWS))["loss"].backward()
+    kinds = {name.split("__")[0] for name in weights}
+    assert kinds == {
+        "masks", "down", "up", "transition_before", "transition_after", "transition_state",
+    }  # fmt: skip
+    assert all(weight.grad.abs().sum() > 0 for weight in weights.values())
+    own = {id(weight) for weight in weights.values()}
+    assert all((p.grad is None) == (id(p) not in own) for p in model.parameters())
+
+
+def test_the_loss_is_that_of_the_mask_tokens(fresh: Tiny) -> None:
+    """The same in training and evaluation, whatever ``p_ar``: the model itself is not trained."""
+    values = []
+    for p_ar in (0.0, 0.5, 1.0):
+        model = fresh("llama")
+        adapter = added(model, p_ar=p_ar)
+        for training in (True, False):
+            model.train(training)
+            output = objective.loss(model, adapter, **batch_of(ROWS))
+            losses = torch.nn.functional.cross_entropy(
+                output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
+            )
+            counts = (output["labels"] != -100).sum(-1)
+            per_anchor = losses.sum(-1) / counts.clamp(min=1)
+            expected = (per_anchor.sum(-1) / (counts > 0).sum(-1)).mean()
+            torch.testing.assert_close(output["loss"], expected)
+            values.append(float(output["loss"].detach()))
+    assert values == pytest.approx(values[:1] * 6)
+
+
+def test_training_sees_the_states_that_decoding_sees(fresh: Tiny) -> None:
+    """The mask tokens' logits behind an anchor are those of a step with that token as its root."""
+    model = fresh("llama")
+    adapter = added(model)
+    ids = prompt(10)
+    batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[4]])}
+    with torch.no_grad():
+        trained = objective.loss(model, adapter, **batch)["logits"][0, 0]
+        forward, _ = behind(model, ids[:, :4], mask_tokens(adapter))
+        tree = TokenTree.chain(0).batch()
+        probes = hang(ProbeGroup.causal(3), tree, [[3]])
+        served = model.lm_head(forward(ids[:, 4:5], tree, probes=probes).probe_hidden[0])
+    # fp32 with other reduction orders; logits up to about 10.
+    torch.testing.assert_close(served, trained, rtol=1e-3, atol=1e-3)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded(fresh: Tiny, tmp_path: Path) -> None:
+    model = fresh("llama")
+    base = logits(model)
+    weights = dict(added(model, "default", transition_rank=4).weights())
+    model.save_pretrained(tmp_path)
+    drafted = step(model, mask_tokens(find_active(model, "SPACE")))[0].probe_hidden
+    itself = fresh("llama")
+    itself.load_adapter(str(tmp_path))
+    for loaded in (itself, PeftModel.from_pretrained(fresh("llama"), str(tmp_path))):
+        found = find_active(loaded, "SPACE")
+        assert found.config.update == "gated" and found.weights().keys() == weights.keys()
+        assert all(torch.equal(found.weights()[name], weights[name]) for name in weights)
+        assert torch.equal(logits(loaded), base)
+        inside = loaded.get_base_model() if isinstance(loaded, PeftModel) else loaded
+        assert torch.equal(step(inside, mask_tokens(found))[0].probe_hidden, drafted)
