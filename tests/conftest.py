@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import drafting
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec.decoding import loop
@@ -212,18 +213,13 @@ def ragged(lengths: tuple[int, ...] = (12, 5, 9), seed: int = 0) -> dict[str, to
     return {"input_ids": ids, "attention_mask": mask}
 
 
-#: Strategies that run on the tiny models as they are, with options under which drafts hit and miss.
+#: Strategies that run on the tiny models as they are, with options under which drafts hit and miss;
+#: every step drafts.
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "prompt_lookup": {"assistant_strategy": "prompt_lookup"},
-    "layer_skip": {
-        "assistant_strategy": "layer_skip",
-        "assistant_kwargs": {
-            "skip_attention": [1],
-            "skip_mlp": [],
-            "draft_exit": "fixed",
-            "max_draft": 3,
-        },
-    },
+    "prompt_lookup": drafting("prompt_lookup"),
+    "layer_skip": drafting(
+        "layer_skip", skip_attention=[1], skip_mlp=[], draft_exit="fixed", max_draft=3
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
+from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
@@ -69,7 +70,8 @@ def options(name: str, variant: str) -> dict[str, Any]:
 
 
 def strategy(name: str, variant: str) -> dict[str, Any]:
-    return {"assistant_strategy": name, "assistant_kwargs": options(name, variant)}
+    """Every step drafts, so that what is compared is drafting."""
+    return drafting(name, **options(name, variant))
 
 
 @contextmanager
