@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,8 +16,6 @@ import pytest
 import torch
 from running import drafting
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from hf_spec.decoding import loop
 
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
@@ -136,18 +134,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for model_type, found in sorted(outcomes.items()):
         for outcome, names in found.items():
             terminalreporter.line(f"{model_type}: {', '.join(sorted(names))}: {outcome}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def every_step_drafts() -> Iterator[None]:
-    """Switches the controller off unless a call says ``fallback=True``.
-
-    On models of this size step times are noise, so that which steps draft would differ from run to
-    run, and many tests count steps and candidates.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "switched_on", lambda options, do_sample: options.fallback is True)
-        yield
 
 
 @cache
