@@ -181,6 +181,20 @@ def test_greedy_equals_plain(
     assert steps
 
 
+@every_strategy
+def test_greedy_equals_plain_where_the_controller_decides(
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str
+) -> None:
+    """As the option ``fallback`` is by default: which steps draft depends on what they take."""
+    model = tiny("llama")
+    spec = {"assistant_strategy": name, "assistant_kwargs": options(name, variant)}
+    with adapted(model, methods()[name]):
+        for row in (None, 1):
+            out = model.generate(**inputs(row), **spec, max_new_tokens=NEW, do_sample=False)
+            assert out.tolist() == plain("llama", "sdpa", torch.float32, row)
+            assert "controller" in hf_spec.last_stats(model).details
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])
 @every_strategy
 def test_greedy_equals_plain_in_fp64(
