@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,9 +43,6 @@ class Quality:
     last_number: float | None
     identical: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measured(lineup: Sequence[Contender]) -> list[Contender]:
     """Who can differ from the base model: plain decoding of fine-tuned ones, lossy strategies."""
@@ -59,7 +56,7 @@ def quality(
     lineup: Sequence[Contender],
     max_new_tokens: int = 128,
     batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> list[Quality]:
     """Score everyone in ``lineup`` on prompts with reference answers.
 
@@ -94,8 +91,7 @@ def quality(
             for turn, one in enumerate(lineup):
                 losses, answers = 0.0, list[str]()
                 for number, part in enumerate(parts):
-                    if progress is not None:
-                        progress(turn * len(parts) + number, len(lineup) * len(parts))
+                    progress(turn * len(parts) + number, len(lineup) * len(parts))
                     rows = session.generate(one, [asked[i] for i in part])[1]
                     answers += [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
                     losses += sum(_loss(model, asked[i], wanted[i]) for i in part)
