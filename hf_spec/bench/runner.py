@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,8 +154,9 @@ def run(
         plan += [(size, taking_part, part) for part in parts]
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
-    with own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
-        session = Session(model, options, any(item.adapters for item in lineup))
+    session = Session(model, options, any(item.adapters for item in lineup))
+    greedy = not options["do_sample"]
+    with own_generation_config(model, tokenizer, greedy), closing(session):
         try:
             if warmup:
                 session.warm_up(plan, token_ids)
@@ -171,7 +172,7 @@ def run(
                     )
                     done += 1
                     progress(done, calls)
-                if not options["do_sample"]:
+                if greedy:
                     session.compare(outcome, token_ids, taking_part)
                 result.measurements += [outcome[item.name] for item in taking_part]
             result.notes += [
@@ -181,8 +182,6 @@ def run(
         except KeyboardInterrupt:
             result.interrupted = True
             result.notes.append(f"interrupted after {done} of {calls} calls")
-        finally:
-            session.close()
     return result
 
 

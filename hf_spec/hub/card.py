@@ -153,16 +153,15 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
             raise ValueError(f"no rows of strategy {method.name!r}")
         rows = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
         several = len(rows) > 2  # a single task repeats the row "all"
-        shown = [
-            {**row, "plain": plain[row["baseline"], row["task"]], "output": _output(row)}
-            for row in rows
-            if several or row["task"] == "all"
-        ]
-        same = search is not None and search["environment"].get(
-            "prompts_sha256"
-        ) == environment.get("prompts_sha256")
+        shown = []
+        for row in rows:
+            if several or row["task"] == "all":
+                speed = _texts(plain[row["baseline"], row["task"]])["speed"]
+                shown.append({**_texts(row), "plain": speed, "output": _output(row)})
+        asked = environment.get("prompts_sha256")
+        same = search is not None and search["environment"].get("prompts_sha256") == asked
         strategy = rows[0]["strategy"]
-        sizes = [row for row in runs if (row["strategy"], row["task"]) == (strategy, "all")]
+        sizes = [_texts(row) for row in runs if (row["strategy"], row["task"]) == (strategy, "all")]
         return {
             "rows": shown,
             "by_task": several,
@@ -175,6 +174,12 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
         raise ValueError(
             f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for this adapter: {reason}"
         ) from error
+
+
+def _texts(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its figures as they are shown."""
+    figures = {name: f"{row[name]:.2f}" for name in ("speedup", "tau")}
+    return {**row, **figures, "speed": f"{row['tokens_per_second']:.1f}"}
 
 
 def _output(row: dict[str, Any]) -> str:
