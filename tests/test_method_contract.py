@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
 from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -51,6 +52,11 @@ HITTING: dict[str, str] = {
     for name, method in methods().items()
     if hasattr(variants(method), "HITTING")
 }
+#: Fields of adapters' configs of variants that need others than the defaults. Such an adapter's
+#: parameters are random, so that all of them matter.
+FIELDS: dict[str, dict[str, dict[str, Any]]] = {
+    name: getattr(variants(method), "ADAPTERS", {}) for name, method in methods().items()
+}
 CASES = [(name, variant) for name in methods() for variant in VARIANTS[name]]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.
@@ -75,13 +81,17 @@ def strategy(name: str, variant: str) -> dict[str, Any]:
 
 
 @contextmanager
-def adapted(model: PreTrainedModel, method: Method) -> Any:
-    """The model with an untrained adapter of the method's own, where it cannot run without one."""
+def adapted(model: PreTrainedModel, name: str, variant: str) -> Any:
+    """The model with an adapter of the method's own, where it cannot run without one: an untrained
+    one, or one of random parameters where the variant says what it has."""
+    method, fields = methods()[name], FIELDS[name].get(variant)
     if not method.needs_adapter:
         yield model
         return
     torch.manual_seed(2)
-    model.add_adapter(method.adapter_config(), "contract")
+    model.add_adapter(method.adapter_config(**(fields or {})), "contract")
+    if fields is not None:
+        randomise(model, method.adapter_config.type_name)
     try:
         yield model
     finally:
@@ -170,7 +180,7 @@ def test_greedy_equals_plain(
     """A ragged batch, left padded, and a row alone; the cache is checked on the way."""
     model = tiny(architecture, attention)
     steps = watch_cache_lengths(monkeypatch, methods()[name])
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         for row in (None, 1):
             out = model.generate(
                 **inputs(row), **strategy(name, variant),
@@ -202,7 +212,7 @@ def test_greedy_equals_plain_in_fp64(
 ) -> None:
     attention = back_ends(architecture)[-1]
     model = tiny(architecture, attention, torch.float64)
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         out = model.generate(
             **inputs(), **strategy(name, variant), max_new_tokens=NEW, do_sample=False
         )
@@ -215,7 +225,7 @@ def test_candidates_are_accepted_and_rejected(
 ) -> None:
     """The comparisons above mean something: drafts hit and miss."""
     model = tiny("llama_tied")
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         model.generate(
             **inputs(), **strategy(name, variant), max_new_tokens=2 * NEW, do_sample=False
         )
@@ -228,7 +238,7 @@ def test_batch_rows_equal_rows_alone(tiny: Callable[..., PreTrainedModel]) -> No
     model = tiny("llama")
     lengths = (12, 1, 5, 9, 2, 11)
     for name, variant in FIRST:
-        with adapted(model, methods()[name]):
+        with adapted(model, name, variant):
             settings = {**strategy(name, variant), "max_new_tokens": NEW, "do_sample": False}
             batch = model.generate(**inputs(None, lengths), **settings)
             for row in range(len(lengths)):
@@ -289,7 +299,7 @@ def test_candidates_for_stock_assisted_decoding(
     """A drafter is a ``CandidateGenerator``: the ids it is given, and a chain behind them."""
     model = tiny()
     method = methods()[name]
-    with adapted(model, method), torch.no_grad():
+    with adapted(model, name, variant), torch.no_grad():
         drafter = method.drafter(model, method.parse_options(options(name, variant)))
         ids = prompt()
         candidates, _ = drafter.get_candidates(ids)
@@ -318,7 +328,7 @@ def test_seeded_sampling_equals_plain(
     model = tiny(architecture)
     for seed, settings in enumerate(WARPERS.values()):
         settings = {**settings, "do_sample": True, "max_new_tokens": NEW}
-        with adapted(model, methods()[name]):
+        with adapted(model, name, variant):
             torch.manual_seed(seed)
             ours = model.generate(prompt(), **settings, **strategy(name, variant))
         torch.manual_seed(seed)
@@ -374,7 +384,7 @@ def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: s
     settings = {**WARPERS[warper], "do_sample": True, "suppress_tokens": others}
     expected = enumerate_three(model, ids, settings)
     torch.manual_seed(11)
-    with adapted(model, methods()[name]):
+    with adapted(model, name, variant):
         out = model.generate(
             ids, **settings, **strategy(name, variant),
             max_new_tokens=4, num_return_sequences=SAMPLES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -49,7 +50,10 @@ class Predictions:
         precise = torch.promote_types(logits.dtype, torch.float32)
         total = logits.to(precise).logsumexp(-1, keepdim=True)
         self.tokens = best.indices
-        self.log_probs = best.values - total
+        log_probs = best.values - total
+        # All tokens alike where numbers have overflown on the way: a draft may come from any.
+        alike = -math.log(logits.shape[-1])
+        self.log_probs = log_probs.masked_fill(log_probs.isnan(), alike)
         self.known = tuple(known)
         self._shortlist: Shortlist | None = None
         if transition is not None:
@@ -76,7 +80,8 @@ class Predictions:
         weighed = plain + self._shortlist.bias(distance, previous)
         rest = -plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)
         total = torch.cat([weighed, torch.log1p(rest).expand(*weighed.shape[:2], 1)], dim=-1)
-        return weighed - total.logsumexp(-1, keepdim=True)
+        found = weighed - total.logsumexp(-1, keepdim=True)
+        return torch.where(found.isnan(), plain, found)
 
     def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
         """Tokens on the nodes of given trees: a node of rank r carries the r-th likeliest token.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.drafting.candidates import distribution
+from hf_spec.drafting.predictions import distribution
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -22,10 +22,13 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 #: Strategy, class of its config, the config's fields, and options.
 ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "bita": ("bita", hf_spec.BitaConfig, {}, {}),
+    "bita transition": ("bita", hf_spec.BitaConfig, {"transition_rank": 2}, {}),
+    "bita efficient": ("bita", hf_spec.BitaConfig, {}, {"tree": "efficient"}),
     "bita shallow": ("bita", hf_spec.BitaConfig, {"prompt_depth": "shallow"}, {"tree": "online"}),
     "ppd": ("ppd", hf_spec.PPDConfig, {"num_prefix_tokens": 2, "num_ept": 2}, {}),
     "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "online"}),
     "space": ("space", hf_spec.SpaceConfig, {"update": "none"}, {}),
+    "space gated": ("space", hf_spec.SpaceConfig, {"transition_rank": 2}, {"tree": "chain"}),
     "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "online"}),
     "layer_skip": (
         "layer_skip",
@@ -33,7 +36,8 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
         {"skip_attention": [1], "draft_rank": 2},
         {"draft_exit": "fixed", "max_draft": 3},
     ),
-    "propd": ("propd", hf_spec.ProPDConfig, {}, {"prune": True}),
+    "propd": ("propd", hf_spec.ProPDConfig, {"transition_rank": 2}, {"prune": True}),
+    "propd online": ("propd", hf_spec.ProPDConfig, {}, {"tree": "online", "prune": True}),
 }
 
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.candidates import ranked_tokens
+from hf_spec.drafting.predictions import Predictions
 from hf_spec.methods.bita.drafter import BitaDrafter
 from hf_spec.methods.bita.options import BitaOptions
 
@@ -32,7 +32,7 @@ def run(model: Any, **kwargs: Any) -> list:
 
 
 def test_trees() -> None:
-    efficient = BitaOptions(top_k=3).make_tree(4)
+    efficient = BitaOptions(tree="efficient", top_k=3).make_tree(4)
     assert len(efficient) == 1 + 4 * 3  # figure 5: four mask tokens, top three
     # Only the likeliest of a level has children.
     assert {path[:-1] for path in efficient.paths} == {(), (0,), (0, 0), (0, 0, 0)}
@@ -41,18 +41,22 @@ def test_trees() -> None:
     assert BitaOptions(tree="chain").make_tree(3) == TokenTree.chain(3)
     own = BitaOptions(tree=[[0], [1], [1, 0]]).make_tree(3)
     assert own.paths == ((0,), (1,), (1, 0))
-    assert BitaOptions(top_k=2, max_depth=1).make_tree(3).paths == ((0,), (1,))
+    assert BitaOptions(tree="efficient", top_k=2, max_depth=1).make_tree(3).paths == ((0,), (1,))
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tree": "round"}, "tree='round'.*efficient, full, chain, straightforward"),
+        ({"tree": "round"}, "tree='round'.*adaptive, efficient, full, chain, straightforward"),
         ({"tree": "straightforward", "retrieval": True}, "retrieval=True with .*tree='chain'"),
         ({"tree": [[0, 0]]}, "parent .* missing"),
-        ({"top_k": 0}, "top_k=0"),
+        ({"tree": "efficient", "top_k": 0}, "top_k=0"),
+        ({"top_k": 2}, "top_k=2 is of the trees"),
         ({"max_depth": 0}, "max_depth=0"),
-        ({"top_k": 10**7}, "top_k=10000000: must be a whole number from 1 to 1024"),
+        (
+            {"tree": "efficient", "top_k": 10**7},
+            "top_k=10000000: must be a whole number from 1 to 1024",
+        ),
     ],
 )
 def test_wrong_options(kwargs: dict, message: str) -> None:
@@ -74,12 +78,12 @@ def test_trees_deeper_than_the_adapter_are_refused(fresh: Callable[..., PreTrain
             run(model, assistant_strategy="bita", assistant_kwargs=options)
 
 
-def test_ranked_tokens() -> None:
+def test_tokens_by_rank() -> None:
     logits = torch.zeros(2, 2, 8)
     for row, depth, tokens in [(0, 0, [3, 4]), (0, 1, [5, 6]), (1, 0, [1, 2]), (1, 1, [7, 0])]:
         logits[row, depth, tokens[0]], logits[row, depth, tokens[1]] = 2.0, 1.0
     tree = TokenTree.from_paths([[0], [1], [0, 1], [1, 0]])
-    tokens = ranked_tokens([tree, tree], torch.tensor([9, 10]), logits)
+    tokens = Predictions(logits, 2, [2, 2]).ranked([tree, tree], torch.tensor([9, 10]))
     assert tokens.tolist() == [[9, 3, 4, 6, 5], [10, 1, 2, 0, 7]]
 
 
@@ -296,7 +300,12 @@ def test_rows_per_step_and_the_priming_step(fresh: Callable[..., PreTrainedModel
     rows: list[int] = []
     handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
     model.generate(
+<<<<<<< HEAD
         prompt(), max_new_tokens=NEW, do_sample=False, **drafting("bita", top_k=2),
+=======
+        prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy="bita",
+        assistant_kwargs={"tree": "efficient", "top_k": 2},
+>>>>>>> 37f8715ef27b6ab24a4de7e64cadfc57ea4e23f5
     )  # fmt: skip
     handle.remove()
     assert rows[1] == 1 + 3  # behind the prefill: the root and its masks

@@ -17,7 +17,7 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.drafter import DecodingState
-from hf_spec.drafting.heads import draft_logits
+from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.methods.medusa.options import MedusaOptions
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
@@ -53,10 +53,10 @@ def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor
 
 def test_trees() -> None:
     assert MedusaOptions(tree="chain").make_tree(3) == TokenTree.chain(3)  # BPD
-    sparse = MedusaOptions().make_tree(4)
+    sparse = MedusaOptions(tree="sparse").make_tree(4)
     assert sparse.max_depth == 4 and sparse.num_candidates == 15
-    assert MedusaOptions(max_depth=2).make_tree(4) == sparse.truncate(2)
-    assert MedusaOptions().make_tree(1).max_depth == 1
+    assert MedusaOptions(tree="sparse", max_depth=2).make_tree(4) == sparse.truncate(2)
+    assert MedusaOptions(tree="sparse").make_tree(1).max_depth == 1
     paths = [[0], [1], [1, 0]]
     assert MedusaOptions(tree=paths).make_tree(2) == TokenTree.from_paths(paths)
 
@@ -66,7 +66,7 @@ def test_trees() -> None:
     [
         (
             {"tree": "round"},
-            "tree='round': .*sparse, chain, online, tuned, or give rank",
+            "tree='round': .*adaptive, sparse, chain, online, tuned, or give rank",
         ),
         ({"tree": [[0, 0]]}, "parent .* missing"),
         ({"tree": [{"paths": [], "probes": [1]}] * 2}, "a node with 1 probes: .* give 0 for every"),
@@ -137,7 +137,8 @@ def test_fresh_heads_predict_as_the_lm_head(
     expected = model(prompt()).logits[:, -1]
     model.add_adapter(hf_spec.MedusaConfig(num_layers=2, projection=projection))
     weights = find_active(model, "MEDUSA").weights()
-    logits = draft_logits(model, weights, token_hidden(model, prompt())[:, -1])
+    states = head_states(weights, token_hidden(model, prompt())[:, -1])
+    logits = head_logits(model, weights, states)
     # fp32 with other reduction orders.
     torch.testing.assert_close(logits, expected[:, None].expand(-1, 4, -1), rtol=1e-5, atol=1e-5)
 
@@ -149,7 +150,7 @@ def test_heads_against_one_at_a_time(
     model = fresh()
     weights = trained_like(model, num_heads=3, num_layers=2, projection=projection)
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
-    logits = draft_logits(model, weights, hidden)
+    logits = head_logits(model, weights, head_states(weights, hidden))
     shared = model.get_output_embeddings().weight
     for head in range(3):
         matrix = weights["projections"][head] if projection == "own" else shared
@@ -244,7 +245,7 @@ def test_padding_on_either_side_gives_the_same_loss(fresh: Callable[..., PreTrai
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt", "bloom", "gpt2"])
-@pytest.mark.parametrize("kwargs", [{}, {"retrieval": True}, {"tree": "chain"}])
+@pytest.mark.parametrize("kwargs", [{}, {"retrieval": True}, {"tree": "sparse"}, {"tree": "chain"}])
 def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
     fresh: Callable[..., PreTrainedModel],
     monkeypatch: pytest.MonkeyPatch,
@@ -281,7 +282,7 @@ def test_no_step_is_lost_to_priming(fresh: Callable[..., PreTrainedModel]) -> No
     handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
     model.generate(prompt(), max_new_tokens=8, do_sample=False, **drafting("medusa"))
     handle.remove()
-    assert rows[:2] == [12, 1 + 15]
+    assert rows[:2] == [12, 1 + 8]
 
 
 def test_a_model_that_is_compiled_as_a_whole(fresh: Callable[..., PreTrainedModel]) -> None:
@@ -293,7 +294,7 @@ def test_a_model_that_is_compiled_as_a_whole(fresh: Callable[..., PreTrainedMode
     model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
     model.compile(backend="eager")
     assert run(model, assistant_strategy="medusa") == expected
-    assert rows[:3] == [12, 1, 1 + 15]  # the prompt, a plain step, a step
+    assert rows[:3] == [12, 1, 1 + 8]  # the prompt, a plain step, a step
     assert len(rows) == hf_spec.last_stats(model).num_steps  # the prompt is one
 
 
@@ -356,7 +357,7 @@ def test_plain_steps_keep_the_hidden_state(
 
     monkeypatch.setattr(methods()["medusa"].drafter, "observe", noted)
     assert run(model, assistant_strategy="medusa") == expected
-    assert drafted[:6] == [16, 1, 1, 16, 1, 1]
+    assert drafted[:6] == [9, 1, 1, 9, 1, 1]
 
 
 # -- exactness ---------------------------------------------------------------------------------
@@ -371,7 +372,9 @@ def test_greedy_with_heads_that_matter(
     model = fresh(architecture)
     expected = run(model, repetition_penalty=1.3)
     trained_like(model, num_layers=2, projection=projection)
-    for kwargs in ({}, {"retrieval": True}, {"tree": "chain", "fallback": True}):
+    for kwargs in (
+        {}, {"retrieval": True}, {"tree": "sparse"}, {"tree": "chain", "fallback": True},
+    ):  # fmt: skip
         settings = {"assistant_strategy": "medusa", "assistant_kwargs": kwargs}
         assert run(model, repetition_penalty=1.3, **settings) == expected
 

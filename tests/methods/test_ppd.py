@@ -306,11 +306,11 @@ def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
         found = tree_source(PPDOptions(**options), tiny("llama"), none, distances, probes=1)
         return found.states(none)
 
-    static = states(3)
+    static = states(3, tree="static")
     assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}
-    assert states(5).states[5].tree.max_depth == 5
+    assert states(5, tree="static").states[5].tree.max_depth == 5
     flat = TokenTree.from_paths([[rank] for rank in range(5)])
-    assert states(3, max_depth=1) == TreeStates.uniform(flat, 1)
+    assert states(3, tree="static", max_depth=1) == TreeStates.uniform(flat, 1)
     assert states(3, tree="chain").states[3].tree == TokenTree.chain(3)
     assert states(3, tree=[[0], [0, 0]]).states[3].tree == TokenTree.chain(2)
     assert states(3, tree=DYNAMIC).to_json() == DYNAMIC
@@ -319,7 +319,7 @@ def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tree": "full"}, "tree='full'.*static, chain.*dynamic"),
+        ({"tree": "full"}, "tree='full'.*adaptive, static, chain.*dynamic"),
         ({"tree": [[0, 0]]}, "parent .* missing"),
         ({"tree": [{"paths": []}]}, "a dynamic tree is a list of states"),
         ({"tree": DYNAMIC[:1]}, "more than 0|with 2 probes"),
@@ -345,9 +345,10 @@ def test_trees_that_want_more_prompt_tokens_are_refused(
 # -- decoding -----------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "static": {},
+    "adaptive": {},
+    "static": {"tree": "static"},
     "chain": {"tree": "chain", "retrieval": True},
-    "shallow": {"max_depth": 1},
+    "shallow": {"tree": "static", "max_depth": 1},
     "dynamic": {"tree": DYNAMIC},
 }
 
@@ -511,10 +512,12 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
     train(
         make_model(), Dataset.from_list(rows), "ppd", tmp_path, config, settings, callbacks=[watch]
     )
-    everything, first = {"prompts", "head", "head_bias"}, {"prompts"}
-    expected = [everything] * 4 if stages == 1 else [first, first, everything, everything]
+    # A transition's other parts have gradients once `after` is no longer zero.
+    late = {"transition_after", "transition_before", "transition_state"}
+    head, transition = {"head", "head_bias"}, [{"transition_after"}, late, late, late]
+    heads = [head] * 4 if stages == 1 else [set(), set(), head, head]
     # The cosine schedule ends at a rate of zero, but after the last step.
-    assert watch.moved == expected
+    assert watch.moved == [{"prompts"} | one | two for one, two in zip(heads, transition)]
     card = write_card(tmp_path).read_text()
     assert "3 learned prompt tokens" in card and "a residual head of their own" in card
     assert "They have learned its distributions" in card

@@ -433,7 +433,8 @@ def test_auto_weighs_looked_up_candidates_like_others(
 
 def test_checkpoints_are_compared_without_a_clock() -> None:
     """Whatever steps take where they are trained."""
-    assert ProPDOptions().untimed() == {
+    assert ProPDOptions().untimed() == {"prune": True, "fallback": False}
+    assert ProPDOptions(tree="online", max_rows=16).untimed() == {
         "tree": "sparse", "max_rows": None, "prune": True, "fallback": False,
     }  # fmt: skip
     assert ProPDOptions(tree="chain", prune=False).untimed() == {"fallback": False}

@@ -32,9 +32,14 @@ NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
+def tuned(**fields: Any) -> hf_spec.SpaceConfig:
+    """The paper's adapter: low-rank updates of the whole model."""
+    return hf_spec.SpaceConfig(**{"update": "lora", **fields})
+
+
 def added(model: PreTrainedModel, name: str = "one", seed: int = 0, **fields: Any) -> Any:
     """The model with an adapter that changes it; returns the active adapter."""
-    model.add_adapter(hf_spec.SpaceConfig(**fields), name)
+    model.add_adapter(tuned(**fields), name)
     model.set_adapter(name)
     randomise(model, "SPACE", seed=seed)
     return find_active(model, "SPACE")
@@ -156,7 +161,7 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
 
 
 def test_other_anchors_are_another_draw() -> None:
-    config = hf_spec.SpaceConfig(p_ar=0.5)
+    config = tuned(p_ar=0.5)
     rows = [{"prompt_ids": [5, 6], "answer_ids": list(range(7, 27))}]
     dataset = AnswerDataset(rows, num_anchors=4)
     drawn = set()
@@ -203,7 +208,7 @@ def test_without_an_update_the_mask_tokens_alone_are_trained(tiny: Tiny) -> None
 
 
 def test_the_loss_is_part_of_the_peft_models_forward(tiny: Tiny) -> None:
-    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig(rank=2))
+    model = get_peft_model(copy.deepcopy(tiny("llama")), tuned(rank=2))
     randomise(model, "SPACE")
     model(**batch_of(some_rows()))["loss"].backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -215,7 +220,9 @@ def test_the_loss_is_part_of_the_peft_models_forward(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])
-@pytest.mark.parametrize("options", [{}, {"num_candidates": 2}, {"retrieval": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"tree": "chain"}, {"tree": "chain", "max_depth": 2}, {"retrieval": True}]
+)
 def test_decoding_equals_plain_decoding_of_the_fine_tuned_model(
     tiny: Tiny, architecture: str, options: dict[str, Any]
 ) -> None:
@@ -236,7 +243,7 @@ def taught(tiny: Tiny, **fields: Any) -> PreTrainedModel:
     """A model that has learned to count in a circle of four, and to foresee that."""
     model = copy.deepcopy(tiny("llama"))
     torch.manual_seed(0)
-    peft_model = get_peft_model(model, hf_spec.SpaceConfig(**{"num_mask_tokens": 3, **fields}))
+    peft_model = get_peft_model(model, tuned(**{"num_mask_tokens": 3, **fields}))
     rows = [
         ([4 + (i + s) % 4 for s in range(6)], [4 + (i + s) % 4 for s in range(6, 20)])
         for i in range(4)
@@ -258,7 +265,13 @@ def test_what_was_learned_is_accepted(tiny: Tiny, shared_mask: bool) -> None:
     ids = torch.tensor([[4, 5, 6, 7, 4, 5]])
     plain = model.generate(ids, **GREEDY)
     assert plain[0, 6:].tolist() == [4 + (2 + s) % 4 for s in range(NEW)]
+<<<<<<< HEAD
     ours = model.generate(ids, **GREEDY, **drafting("space"))
+=======
+    ours = model.generate(
+        ids, **GREEDY, assistant_strategy="space", assistant_kwargs={"tree": "chain"}
+    )
+>>>>>>> 37f8715ef27b6ab24a4de7e64cadfc57ea4e23f5
     assert ours.tolist() == plain.tolist()
     stats = hf_spec.last_stats(model)
     # After the prefill and a step without candidates, k + 1 tokens per step.
@@ -282,7 +295,13 @@ def test_a_step_without_candidates_comes_first(tiny: Tiny, monkeypatch: pytest.M
         return draft
 
     monkeypatch.setattr(method.drafter, "propose", watched)
+<<<<<<< HEAD
     model.generate(prompt(), **GREEDY, **drafting("space"))
+=======
+    model.generate(
+        prompt(), **GREEDY, assistant_strategy="space", assistant_kwargs={"tree": "chain"}
+    )
+>>>>>>> 37f8715ef27b6ab24a4de7e64cadfc57ea4e23f5
     # The budget ends: a candidate that could not be emitted is not proposed.
     assert seen[:2] == [0, 3] and seen[-1] <= 3 and max(seen) == 3
 
@@ -397,7 +416,7 @@ def test_two_adapters_are_switched_disabled_and_deleted(tiny: Tiny) -> None:
 def test_saved_and_loaded_in_every_way(tiny: Tiny, tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    peft_model = get_peft_model(model, hf_spec.SpaceConfig(num_mask_tokens=2, rank=3))
+    peft_model = get_peft_model(model, tuned(num_mask_tokens=2, rank=3))
     randomise(peft_model, "SPACE")
     peft_model.save_pretrained(tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -448,7 +467,7 @@ def test_saved_and_loaded_in_every_way(tiny: Tiny, tmp_path: Path) -> None:
 def test_bfloat16(tiny: Tiny, tmp_path: Path) -> None:
     """PEFT keeps adapters of a bf16 model in fp32; a base that adds one itself takes its type."""
     model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
-    wrapped = get_peft_model(copy.deepcopy(model), hf_spec.SpaceConfig())
+    wrapped = get_peft_model(copy.deepcopy(model), tuned())
     randomise(wrapped, "SPACE")
     assert {w.dtype for w in find_active(wrapped, "SPACE").weights().values()} == {torch.float32}
     added(model)
@@ -500,7 +519,7 @@ def test_merging_is_exactly_reversible(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama_tied"))
     base = {name: value.clone() for name, value in model.state_dict().items()}
     plain = logits(model)
-    peft_model = get_peft_model(model, hf_spec.SpaceConfig())
+    peft_model = get_peft_model(model, tuned())
     randomise(peft_model, "SPACE")
     active, unmerged = logits(model), tokens(model)
     for safe in (False, True):
@@ -528,10 +547,10 @@ def test_merging_is_exactly_reversible(tiny: Tiny) -> None:
 def test_merging_and_other_adapters(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     plain = logits(model)
-    peft_model = get_peft_model(model, hf_spec.SpaceConfig(), "one")
+    peft_model = get_peft_model(model, tuned(), "one")
     randomise(peft_model, "SPACE", seed=1)
     first = logits(model)
-    peft_model.add_adapter("two", hf_spec.SpaceConfig())
+    peft_model.add_adapter("two", tuned())
     peft_model.set_adapter("two")
     randomise(peft_model, "SPACE", seed=2)
     second = logits(model)
@@ -554,7 +573,7 @@ def test_merging_and_other_adapters(tiny: Tiny) -> None:
 
 def test_merge_and_unload_gives_the_fine_tuned_model(tiny: Tiny, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny("llama"))
-    peft_model = get_peft_model(model, hf_spec.SpaceConfig())
+    peft_model = get_peft_model(model, tuned())
     randomise(peft_model, "SPACE")
     active = logits(model)
     merged = peft_model.merge_and_unload()
@@ -588,11 +607,12 @@ def test_a_loaded_adapter_is_merged_too(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged(tiny: Tiny) -> None:
-    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig(update="none"))
-    for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(ValueError, match=r"merging takes the one active SPACE adapter"):
-            merge()
-    model = get_peft_model(copy.deepcopy(tiny("llama")), hf_spec.SpaceConfig())
+    for update in ("none", "gated"):
+        model = get_peft_model(copy.deepcopy(tiny("llama")), tuned(update=update))
+        for merge in (model.merge_adapter, model.merge_and_unload):
+            with pytest.raises(ValueError, match=r"merging takes the one active SPACE adapter"):
+                merge()
+    model = get_peft_model(copy.deepcopy(tiny("llama")), tuned())
     weight = model.get_base_model().model.layers[1].mlp.up_proj.weight
     weight.requires_grad_(False)
     weight.data = weight.data.to(torch.int8)
@@ -664,7 +684,7 @@ def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(
     [
         ({"num_mask_tokens": 0}, r"num_mask_tokens=0: must be a whole number from 1 to 256"),
         ({"p_ar": 1.5}, r"p_ar=1\.5: must be a number in \[0\.0, 1\.0\]"),
-        ({"update": "adapter"}, r"update='adapter': choose one of lora, full, none"),
+        ({"update": "adapter"}, r"update='adapter': choose one of gated, lora, full, none"),
         ({"rank": 0}, r"rank=0: must be a whole number from 1 to 16384"),
         ({"alpha": 0}, r"alpha=0: must be a number in \(0\.0, 1000000\.0\]"),
         ({"target_modules": []}, r"target_modules=\[\]: give a list of names"),
@@ -682,7 +702,7 @@ def test_a_pattern_of_targets_is_spelt_out(tiny: Tiny, tmp_path: Path, update: s
     """On saving, PEFT matches patterns with embeddings by `re`, which nothing interrupts."""
     model = copy.deepcopy(tiny("llama"))
     pattern = r".*\.1\..*[qv]_proj|(([a-z_.]+)+)+[A-Z]"
-    model.add_adapter(hf_spec.SpaceConfig(target_modules=pattern, update=update))
+    model.add_adapter(tuned(target_modules=pattern, update=update))
     names = [f"model.layers.1.self_attn.{name}_proj" for name in "qv"] if update == "lora" else None
     assert model.peft_config["default"].target_modules == names
     model.save_pretrained(tmp_path)
@@ -694,12 +714,12 @@ def test_a_pattern_of_targets_is_spelt_out(tiny: Tiny, tmp_path: Path, update: s
 def test_bad_targets_leave_nothing_behind(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     with pytest.raises(ValueError, match=r"no linear module of LlamaForCausalLM matches 'query'"):
-        model.add_adapter(hf_spec.SpaceConfig(target_modules=["query"]))
+        model.add_adapter(tuned(target_modules=["query"]))
     assert hooked(model) == 0 and not hasattr(model, "spec_modules")
 
 
 def test_more_candidates_than_mask_tokens_are_refused(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     added(model, num_mask_tokens=2)
-    with pytest.raises(ValueError, match=r"num_candidates=3: the adapter has 2 mask tokens"):
-        tokens(model, assistant_strategy="space", assistant_kwargs={"num_candidates": 3})
+    with pytest.raises(ValueError, match=r"max_depth=3: the adapter predicts 2 future tokens"):
+        tokens(model, assistant_strategy="space", assistant_kwargs={"max_depth": 3})

@@ -18,6 +18,9 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import require_active
+from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
 from hf_spec.policy import memory, online_policy, tuned_trees
 from hf_spec.policy.online_policy import Predicted, ranks_of
@@ -112,7 +115,7 @@ def test_few_new_tokens(fresh: Callable[..., PreTrainedModel]) -> None:
         ("medusa", {"max_rows": 8}, "max_rows=8 is of tree='online'"),
         ("medusa", {"tree": "online", "max_rows": 1}, "max_rows=1: .* from 2 to 512"),
         ("bita", {"tree": "online", "top_k": 3}, "top_k=3 is of the trees"),
-        ("space", {"tree": "round"}, "tree='round': choose one of chain, online"),
+        ("space", {"tree": "round"}, "tree='round': choose one of adaptive, chain, online"),
         ("space", {"max_rows": 8}, "max_rows=8 is of tree='online'"),
         ("space", {"tree": "online", "acceptance": "rejection"}, "acceptance='rejection' with"),
     ],
@@ -139,8 +142,7 @@ def test_few_rows_leave_out_far_distances(fresh: Callable[..., PreTrainedModel])
 @every_name
 def test_depth_is_limited(fresh: Callable[..., PreTrainedModel], name: str) -> None:
     model = adapted(fresh(), name)
-    option = "num_candidates" if name == "space" else "max_depth"
-    out = generate(model, name, {"input_ids": prompt()}, **{option: 1})
+    out = generate(model, name, {"input_ids": prompt()}, max_depth=1)
     assert max(out.spec_stats.offered, default=0) <= 1
     assert len(out.spec_stats.details["online"]["hits"]) == 1
 
@@ -148,18 +150,25 @@ def test_depth_is_limited(fresh: Callable[..., PreTrainedModel], name: str) -> N
 # -- what is noted -----------------------------------------------------------------------------
 
 
-def test_ranks_against_one_token_at_a_time() -> None:
+@pytest.mark.parametrize("with_transition", [False, True])
+def test_ranks_against_one_token_at_a_time(with_transition: bool) -> None:
     """Predictions of fewer distances, finished rows, and rows that know less."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(6, (n,), generator=generator).tolist() for n in (20, 9)]
-    predicted = []
+    predicted, made = [], []
+    weights = {name: torch.randn(6, 4, generator=generator) for name in (BEFORE, AFTER)}
+    weights[STATE] = torch.randn(4, 5, generator=generator)
+    transition = Transition(weights) if with_transition else None
     for step in range(8):
         count = 3 if step % 2 else 2
-        best = torch.stack([torch.randperm(6, generator=generator)[:4] for _ in range(2 * count)])
+        logits = torch.randn(2, count, 6, generator=generator)
+        states = torch.randn(2, count, 5, generator=generator)
         rows = [tokens[0], None if step == 5 else tokens[1]]
         starts, known = [step + 1, step + 2], [count, step % 3]
-        predicted.append(Predicted(best.view(2, count, 4), rows, starts, known))
-    found = ranks_of(predicted, 3)
+        predictions = Predictions(logits, 4, known, transition, states)
+        predicted.append(Predicted(predictions, rows, starts, known))
+        made.append((logits, states))
+    found = ranks_of(predicted, 3, 4)
     assert found.shape == (16, 3)
     for n, one in enumerate(predicted):
         for row in range(2):
@@ -168,7 +177,10 @@ def test_ranks_against_one_token_at_a_time() -> None:
                 if came is None or i >= one.known[row] or place >= len(came):
                     assert found[2 * n + row, i] == UNKNOWN
                     continue
-                ids = one.best[row, i].tolist()
+                logits, states = (part[row, i] for part in made[n])
+                if transition is not None:
+                    logits = logits + transition.logits(torch.tensor(came[place - 1]), states)
+                ids = logits.argsort(descending=True)[:4].tolist()
                 rank = ids.index(came[place]) if came[place] in ids else 4
                 assert found[2 * n + row, i] == rank
 
@@ -206,7 +218,7 @@ def test_hits_are_those_of_the_output(
         assert whole is None or whole in wholes
         for i, rank in enumerate(ranks_found):
             if rank not in (UNKNOWN, RANKS):
-                assert one.best[row, i, rank] == whole[one.starts[row] + i]
+                assert one.best(RANKS)[row, i, rank] == whole[one.starts[row] + i]
     assert (found != UNKNOWN).any() and (found == 0).any()
 
 
@@ -219,9 +231,9 @@ def test_the_device_is_read_seldom(
     model = adapted(fresh(), "medusa")
     calls: list[int] = []
 
-    def counted(predicted: Any, depth: int) -> Any:
+    def counted(predicted: Any, *sizes: int) -> Any:
         calls.append(len(predicted))
-        return ranks_of(predicted, depth)
+        return ranks_of(predicted, *sizes)
 
     monkeypatch.setattr(online_policy, "ranks_of", counted)
     out = generate(model, "medusa", {"input_ids": prompt()})
@@ -258,7 +270,7 @@ def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
     ("name", "one", "other"),
     [
         ("medusa", {"tree": "online"}, {"tree": "online", "retrieval": True}),
-        ("propd", {"prune": False}, {"prune": True}),
+        ("propd", {"tree": "online", "prune": False}, {"tree": "online", "prune": True}),
         ("propd", {"prune": False, "drafter": "bita", "drafter_kwargs": {"tree": "online"}},
          {"prune": True, "drafter": "bita", "drafter_kwargs": {"tree": "online"}}),
     ],

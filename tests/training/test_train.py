@@ -64,7 +64,9 @@ def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
     assert bit_sums(list(model.parameters())) == before
     assert not hasattr(model, "spec_modules")
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert record["trainable_parameters"] == 2 * 32 + 2 * 2 * 2 * 4 * 8
+    vocab = model.config.vocab_size
+    transition = 2 * vocab * 64 + 64 * 32
+    assert record["trainable_parameters"] == 2 * 32 + 2 * 2 * 2 * 4 * 8 + transition
     written = json.loads((tmp_path / "training.json").read_text())
     assert written == json.loads(json.dumps(record))
     for plot in ("loss.png", "tau.png"):
@@ -96,11 +98,13 @@ def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
     train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
     model.load_adapter(tmp_path)
     prompts = [answers()[row]["prompt_ids"][: 8 - row] for row in range(3)]
-    stats = Served(prompts, "bita", {"top_k": 2}, 10, batch_size=2).measure(model)
+    options = {"tree": "efficient", "top_k": 2}
+    stats = Served(prompts, "bita", options, 10, batch_size=2).measure(model)
     steps = tokens = 0
     for prompt in prompts:
         model.generate(
-            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, **drafting("bita", top_k=2),
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False,
+            **drafting("bita", **options),
         )  # fmt: skip
         alone = hf_spec.last_stats(model)
         steps, tokens = steps + alone.num_row_steps, tokens + alone.num_generated_tokens
@@ -233,7 +237,7 @@ def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
     assert cli.main([
         "train", "bita", "--model", str(base), "--data", str(data), "--dtype", "float32",
         "--output", str(tmp_path / "two"), "--max-steps", "4", "--eval-steps", "4",
-        "--held-out", "4", "--served-tokens", "8",
+        "--held-out", "4", "--served-tokens", "8", "--transition-rank", "0",
     ]) == 0  # fmt: skip
     assert equal(weights(tmp_path / "one"), weights(tmp_path / "two"))
 
@@ -296,7 +300,8 @@ def test_a_base_in_bf16_trains_weights_in_fp32(tmp_path: Path) -> None:
 
 def test_fields_of_the_config_are_options() -> None:
     assert set(config_fields(get_method("bita"))) == {
-        "num_mask_tokens", "num_prompt_tokens", "prompt_depth",
+        "num_mask_tokens", "num_prompt_tokens", "prompt_depth", "transition_rank",
+        "transition_learning_rate",
     }  # fmt: skip
     assert "bita" in trainable() and "prompt_lookup" not in trainable()
 

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "max_steps": 4, "eval_steps": 2, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
     "batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
 }  # fmt: skip
-FULL = {"update": "full", "num_mask_tokens": 2}
+FULL = {"update": "full", "num_mask_tokens": 2, "transition_rank": 0}
 
 
 def answers(count: int = 24, length: int = 20) -> Dataset:
@@ -129,7 +129,7 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
         load_checkpoint(make_model(layers=3), tmp_path / "checkpoints" / "checkpoint-2")
 
 
-@pytest.mark.parametrize("update", ["lora", "none"])
+@pytest.mark.parametrize("update", ["gated", "lora", "none"])
 def test_otherwise_the_base_stays_as_it_was(tmp_path: Path, update: str) -> None:
     model = make_model()
     before = bit_sums(list(model.parameters()))
@@ -138,9 +138,10 @@ def test_otherwise_the_base_stays_as_it_was(tmp_path: Path, update: str) -> None
     assert bit_sums(list(model.parameters())) == before
     assert not (tmp_path / "model").exists()
     assert not list(tmp_path.rglob("base_model.safetensors"))
-    factors = 0 if update == "none" else 2 * 2 * (2 * 64 + 2 * 48 + 3 * 96)
-    assert record["trainable_parameters"] == 2 * 32 + factors
-    # What was written is what was trained: the fine-tuned model, in a base like the first.
+    per_layer = {"gated": 64 + 96, "lora": 2 * 64 + 2 * 48 + 3 * 96, "none": 0}
+    transition = 2 * model.config.vocab_size * 64 + 64 * 32
+    assert record["trainable_parameters"] == 2 * 32 + 2 * 2 * per_layer[update] + transition
+    # What was written is what was trained, in a base like the first.
     model.load_adapter(str(tmp_path))
     ids = torch.tensor([[4, 5, 6, 7, 4, 5, 6, 7]])
     kwargs = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -152,13 +153,13 @@ def test_otherwise_the_base_stays_as_it_was(tmp_path: Path, update: str) -> None
 
 def test_defaults_follow_the_config(tmp_path: Path) -> None:
     method, rates = get_method("space"), {}
-    for update in ("lora", "full", "none"):
+    for update in ("gated", "lora", "full", "none"):
         config = hf_spec.SpaceConfig(update=update)
         arguments = training_arguments(method, TrainSettings(), tmp_path, config)
         rates[update] = arguments.learning_rate
         assert arguments.num_train_epochs == 2 and arguments.per_device_train_batch_size == 8
         assert arguments.metric_for_best_model == "loss" and not arguments.greater_is_better
-    assert rates == {"lora": 1e-3, "full": 5e-5, "none": 3e-2}
+    assert rates == {"gated": 1e-2, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
     chosen = training_arguments(
         method, TrainSettings(learning_rate=0.5), tmp_path, hf_spec.SpaceConfig()
     )
@@ -193,6 +194,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 #: Everything that trains low-rank updates or the base itself.
 TRAINED = {
+    "gated": ("space", {"update": "gated", "num_mask_tokens": 2, "rank": 2}),
     "lora": ("space", {"update": "lora", "num_mask_tokens": 2, "rank": 2}),
     "full": ("space", FULL),
     "draft": ("layer_skip", {"skip_mlp": [0], "draft_rank": 2}),

@@ -134,7 +134,7 @@ def test_options_of_static_trees_give_way(made: Path, tmp_path: Path) -> None:
     for name in ("m", "bita"):
         shutil.copytree(made / name, tmp_path / name)
     shutil.copy(made / "p.jsonl", tmp_path / "p.jsonl")
-    stored = {"top_k": 2, "max_depth": 1, "retrieval": True}
+    stored = {"tree": "efficient", "top_k": 2, "max_depth": 1, "retrieval": True}
     hf_spec.SpecConfig("bita", stored).save_pretrained(tmp_path / "bita")
     assert tune(tmp_path, "--limit", "1") == 0
     config = hf_spec.SpecConfig.from_pretrained(tmp_path / "bita")
@@ -212,10 +212,10 @@ def test_bad_input_ends_in_one_line(
 def test_strategies_without_trees_are_refused(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(made / "untuned", tmp_path / "space")
-    hf_spec.SpecConfig(assistant_strategy="space").save_pretrained(tmp_path / "space")
-    assert tune(made, "--adapter", str(tmp_path / "space")) == 2
-    assert "'space', which has no trees to tune; those of bita" in capsys.readouterr().err
+    shutil.copytree(made / "untuned", tmp_path / "lookup")
+    hf_spec.SpecConfig(assistant_strategy="prompt_lookup").save_pretrained(tmp_path / "lookup")
+    assert tune(made, "--adapter", str(tmp_path / "lookup")) == 2
+    assert "'prompt_lookup', which has no trees to tune; those of bita" in capsys.readouterr().err
     assert cli.main(["plot", "tune", str(made / "untuned")]) == 2
     assert "has no tree.json: run hf-spec tune" in capsys.readouterr().err
 
@@ -339,11 +339,18 @@ def test_ensembles_of_prompt_tokens_count_as_the_rows_they_are(
     ranks = FutureRanks((answer,) * 3, tuner.drafter.per_distance)
     monkeypatch.setattr(tuner, "measure", lambda done: ranks)
     tuner.answers = [[5, 6, 7]] * 3
-    run, shapes = StepTimer.run, {}
-    monkeypatch.setattr(StepTimer, "run", lambda self: (shapes.update(self.shapes), run(self))[1])
+    made_draft, shapes = StepTimer._draft, {}
+
+    def noted(self: Any, forward: Any, shape: Any) -> Any:
+        draft = made_draft(self, forward, shape)
+        name = next(rows for rows, one in self.shapes.items() if one is shape)
+        shapes[name] = draft.tokens.shape[1]
+        shapes[name] += 0 if draft.probes is None else draft.probes.num_probes
+        return draft
+
+    monkeypatch.setattr(StepTimer, "_draft", noted)
     entry = work.tune(tuner, {})
-    for rows, (_, tree, probes) in shapes.items():
-        forwarded = tree.num_nodes + (0 if probes is None else probes.num_probes)
+    for rows, forwarded in shapes.items():
         assert forwarded == {PLAIN: 1, START: 1 + 2 * 3}.get(rows, rows)
     (setting,) = entry["settings"]
     assert {*map(int, setting["seconds"])} == {*shapes} - {PLAIN, START}

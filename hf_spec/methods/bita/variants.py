@@ -3,7 +3,8 @@
 from typing import Any
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "efficient": {},
+    "adaptive": {},
+    "efficient": {"tree": "efficient"},
     "full": {"tree": "full", "top_k": 2, "retrieval": True},
     "chain": {"tree": "chain", "max_depth": 2},
     "straightforward": {"tree": "straightforward"},
@@ -11,3 +12,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Hits, untrained as it is, where few tokens are allowed.
 HITTING = "wide"
+#: Fields of the adapter's config; its parameters are random then.
+ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4}}

@@ -3,9 +3,12 @@
 from typing import Any
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "sparse": {},
+    "adaptive": {},
+    "sparse": {"tree": "sparse"},
     "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
     "wide": {"tree": [[rank] for rank in range(61)], "max_depth": 1},  # every token of its models
 }
 #: Hits, untrained as it is, where few tokens are allowed.
 HITTING = "wide"
+#: Fields of the adapter's config; its parameters are random then.
+ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4}}

@@ -3,7 +3,8 @@
 from typing import Any
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "static": {},
+    "adaptive": {},
+    "static": {"tree": "static"},
     "dynamic": {
         "tree": [
             {"paths": [], "probes": [3]},
@@ -17,3 +18,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Hits, untrained as it is, where few tokens are allowed.
 HITTING = "wide"
+#: Fields of the adapter's config; its parameters are random then.
+ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4, "num_ept": 2}}

@@ -3,8 +3,9 @@
 from typing import Any
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "adaptive": {"prune_top_k": 20, "prune": True},
     "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
-    "online": {},
+    "online": {"tree": "online"},
     "probability": {
         "tree": "chain",
         "prune_criterion": "probability",
@@ -16,3 +17,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Hits, untrained as it is, where few tokens are allowed.
 HITTING = "wide"
+#: Fields of the adapter's config; its parameters are random then.
+ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4}}

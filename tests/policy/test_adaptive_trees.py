@@ -1,0 +1,295 @@
+"""Adaptive trees: the likeliest paths, against a search that takes one path at a time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import prompt, ragged
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.drafting.heads import head_logits, head_states
+from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.transition import Transition
+from hf_spec.methods.registry import methods
+from hf_spec.policy.adaptive_trees import Grown, ends, grow
+
+Path = tuple[int, ...]
+HIDDEN, RANK = 5, 3
+
+
+def example(
+    batch: int, distances: int, vocab: int, with_transition: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Transition | None]:
+    """Logits, states and roots of some rows; the transition changes their order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weights = {BEFORE: random(vocab, RANK), AFTER: random(vocab, RANK), STATE: random(RANK, HIDDEN)}
+    roots = torch.randint(vocab, (batch,), generator=generator)
+    logits, states = 1.5 * random(batch, distances, vocab), random(batch, distances, HIDDEN)
+    return logits, states, roots, Transition(weights) if with_transition else None
+
+
+def naive(
+    logits: Tensor, states: Tensor, root: int, transition: Transition | None, count: int, depth: int
+) -> dict[Path, float]:
+    """The likeliest paths of one row, best first, over the whole vocabulary."""
+    found: dict[Path, float] = {}
+    heap: list[tuple[float, Path]] = [(0.0, ())]
+    while heap and len(found) <= count:
+        cost, path = heapq.heappop(heap)
+        found[path] = -cost
+        if len(path) == depth:
+            continue
+        own = logits[len(path)]
+        if transition is not None:
+            before = torch.tensor(path[-1] if path else root)
+            own = own + transition.logits(before, states[len(path)])
+        for token, log_p in enumerate(own.log_softmax(-1).tolist()):
+            if log_p > -math.inf:
+                heapq.heappush(heap, (cost - log_p, (*path, token)))
+    found.pop(())
+    return found
+
+
+def paths_of(grown: Grown, row: int) -> dict[Path, float]:
+    """Token paths of a row's candidates, and the chances that they are said to have."""
+    parents, tokens = grown.tree.parents[row].tolist(), grown.tokens[row].tolist()
+    paths: list[Path] = [()]
+    for node in range(1, grown.tree.row_candidates[row] + 1):
+        assert parents[node] < node
+        paths.append((*paths[parents[node]], tokens[node]))
+        assert grown.tree.depths[row, node] == len(paths[-1])
+    chances = grown.log_probs[row].tolist()
+    assert chances[0] == 0 and set(chances[len(paths) :]) <= {-math.inf}
+    assert len(set(paths)) == len(paths)
+    return dict(zip(paths[1:], chances[1:]))
+
+
+def predict(
+    logits: Tensor,
+    count: int,
+    known: Sequence[int] | None = None,
+    transition: Transition | None = None,
+    states: Tensor | None = None,
+) -> Predictions:
+    known = [logits.shape[1]] * len(logits) if known is None else known
+    return Predictions(logits, count, known, transition, states)
+
+
+# -- growing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_transition", [False, True])
+@pytest.mark.parametrize(
+    ("distances", "vocab", "count", "depth"),
+    [
+        (3, 20, 8, 3),
+        (3, 20, 8, 2),  # shallower than is known
+        (3, 20, 8, 9),  # no deeper than is known
+        (1, 20, 8, 1),
+        (5, 20, 2, 5),  # fewer candidates than distances
+        (4, 20, 1, 4),
+        (3, 5, 40, 3),  # more candidates than tokens
+        (2, 3, 40, 2),  # more candidates than there are paths
+    ],
+)
+def test_the_likeliest_paths(
+    distances: int, vocab: int, count: int, depth: int, with_transition: bool
+) -> None:
+    logits, states, roots, transition = example(4, distances, vocab, with_transition)
+    grown = grow(predict(logits, count, None, transition, states), roots, count, depth)
+    assert grown.tokens[:, 0].tolist() == roots.tolist()
+    for row in range(4):
+        rest = (int(roots[row]), transition, count, min(depth, distances))
+        expected = naive(logits[row], states[row], *rest)
+        found = paths_of(grown, row)
+        assert found.keys() == expected.keys()
+        for path, log_p in found.items():
+            # Tokens outside of a transition's shortlist are thought to have 1e-6 together.
+            assert log_p == pytest.approx(expected[path], abs=1e-4)
+
+
+def test_a_transition_changes_the_tree() -> None:
+    """The test above says something of it."""
+    logits, states, roots, transition = example(4, 3, 20, True)
+    trees = [grow(predict(logits, 8, None, one, states), roots, 8, 3) for one in (None, transition)]
+    assert all(paths_of(trees[0], row).keys() != paths_of(trees[1], row).keys() for row in range(4))
+
+
+@pytest.mark.parametrize("with_transition", [False, True])
+def test_rows_that_know_less(with_transition: bool) -> None:
+    """Each row has the tree that it has alone; one that knows nothing has its root."""
+    logits, states, roots, transition = example(5, 3, 20, with_transition)
+    known = (3, 0, 1, 2, 3)
+    grown = grow(predict(logits, 8, known, transition, states), roots, 8, 3)
+    assert grown.tree.row_depths[1] == grown.tree.row_candidates[1] == 0
+    for row in range(5):
+        some = slice(row, row + 1)
+        alone = predict(logits[some], 8, known[some], transition, states[some])
+        single = grow(alone, roots[some], 8, 3)
+        found, expected = paths_of(grown, row), paths_of(single, 0)
+        assert list(found) == list(expected)  # in the same order
+        assert list(found.values()) == pytest.approx(list(expected.values()))
+        assert max(map(len, found), default=0) <= known[row]
+        rest = (int(roots[row]), transition, 8, known[row])
+        assert found.keys() == naive(logits[row], states[row], *rest).keys()
+
+
+def test_tokens_that_are_impossible() -> None:
+    """Only what can come is a candidate; a row where all is said has padding."""
+    logits = torch.full((2, 2, 9), -torch.inf)
+    logits[0, :, 2:4] = torch.tensor([1.0, 0.5])
+    logits[1, :, 5:8] = 0.0
+    grown = grow(predict(logits, 8), torch.tensor([4, 4]), 8, 2)
+    assert set(paths_of(grown, 0)) == {(2,), (3,), (2, 2), (2, 3), (3, 2), (3, 3)}
+    assert grown.tree.row_candidates == (6, 8)
+    assert set(paths_of(grown, 1)) >= {(5,), (6,), (7,)}
+    assert grown.tree.valid[0].tolist() == [True] * 7 + [False] * 2
+    assert not grown.tokens[0, 7:].any()
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 7, 30])
+def test_equal_chances(count: int) -> None:
+    """Of equally likely paths, those further up come first."""
+    grown = grow(predict(torch.zeros(1, 3, 5), count), torch.tensor([2]), count, 3)
+    lengths = sorted(map(len, paths_of(grown, 0)))
+    assert lengths == ([1] * 5 + [2] * 25)[:count]
+
+
+def test_certain_tokens() -> None:
+    """A child is as likely as its parent, and still stands behind it."""
+    logits = torch.zeros(1, 4, 6)
+    logits[0, torch.arange(4), torch.tensor([3, 1, 3, 5])] = 1000.0
+    for count in (1, 2, 4):
+        grown = grow(predict(logits, count), torch.tensor([0]), count, 4)
+        assert grown.tokens[0].tolist() == [0, 3, 1, 3, 5][: count + 1]
+        assert grown.tree.parents[0].tolist() == [-1, 0, 1, 2, 3][: count + 1]
+        assert grown.tree.is_chain and not grown.log_probs.any()
+
+
+def test_numbers_that_have_overflown() -> None:
+    """All tokens alike: any tree, but a tree, of as many candidates."""
+    logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 4], logits[1, 1] = torch.nan, torch.inf
+    grown = grow(predict(logits, 6), torch.tensor([1, 2, 3]), 6, 2)
+    assert grown.tokens[:, 0].tolist() == [1, 2, 3]
+    assert grown.tree.row_candidates == (6, 6, 6)
+    for row in range(3):
+        paths_of(grown, row)
+    assert paths_of(grown, 2).keys() == naive(logits[2], logits[2], 3, None, 6, 2).keys()
+
+
+# -- where a step ends ---------------------------------------------------------------------------
+
+
+def test_where_a_step_ends() -> None:
+    """A path ends at a node with the node's chance less those of its children."""
+    logits, states, roots, transition = example(4, 3, 20, True)
+    grown = grow(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
+    found = ends(grown)
+    for row in range(4):
+        paths = {(): 0.0, **paths_of(grown, row)}
+        for node, (path, log_p) in enumerate(paths.items()):
+            below = sum(
+                math.exp(chance) for one, chance in paths.items() if one[:-1] == path != one
+            )
+            assert float(found[row, node]) == pytest.approx(math.exp(log_p) - below, abs=1e-9)
+        assert not found[row, len(paths) :].any()
+        assert float(found[row].sum()) == pytest.approx(1.0)
+
+
+# -- in decoding ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_drafts_are_the_likeliest_of_the_hidden_state(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=3, transition_rank=rank))
+    weights = randomise(model, "MEDUSA", std=0.5)
+    drafter, checked = methods()["medusa"].drafter, []
+    propose = drafter.propose
+
+    def watched(self: Any, state: Any) -> Any:
+        draft = propose(self, state)
+        states = head_states(weights, state.hidden)
+        logits = head_logits(model, weights, states)
+        for row in range(len(logits)):
+            if not state.active[row]:
+                continue
+            room = min(3, state.max_depth)
+            rest = (int(state.root[row]), Transition.of(weights), 6, room)
+            expected = naive(logits[row].double(), states[row], *rest) if room > 0 else {}
+            chances = torch.zeros(draft.tokens.shape)
+            found = paths_of(Grown(draft.tree, draft.tokens, chances), row)
+            assert found.keys() == expected.keys()
+            checked.append(len(found))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    with torch.no_grad():
+        model.generate(
+            **ragged(), max_new_tokens=12, do_sample=False, assistant_strategy="medusa",
+            assistant_kwargs={"candidates": 6},
+        )  # fmt: skip
+    assert checked.count(6) > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "probed"),
+    [
+        ({}, 9, 4),
+        ({"probed": 0}, 9, 9),
+        ({"probed": 1}, 9, 1),
+        ({"probed": 100}, 9, 9),
+        ({"candidates": 20}, 21, 10),
+        ({"candidates": 2}, 3, 3),
+    ],
+)
+def test_rows_of_a_step(
+    fresh: Callable[..., PreTrainedModel], options: dict[str, Any], nodes: int, probed: int
+) -> None:
+    """Three probes under each of the nodes where a step is likeliest to end."""
+    model = fresh("llama")
+    expected = model.generate(prompt(), max_new_tokens=16, do_sample=False)
+    torch.manual_seed(0)
+    model.add_adapter(hf_spec.BitaConfig())
+    rows: list[int] = []
+    handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    out = model.generate(
+        prompt(), max_new_tokens=16, do_sample=False, assistant_strategy="bita",
+        assistant_kwargs=options,
+    )  # fmt: skip
+    handle.remove()
+    assert out.tolist() == expected.tolist()
+    assert rows[1] == 1 + 3  # behind the prefill: the root and its probes
+    assert rows[2] == nodes + 3 * probed
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("bita", {"candidates": 0}, r"candidates=0: must be a whole number from 1"),
+        ("bita", {"probed": -1}, r"probed=-1: must be a whole number from 0"),
+        ("ppd", {"tree": "static", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
+        ("ppd", {"tree": "online", "probed": 3}, r"probed=3 is of tree='adaptive'"),
+        ("medusa", {"probed": 3}, r"probed=3: this strategy predicts without probes"),
+        ("space", {"acceptance": "rejection", "candidates": 3}, r"candidates=3|tree='adaptive'"),
+    ],
+)
+def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.SpecConfig(name, options)
