@@ -300,12 +300,8 @@ def test_rows_per_step_and_the_priming_step(fresh: Callable[..., PreTrainedModel
     rows: list[int] = []
     handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
     model.generate(
-<<<<<<< HEAD
-        prompt(), max_new_tokens=NEW, do_sample=False, **drafting("bita", top_k=2),
-=======
-        prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy="bita",
-        assistant_kwargs={"tree": "efficient", "top_k": 2},
->>>>>>> 37f8715ef27b6ab24a4de7e64cadfc57ea4e23f5
+        prompt(), max_new_tokens=NEW, do_sample=False,
+        **drafting("bita", tree="efficient", top_k=2),
     )  # fmt: skip
     handle.remove()
     assert rows[1] == 1 + 3  # behind the prefill: the root and its masks

@@ -265,13 +265,7 @@ def test_what_was_learned_is_accepted(tiny: Tiny, shared_mask: bool) -> None:
     ids = torch.tensor([[4, 5, 6, 7, 4, 5]])
     plain = model.generate(ids, **GREEDY)
     assert plain[0, 6:].tolist() == [4 + (2 + s) % 4 for s in range(NEW)]
-<<<<<<< HEAD
-    ours = model.generate(ids, **GREEDY, **drafting("space"))
-=======
-    ours = model.generate(
-        ids, **GREEDY, assistant_strategy="space", assistant_kwargs={"tree": "chain"}
-    )
->>>>>>> 37f8715ef27b6ab24a4de7e64cadfc57ea4e23f5
+    ours = model.generate(ids, **GREEDY, **drafting("space", tree="chain"))
     assert ours.tolist() == plain.tolist()
     stats = hf_spec.last_stats(model)
     # After the prefill and a step without candidates, k + 1 tokens per step.
@@ -295,13 +289,7 @@ def test_a_step_without_candidates_comes_first(tiny: Tiny, monkeypatch: pytest.M
         return draft
 
     monkeypatch.setattr(method.drafter, "propose", watched)
-<<<<<<< HEAD
-    model.generate(prompt(), **GREEDY, **drafting("space"))
-=======
-    model.generate(
-        prompt(), **GREEDY, assistant_strategy="space", assistant_kwargs={"tree": "chain"}
-    )
->>>>>>> 37f8715ef27b6ab24a4de7e64cadfc57ea4e23f5
+    model.generate(prompt(), **GREEDY, **drafting("space", tree="chain"))
     # The budget ends: a candidate that could not be emitted is not proposed.
     assert seen[:2] == [0, 3] and seen[-1] <= 3 and max(seen) == 3
 
