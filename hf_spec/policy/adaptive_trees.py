@@ -90,8 +90,8 @@ def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grow
         torch.cat(tokens, 1).gather(1, best) * valid,
         levels.gather(1, best).masked_fill(~valid, -torch.inf),
     )  # fmt: skip
-    above, levels, valid, own, log_probs = (part.to(root.device) for part in made)
-    return Grown(TreeBatch.of(above, levels, valid), own, log_probs)
+    own_parents, own_depths, valid, own_tokens, chances = (part.to(root.device) for part in made)
+    return Grown(TreeBatch.of(own_parents, own_depths, valid), own_tokens, chances)
 
 
 def ends(grown: Grown) -> Tensor:
