@@ -245,10 +245,11 @@ class TreeBatch:
         row_depths = tuple(map(max, real))
         ancestors = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
         ancestors = ancestors.repeat(len(parents), 1, 1)
-        up = above
+        order = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+        up = step = torch.where(valid, above, order)
         for _ in range(max(row_depths)):
             ancestors.scatter_(2, up[:, :, None], True)
-            up = above.gather(1, up)
+            up = step.gather(1, up)
         return TreeBatch(
             parents=above.index_fill(1, above.new_zeros(1), -1),
             depths=torch.where(valid, depths, 1),

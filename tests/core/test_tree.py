@@ -223,6 +223,35 @@ def test_stack_pads_smaller_trees_at_the_end(seed: int) -> None:
         check_row(batch, row, tree)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_that_were_made_on_the_device(seed: int) -> None:
+    """From parents, depths and which nodes are real, whatever stands on the padding."""
+    rng = random.Random(seed)
+    trees = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
+    nodes = max(map(len, trees)) + rng.randint(0, 2)
+    parents, depths, valid = [], [], []
+    for tree in trees:
+        more = nodes - len(tree)
+        parents.append([*tree.parents, *(rng.randrange(nodes) for _ in range(more))])
+        depths.append([*tree.depths, *(rng.randint(0, 9) for _ in range(more))])
+        valid.append([True] * len(tree) + [False] * more)
+    batch = TreeBatch.of(*map(torch.tensor, (parents, depths, valid)))
+    assert (batch.batch_size, batch.num_nodes) == (len(trees), nodes)
+    assert batch.max_depth == max(tree.max_depth for tree in trees)
+    assert not batch.is_chain or all(tree.is_chain for tree in trees)
+    assert batch.is_chain or any(not tree.is_chain or len(tree) < nodes for tree in trees)
+    for row, tree in enumerate(trees):
+        check_row(batch, row, tree)
+        assert not batch.parents[row, len(tree) :].any()
+        padding = range(len(tree), nodes)
+        assert all(batch.depths[row, node] > 0 for node in padding)
+        assert all(batch.ancestors[row, node, node] for node in padding)
+    inner, place = batch.inner
+    for row, tree in enumerate(trees):
+        for node in range(1, len(tree)):
+            assert inner[row, place[row, node]] == tree.parents[node]
+
+
 def test_padding_lies_below_the_root_and_never_counts_as_deepest() -> None:
     batch = TreeBatch.stack([TokenTree.chain(0), TokenTree.chain(3)])
     assert batch.depths[0].tolist() == [0, 1, 1, 1]

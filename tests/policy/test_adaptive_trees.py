@@ -287,7 +287,7 @@ def test_rows_of_a_step(
         ("ppd", {"tree": "static", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
         ("ppd", {"tree": "online", "probed": 3}, r"probed=3 is of tree='adaptive'"),
         ("medusa", {"probed": 3}, r"probed=3: this strategy predicts without probes"),
-        ("space", {"acceptance": "rejection", "candidates": 3}, r"candidates=3|tree='adaptive'"),
+        ("space", {"acceptance": "rejection", "candidates": 3}, r"tree='adaptive', whose cand"),
     ],
 )
 def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,242 @@
+"""Predictions and transitions against loops over single tokens."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.core.tree import TokenTree
+from hf_spec.drafting.losses import PLAIN_SHARE, future_losses
+from hf_spec.drafting.predictions import SHORTLIST, Predictions
+from hf_spec.drafting.transition import Transition
+from hf_spec.model.sequences import IGNORED
+
+BATCH, DISTANCES, HIDDEN, RANK = 2, 3, 5, 4
+
+
+class Example:
+    """Random predictions of a vocabulary, with a transition that matters."""
+
+    def __init__(self, vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.vocab = vocab
+        self.logits = 2 * random(BATCH, DISTANCES, vocab)
+        self.states = random(BATCH, DISTANCES, HIDDEN)
+        self.weights = {BEFORE: random(vocab, RANK), AFTER: random(vocab, RANK)}
+        self.weights[STATE] = random(RANK, HIDDEN)
+        self.transition = Transition(self.weights)
+        self.previous = torch.randint(vocab, (BATCH, 6), generator=generator)
+
+    def bias(self, row: int, distance: int, previous: int) -> Tensor:
+        """``(vocab,)`` by the formula, one number at a time."""
+        projected = self.weights[STATE] @ self.states[row, distance - 1]
+        inner = [self.weights[BEFORE][previous, r] + projected[r] for r in range(RANK)]
+        inner = [x / (1 + math.exp(-x)) for x in inner]
+        return sum(self.weights[AFTER][:, r] * inner[r] for r in range(RANK))
+
+    def predictions(self, width: int, transition: bool = True) -> Predictions:
+        chosen = self.transition if transition else None
+        return Predictions(self.logits, width, [DISTANCES] * BATCH, chosen, self.states)
+
+
+def places() -> list[tuple[int, int]]:
+    return list(product(range(BATCH), range(1, DISTANCES + 1)))
+
+
+# -- the bias ------------------------------------------------------------------------------------
+
+
+def test_the_bias_of_all_tokens() -> None:
+    case = Example(23)
+    for row, distance in places():
+        states = case.states[row, distance - 1].expand(6, -1)
+        found = case.transition.logits(case.previous[row], states)
+        for n, previous in enumerate(case.previous[row].tolist()):
+            torch.testing.assert_close(found[n], case.bias(row, distance, previous))
+
+
+def test_the_bias_of_a_shortlist() -> None:
+    case = Example(23)
+    tokens = case.logits.topk(7, dim=-1).indices
+    shortlist = case.transition.shortlist(tokens, case.states)
+    for distance in range(1, DISTANCES + 1):
+        found = shortlist.bias(distance, case.previous)
+        assert found.shape == (BATCH, 6, 7)
+        for row, n in product(range(BATCH), range(6)):
+            whole = case.bias(row, distance, int(case.previous[row, n]))
+            torch.testing.assert_close(found[row, n], whole[tokens[row, distance - 1]])
+
+
+def test_an_adapter_without_a_transition() -> None:
+    assert Transition.of({"masks": torch.zeros(3, 4)}) is None
+    assert Transition.of(Example(8).weights) is not None
+
+
+# -- given the token before ------------------------------------------------------------------------
+
+
+def test_a_shortlist_of_the_whole_vocabulary() -> None:
+    """The softmax of the logits with the bias added."""
+    case = Example(SHORTLIST - 3)
+    predictions = case.predictions(8)
+    assert predictions.tokens.shape == (BATCH, DISTANCES, case.vocab)
+    for row, distance in places():
+        found = predictions.given(distance, case.previous)[row]
+        tokens = predictions.tokens[row, distance - 1]
+        for n, previous in enumerate(case.previous[row].tolist()):
+            logits = case.logits[row, distance - 1] + case.bias(row, distance, previous)
+            # Tokens outside of the shortlist are thought to have 1e-6 together.
+            torch.testing.assert_close(found[n], logits.log_softmax(-1)[tokens], rtol=0, atol=1e-4)
+
+
+def test_tokens_outside_of_the_shortlist_keep_their_chance_together() -> None:
+    case = Example(3 * SHORTLIST)
+    predictions = case.predictions(8)
+    assert predictions.tokens.shape[-1] == SHORTLIST
+    for row, distance in places():
+        found = predictions.given(distance, case.previous)[row]
+        tokens = predictions.tokens[row, distance - 1]
+        plain = case.logits[row, distance - 1].softmax(-1)
+        torch.testing.assert_close(predictions.log_probs[row, distance - 1].exp(), plain[tokens])
+        for n, previous in enumerate(case.previous[row].tolist()):
+            weighed = plain[tokens] * case.bias(row, distance, previous)[tokens].exp()
+            expected = weighed / (weighed.sum() + 1 - plain[tokens].sum())
+            torch.testing.assert_close(found[n].exp(), expected)
+            assert 0 < found[n].exp().sum() < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [SHORTLIST - 3, SHORTLIST, SHORTLIST + 1, 3 * SHORTLIST])
+def test_chances_sum_to_at_most_one(vocab: int, dtype: torch.dtype) -> None:
+    case = Example(vocab, dtype)
+    for scale in (0.0, 1.0, 30.0):
+        case.logits = case.logits * scale
+        sums = case.predictions(8).given(2, case.previous).double().exp().sum(-1)
+        # Rounding of some 64 terms, in float32 at least.
+        assert sums.max() <= 1 + 1e-5 and sums.min() > 0
+
+
+def test_without_a_transition_the_token_before_does_not_matter() -> None:
+    case = Example(23)
+    predictions = case.predictions(8, transition=False)
+    assert predictions.tokens.shape == (BATCH, DISTANCES, 8)
+    for distance in range(1, DISTANCES + 1):
+        found = predictions.given(distance, case.previous)
+        expected = case.logits[:, distance - 1].log_softmax(-1).topk(8, dim=-1)
+        torch.testing.assert_close(found[:, 0], expected.values)
+        assert predictions.tokens[:, distance - 1].tolist() == expected.indices.tolist()
+
+
+# -- tokens by rank ----------------------------------------------------------------------------
+
+
+TREES = [
+    TokenTree.from_paths([[0], [1], [0, 2], [1, 0], [1, 0, 4], [1, 0, 0]]),
+    TokenTree.from_paths([[3], [3, 0]]),
+]
+
+
+@pytest.mark.parametrize("with_transition", [False, True])
+@pytest.mark.parametrize("trees", [TREES, TREES[::-1], TREES[:1] * 2])
+def test_tokens_on_the_nodes_of_trees(trees: list[TokenTree], with_transition: bool) -> None:
+    case = Example(23)
+    roots = torch.tensor([11, 12])
+    found = case.predictions(5, with_transition).ranked(trees, roots)
+    assert found.shape == (BATCH, max(map(len, trees)))
+    for row, tree in enumerate(trees):
+        tokens = [int(roots[row])]
+        for node in range(1, len(tree)):
+            distance = tree.depths[node]
+            logits = case.logits[row, distance - 1]
+            if with_transition:
+                logits = logits + case.bias(row, distance, tokens[tree.parents[node]])
+            order = logits.argsort(descending=True).tolist()
+            tokens.append(order[tree.ranks[node]])
+        assert found[row, : len(tree)].tolist() == tokens
+
+
+@pytest.mark.parametrize("with_transition", [False, True])
+def test_the_likeliest_given_what_came(with_transition: bool) -> None:
+    case = Example(23)
+    previous = case.previous[:, :DISTANCES]
+    found = case.predictions(23, with_transition).likeliest(previous)
+    for row, distance in places():
+        logits = case.logits[row, distance - 1]
+        if with_transition:
+            logits = logits + case.bias(row, distance, int(previous[row, distance - 1]))
+        assert found[row, distance - 1].tolist() == logits.argsort(descending=True).tolist()
+
+
+# -- the loss ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+@pytest.mark.parametrize("with_transition", [False, True])
+def test_losses_of_single_predictions(with_transition: bool, distilled: bool) -> None:
+    """At the anchor a the model itself gives token a + 1; distance d asks for a + 1 + d, given
+    a + d, the one before it."""
+    case, length, vocab = Example(9), 8, 9
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, (BATCH, length), generator=generator)
+    anchors = torch.tensor([[0, 3], [4, 6]])
+    shape = (BATCH, 2, DISTANCES)
+    logits, own = (
+        torch.randn(*shape, vocab, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    states = torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64)
+    wanted = torch.full(shape, IGNORED)
+    for row, n, distance in product(range(BATCH), range(2), range(1, DISTANCES + 1)):
+        at = int(anchors[row, n]) + 1 + distance
+        if at < length:
+            wanted[row, n, distance - 1] = ids[row, at]
+    weights = case.weights if with_transition else {}
+    rest = (ids, anchors, wanted, own if distilled else None)
+    losses, made = future_losses(weights, logits, states, *rest)
+
+    def loss(scores: Tensor, token: int, target: Tensor) -> Tensor:
+        if not distilled:
+            return -scores.log_softmax(-1)[token]
+        p = target.log_softmax(-1)
+        return (p.exp() * (p - scores.log_softmax(-1))).sum()
+
+    for row, n, distance in product(range(BATCH), range(2), range(1, DISTANCES + 1)):
+        at = (row, n, distance - 1)
+        token, scores = int(wanted[at]), logits[at]
+        if token == IGNORED:
+            assert losses[at] == 0
+            continue
+        expected = loss(scores, token, own[at])
+        if with_transition:
+            before = ids[row, int(anchors[row, n]) + distance]
+            inner = functional.silu(case.weights[BEFORE][before] + case.weights[STATE] @ states[at])
+            scores = scores + case.weights[AFTER] @ inner
+            expected = PLAIN_SHARE * expected + loss(scores, token, own[at])
+        torch.testing.assert_close(losses[at], expected)
+        torch.testing.assert_close(made[at], scores)
+    assert (wanted == IGNORED).any() and (wanted != IGNORED).sum() > 6
+
+
+def test_gradients_reach_the_transition() -> None:
+    case = Example(9)
+    for weight in case.weights.values():
+        weight.requires_grad_(True)
+    wanted = torch.tensor([[[2, 3, IGNORED]], [[4, IGNORED, IGNORED]]])
+    ids, anchors = torch.arange(16).view(2, 8) % 9, torch.tensor([[1], [2]])
+    logits, states = case.logits[:, None], case.states[:, None]
+    losses, _ = future_losses(case.weights, logits, states, ids, anchors, wanted)
+    losses.sum().backward()
+    before = case.weights[BEFORE].grad.abs().sum(-1)
+    assert before.nonzero()[:, 0].tolist() == sorted(
+        {int(ids[0, 2]), int(ids[0, 3]), int(ids[1, 3])}
+    )
+    assert case.weights[AFTER].grad.abs().sum() > 0 and case.weights[STATE].grad.abs().sum() > 0
