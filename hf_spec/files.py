@@ -22,9 +22,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file and the line break at its end in one step."""
+    """Write a text file, with one line break at its end, in one step."""
     with replacing(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
 @contextmanager

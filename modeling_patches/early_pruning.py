@@ -51,22 +51,17 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
         narrowing.begin(hidden.shape[0], hidden.shape[1], choose(hidden))
         if narrowing.rows is None:
             return None
-        if args:
-            args = (narrowing(hidden), *args[1:])
-        else:
-            kwargs = {**kwargs, "hidden_states": narrowing(hidden)}
-        return narrow(args, kwargs)
+        return narrowing(args), {name: narrowing(value) for name, value in kwargs.items()}
 
     def narrow(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if narrowing.rows is None:
             return None
-        first = args[:1]  # hidden states: they come narrow from the layer before
-        rest = tuple(narrowing(value) for value in args[1:])
+        # Hidden states come narrow from the layer before.
         named = {
             name: value if name == "hidden_states" else narrowing(value)
             for name, value in kwargs.items()
         }
-        return (*first, *rest), named
+        return args[:1] + narrowing(args[1:]), named
 
     def widen(args: tuple, kwargs: dict, output: Any) -> Any:
         if narrowing.rows is None:

@@ -177,12 +177,6 @@ class LayerSkipper:
             changes.instead(module, "forward", stub)
         return changes
 
-    def __repr__(self) -> str:
-        return (
-            f"LayerSkipper(skip_attention={list(self.skip_attention)}, "
-            f"skip_mlp={list(self.skip_mlp)}, num_layers={self.num_layers})"
-        )
-
 
 # ---------------------------------------------------------------------------------------- finding
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,20 +30,13 @@ def sliding_windows(model: Any) -> list[int | None]:
         layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers
     ]
     # Layers that read an earlier one's keys keep none, and see what others of their type do.
+    keeps = [type(layer).__name__ != "DummyLayer" for layer in layers]
     types = getattr(text, "layer_types", None) or []
-    own = {
-        kind: window
-        for kind, layer, window in zip(types, layers, windows)
-        if not _keeps_nothing(layer)
-    }
-    for index, (kind, layer) in enumerate(zip(types, layers)):
-        if _keeps_nothing(layer):
+    own = {kind: window for kind, window, kept in zip(types, windows, keeps) if kept}
+    for index, (kind, kept) in enumerate(zip(types, keeps)):
+        if not kept:
             windows[index] = own.get(kind)
     return windows
-
-
-def _keeps_nothing(layer: Any) -> bool:
-    return type(layer).__name__ == "DummyLayer"
 
 
 def context_ends(model: Any) -> list[int]:
@@ -72,35 +66,32 @@ def check_model(model: Any) -> None:
     Raises:
         ValueError: naming the architecture and what is in the way.
     """
-    name = type(model).__name__
-    remedy = "Generate without assistant_strategy."
+    obstacle = next(_obstacles(model), None)
+    if obstacle is not None:
+        name = type(model).__name__
+        raise ValueError(f"{name}{obstacle}. Generate without assistant_strategy.")
+
+
+def _obstacles(model: Any) -> Iterator[str]:
+    """What is in the way, as an error says it behind the model's name."""
     if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} is an encoder-decoder model: strategies decode decoder-only models. {remedy}"
-        )
+        yield " is an encoder-decoder model: strategies decode decoder-only models"
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
-        raise ValueError(
-            f"{name} keeps a recurrent state, which cannot forget rejected tokens. {remedy}"
-        )
+        yield " keeps a recurrent state, which cannot forget rejected tokens"
     text = model.config.get_text_config(decoder=True)
-    for layer in DynamicCache(config=text).layers:
-        if type(layer).__name__ not in _LAYERS:
-            raise ValueError(
-                f"{name} has a cache layer of type {type(layer).__name__}, which cannot forget "
-                f"rejected tokens or takes no tree mask. {remedy}"
+    for kind in (type(layer).__name__ for layer in DynamicCache(config=text).layers):
+        if kind not in _LAYERS:
+            yield (
+                f" has a cache layer of type {kind}, which cannot forget rejected tokens or takes "
+                "no tree mask"
             )
     if getattr(text, "attention_chunk_size", None) is not None:
-        raise ValueError(f"{name} uses chunked attention, which takes no tree mask. {remedy}")
+        yield " uses chunked attention, which takes no tree mask"
     forward = inspect.signature(model.forward).parameters
     if "past_key_values" not in forward:
-        raise ValueError(
-            f"{name}.forward takes no past_key_values: it keeps no cache of keys. {remedy}"
-        )
+        yield ".forward takes no past_key_values: it keeps no cache of keys"
     if "position_ids" not in forward and text.model_type not in alibi.MODEL_TYPES:
-        raise ValueError(
-            f"{name}.forward takes no position_ids, so siblings in a tree cannot share a position. "
-            f"{remedy}"
-        )
+        yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 
 
 def check_length(model: Any, length: int) -> None:

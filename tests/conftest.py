@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from running import drafting
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from hf_spec.decoding import loop
 
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
@@ -137,18 +136,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.line(f"{model_type}: {', '.join(sorted(names))}: {outcome}")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def every_step_drafts() -> Iterator[None]:
-    """Switches the controller off unless a call says ``fallback=True``.
-
-    On models of this size step times are noise, so that which steps draft would differ from run to
-    run, and many tests count steps and candidates.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "switched_on", lambda options, do_sample: options.fallback is True)
-        yield
-
-
 @cache
 def _build(architecture: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     model_type, fields = ARCHITECTURES[architecture]
@@ -212,18 +199,13 @@ def ragged(lengths: tuple[int, ...] = (12, 5, 9), seed: int = 0) -> dict[str, to
     return {"input_ids": ids, "attention_mask": mask}
 
 
-#: Strategies that run on the tiny models as they are, with options under which drafts hit and miss.
+#: Strategies that run on the tiny models as they are, with options under which drafts hit and miss;
+#: every step drafts.
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "prompt_lookup": {"assistant_strategy": "prompt_lookup"},
-    "layer_skip": {
-        "assistant_strategy": "layer_skip",
-        "assistant_kwargs": {
-            "skip_attention": [1],
-            "skip_mlp": [],
-            "draft_exit": "fixed",
-            "max_draft": 3,
-        },
-    },
+    "prompt_lookup": drafting("prompt_lookup"),
+    "layer_skip": drafting(
+        "layer_skip", skip_attention=[1], skip_mlp=[], draft_exit="fixed", max_draft=3
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Changes of a call for a block of a test, where the product runs them for one function."""
+"""What tests give to calls: options that make every step draft, changes for a block of a test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,30 @@ from typing import Any
 
 from modeling_patches import per_call
 from modeling_patches.per_call import Changes
+
+
+def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:
+    """Keywords of ``generate`` for a strategy that drafts at every step.
+
+    By default the controller decides which steps draft, and it goes by step times. On models of the
+    tests' size these are noise: counts of steps would differ from run to run, and a strategy that
+    is given up early would be compared with plain generation where it is plain generation.
+    """
+    return {"assistant_strategy": strategy, "assistant_kwargs": {"fallback": False, **options}}
+
+
+def every_step(settings: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of ``generate``; a strategy among them drafts at every step, see above."""
+    if settings.get("assistant_strategy") is None:
+        return settings
+    options = settings.get("assistant_kwargs", {})
+    return {**settings, **drafting(settings["assistant_strategy"], **options)}
+
+
+def configured(config: Any) -> dict[str, Any]:
+    """Keywords of ``generate`` for a ``SpecConfig``, whose strategy drafts at every step."""
+    spec = drafting(config.assistant_strategy, **config.assistant_kwargs)
+    return {"generation_config": config, **spec}
 
 
 def fingerprint(model: Any) -> Any:

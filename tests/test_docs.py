@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import drafting
 
 import hf_spec
 from hf_spec.methods import registry
@@ -30,8 +31,7 @@ def test_the_example_method_of_the_docs_works(
     ids = torch.tensor([[5, 9, 7, 7, 7]])
     plain = model.generate(ids, max_new_tokens=40, do_sample=False)
     ours = model.generate(
-        ids, max_new_tokens=40, do_sample=False, assistant_strategy="echo",
-        assistant_kwargs={"length": 3},
+        ids, max_new_tokens=40, do_sample=False, **drafting("echo", length=3),
     )  # fmt: skip
     assert torch.equal(plain, ours)
     candidates, logits = scope["METHOD"].drafter(model, scope["EchoOptions"]()).get_candidates(ids)

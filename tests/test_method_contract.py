@@ -21,6 +21,7 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
+from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
@@ -75,7 +76,8 @@ def options(name: str, variant: str) -> dict[str, Any]:
 
 
 def strategy(name: str, variant: str) -> dict[str, Any]:
-    return {"assistant_strategy": name, "assistant_kwargs": options(name, variant)}
+    """Every step drafts, so that what is compared is drafting."""
+    return drafting(name, **options(name, variant))
 
 
 @contextmanager
@@ -187,6 +189,20 @@ def test_greedy_equals_plain(
             assert out.sequences.tolist() == plain(architecture, attention, torch.float32, row)
             check_cache(model, out, inputs(row))
     assert steps
+
+
+@every_strategy
+def test_greedy_equals_plain_where_the_controller_decides(
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str
+) -> None:
+    """As the option ``fallback`` is by default: which steps draft depends on what they take."""
+    model = tiny("llama")
+    spec = {"assistant_strategy": name, "assistant_kwargs": options(name, variant)}
+    with adapted(model, name, variant):
+        for row in (None, 1):
+            out = model.generate(**inputs(row), **spec, max_new_tokens=NEW, do_sample=False)
+            assert out.tolist() == plain("llama", "sdpa", torch.float32, row)
+            assert "controller" in hf_spec.last_stats(model).details
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])

@@ -16,6 +16,7 @@ import torch
 from conftest import ragged
 from datasets import Dataset
 from peft import get_peft_model
+from running import every_step
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 import hf_spec
@@ -57,7 +58,9 @@ def model(checkpoint: Path) -> PreTrainedModel:
 
 
 def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
-    return model.generate(**ragged(), max_new_tokens=NEW, do_sample=False, **kwargs).tolist()
+    return model.generate(
+        **ragged(), max_new_tokens=NEW, do_sample=False, **every_step(kwargs)
+    ).tolist()
 
 
 def randomise(model: Any, peft_type: str) -> None:

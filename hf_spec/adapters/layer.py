@@ -143,7 +143,11 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> None:
         """Put what the active adapter changes of `model` into its weights."""
-        raise _no_merge(self.prefix)
+        name = self.prefix.removesuffix("_").upper()
+        raise ValueError(
+            f"a {name} adapter cannot be merged: it does not change the weights of the base model. "
+            "Use unload() to take it off."
+        )
 
     def unmerge_from(self, model: nn.Module) -> None:
         """Undo `merge_into`."""
@@ -168,12 +172,8 @@ def container_key(prefix: str) -> str:
 
 
 def layer_of(model: Any, prefix: str) -> SpecAdapterLayer | None:
-    container = getattr(model, CONTAINER, None)
-    return (
-        container[container_key(prefix)]
-        if container is not None and container_key(prefix) in container
-        else None
-    )
+    container, key = getattr(model, CONTAINER, {}), container_key(prefix)
+    return container[key] if key in container else None  # noqa: SIM401 (ModuleDict has no get)
 
 
 def layers_of(base: Any) -> list[Any]:
@@ -196,11 +196,3 @@ def placement(model: Any) -> tuple[torch.device, torch.dtype]:
     if device.type == "meta":  # offloaded by accelerate, which brings it here to compute
         device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None) or device
     return torch.device(device), weight.dtype
-
-
-def _no_merge(prefix: str) -> ValueError:
-    name = prefix.removesuffix("_").upper()
-    return ValueError(
-        f"a {name} adapter cannot be merged: it does not change the weights of the base model. Use "
-        "unload() to take it off."
-    )

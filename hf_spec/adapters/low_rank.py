@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,36 +65,29 @@ def adapter_low_rank(
         scale: of the updates.
         only_if_active: they count while the adapter is active and not disabled.
     """
-    source = _AdapterFactors(layer, adapter_name, list(modules), scale, only_if_active)
+    containers = {
+        name: [getattr(layer, layer.prefix + _flat(part, name)) for part in (DOWN, UP)]
+        for name in modules
+    }
+    source = _AdapterFactors(layer, adapter_name, scale, only_if_active, containers)
     return LowRank(modules, source)
 
 
+@dataclass(eq=False)
 class _AdapterFactors:
     """Gives `LowRank` an adapter's factors as they are at the time; a model can be pickled with it.
 
     Only the containers are remembered: PEFT replaces the parameters in them.
     """
 
-    def __init__(
-        self,
-        layer: SpecAdapterLayer,
-        adapter_name: str,
-        names: Sequence[str],
-        scale: float,
-        only_if_active: bool,
-    ):
-        self.layer = layer
-        self.adapter_name = adapter_name
-        self.scale = scale
-        self.only_if_active = only_if_active
-        self.containers = {
-            name: [getattr(layer, layer.prefix + _flat(part, name)) for part in (DOWN, UP)]
-            for name in names
-        }
+    layer: Any
+    adapter_name: str
+    scale: float
+    only_if_active: bool
+    containers: dict[str, list[Any]]
 
     def __call__(self, name: str) -> Factors | None:
-        layer: Any = self.layer
-        adapter = self.adapter_name
+        layer, adapter = self.layer, self.adapter_name
         if self.only_if_active and (layer.disable_adapters or adapter not in layer.active_adapters):
             return None
         down, up = self.containers[name]

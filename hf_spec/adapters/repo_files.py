@@ -88,4 +88,4 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bo
     if shim and not (Path(folder) / SHIM).is_file():
         options = data.get("assistant_kwargs") or {}
         text = shim_text(data["assistant_strategy"], options, config_class.type_name)
-        write_atomically(Path(folder) / SHIM, text.rstrip())
+        write_atomically(Path(folder) / SHIM, text)

@@ -6,9 +6,11 @@ import inspect
 import math
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 #: Two logits count as tied when they differ by at most this many units in the last place of the
 #: run's dtype, at the larger one's magnitude. One forward over n tokens and n forwards over one
@@ -48,10 +50,8 @@ def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> b
 
 def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
     """Index of the first token that differs; ``None`` if the sequences are equal."""
-    for index, (a, b) in enumerate(zip(ours, plain)):
-        if a != b:
-            return index
-    return None if len(ours) == len(plain) else min(len(ours), len(plain))
+    pairs = enumerate(zip_longest(ours, plain))  # None where one has ended
+    return next((index for index, (a, b) in pairs if a != b), None)
 
 
 def classify(
@@ -73,8 +73,9 @@ def classify(
         return Agreement.DIVERGED
     prefix = torch.tensor([[*prompt, *plain[:index]]], device=model.device)  # (1, seq)
     scores = next_token_logits(model, prefix)
-    if repetition_penalty is not None and repetition_penalty != 1.0:
-        scores = penalise(scores, prefix[0], repetition_penalty)
+    if repetition_penalty is not None:
+        penalise = RepetitionPenaltyLogitsProcessor(float(repetition_penalty))
+        scores = penalise(prefix, scores[None])[0]
     tie = is_tie(scores, ours[index], plain[index], model.dtype)
     return Agreement.DIVERGED_AT_TIE if tie else Agreement.DIVERGED
 
@@ -87,10 +88,3 @@ def next_token_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
         output = model(input_ids, use_cache=False, **({"logits_to_keep": 1} if few else {}))
     logits = output.logits[0, -1]
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def penalise(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """``scores`` after the repetition penalty (Keskar et al. 2019) for the tokens ``seen``."""
-    at_seen = scores[seen]
-    at_seen = torch.where(at_seen < 0, at_seen * penalty, at_seen / penalty)
-    return scores.scatter(0, seen, at_seen)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_spec
+from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import get_method
 
 PLAIN_NAME = "plain"
@@ -70,12 +71,8 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     known = hf_spec.strategies()
     result: list[str] = []
     for name in (item.strip() for item in listed):
-        assisted = name.startswith(STOCK_ASSISTED) and len(name) > len(STOCK_ASSISTED)
-        if (
-            strategy_of(name) not in known
-            and name not in (PLAIN_NAME, STOCK_LOOKUP)
-            and not assisted
-        ):
+        assisted = name.startswith(STOCK_ASSISTED) and name != STOCK_ASSISTED
+        if not assisted and strategy_of(name) not in (*known, PLAIN_NAME, STOCK_LOOKUP):
             choices = ", ".join([*known, STOCK_LOOKUP, f"{STOCK_ASSISTED}MODEL"])
             raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
         if name != PLAIN_NAME and name not in result:
@@ -99,20 +96,13 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
         try:
             config = hf_spec.SpecConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"cannot read adapter {path!r}: {reason}") from error
+            raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
         if not config.assistant_strategy:
             raise ValueError(
                 f"adapter {path!r}: its generation_config.json names no assistant_strategy"
             )
-        adapters.append(
-            Adapter(
-                path,
-                f"adapter_{index}",
-                config.assistant_strategy,
-                dict(config.assistant_kwargs or {}),
-            )
-        )
+        options = dict(config.assistant_kwargs or {})
+        adapters.append(Adapter(path, f"adapter_{index}", config.assistant_strategy, options))
     return adapters
 
 
@@ -126,7 +116,7 @@ def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
         try:
             model.load_adapter(adapter.path, adapter_name=adapter.name)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise ValueError(f"cannot load adapter {adapter.path!r}: {reason}") from error
 
 
@@ -173,13 +163,13 @@ def contenders(
         elif own:
             for adapter in own:
                 label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
-                kwargs = _ours(strategy, {**adapter.options, **given})
+                kwargs = ours(strategy, {**adapter.options, **given})
                 active = [adapter, *_companions(kwargs, adapters)]
                 plain = next((_baseline(a).name for a in active if _changes_model(a)), PLAIN_NAME)
                 loaded = tuple(one.name for one in active)
                 result.append(Contender(label, kwargs, loaded, baseline=plain))
         else:
-            result.append(Contender(name, _ours(strategy, given)))
+            result.append(Contender(name, ours(strategy, given)))
     return result
 
 
@@ -218,6 +208,11 @@ def _baseline(adapter: Adapter) -> Contender:
     return Contender(name, adapters=(adapter.name,), stock=True, baseline=name)
 
 
-def _ours(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def ours(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords for ``generate`` of a strategy of ours.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
     hf_spec.SpecConfig(assistant_strategy=name, assistant_kwargs=options)  # refuses bad options
     return {"assistant_strategy": name, **({"assistant_kwargs": options} if options else {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_points(axes: Any, points: Sequence[tuple[float, float]], *style: Any, **look: Any) -> None:
+    """Draw pairs of x and y; without any, the legend names them all the same."""
+    x, y = zip(*points) if points else ((), ())
+    axes.plot(x, y, *style, **look)
 
 
 def save_figure(figure: Any, path: Path) -> Path:

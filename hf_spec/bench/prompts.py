@@ -8,6 +8,7 @@ A prompt file is JSON lines; each line holds ``turns`` (the first is taken), ``p
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,18 +107,23 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     """
     if limit is None or limit >= len(prompts):
         return list(prompts)
+    members = _by_category(prompts)
+    turns = ((turn, place) for place, own in enumerate(members) for turn in range(len(own)))
+    quotas = Counter(place for _, place in sorted(turns)[:limit])
+    chosen = [
+        own[i * len(own) // quotas[place]]
+        for place, own in enumerate(members)
+        for i in range(quotas[place])
+    ]
+    return [prompts[index] for index in sorted(chosen)]
+
+
+def _by_category(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Indices of the prompts of each category, in order of first appearance."""
     members: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         members.setdefault(prompt.category, []).append(index)
-    quota = dict.fromkeys(members, 0)
-    while sum(quota.values()) < limit:
-        for name, indices in members.items():
-            if quota[name] < len(indices) and sum(quota.values()) < limit:
-                quota[name] += 1
-    chosen = []
-    for name, indices in members.items():
-        chosen += [indices[i * len(indices) // quota[name]] for i in range(quota[name])]
-    return [prompts[index] for index in sorted(chosen)]
+    return list(members.values())
 
 
 def context_limit(model: Any, tokenizer: Any) -> int | None:
@@ -199,9 +205,6 @@ def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
 
     The time of a batch then belongs to one category; a category's last batch may be smaller.
     """
-    members: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        members.setdefault(prompt.category, []).append(index)
-    for indices in members.values():
+    for indices in _by_category(prompts):
         for start in range(0, len(indices), size):
             yield indices[start : start + size]

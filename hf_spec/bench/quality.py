@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,9 +44,6 @@ class Quality:
     last_number: float | None
     identical: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measured(lineup: Sequence[Contender]) -> list[Contender]:
     """Who can differ from the base model: plain decoding of fine-tuned ones, lossy strategies."""
@@ -59,7 +57,7 @@ def quality(
     lineup: Sequence[Contender],
     max_new_tokens: int = 128,
     batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> list[Quality]:
     """Score everyone in ``lineup`` on prompts with reference answers.
 
@@ -88,31 +86,27 @@ def quality(
     scores: list[Quality] = []
     texts: dict[str, list[str]] = {}
     options = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    with own_generation_config(model, tokenizer, greedy=True):
-        session = Session(model, options, any(one.adapters for one in lineup))
-        try:
-            for turn, one in enumerate(lineup):
-                losses, answers = 0.0, list[str]()
-                for number, part in enumerate(parts):
-                    if progress is not None:
-                        progress(turn * len(parts) + number, len(lineup) * len(parts))
-                    rows = session.generate(one, [asked[i] for i in part])[1]
-                    answers += [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-                    losses += sum(_loss(model, asked[i], wanted[i]) for i in part)
-                texts[one.name] = answers
-                first = texts[lineup[0].name]
-                scores.append(
-                    Quality(
-                        one.name,
-                        len(prompts),
-                        math.exp(losses / sum(map(len, wanted))),
-                        CHRF().corpus_score(answers, [references]).score,
-                        _last_numbers(answers, references),
-                        sum(a == b for a, b in zip(answers, first)) / len(answers),
-                    )  # fmt: skip
-                )
-        finally:
-            session.close()
+    session = Session(model, options, any(one.adapters for one in lineup))
+    with own_generation_config(model, tokenizer, greedy=True), closing(session):
+        for turn, one in enumerate(lineup):
+            losses, answers = 0.0, list[str]()
+            for number, part in enumerate(parts):
+                progress(turn * len(parts) + number, len(lineup) * len(parts))
+                rows = session.generate(one, [asked[i] for i in part])[1]
+                answers += [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+                losses += sum(_loss(model, asked[i], wanted[i]) for i in part)
+            texts[one.name] = answers
+            first = texts[lineup[0].name]
+            scores.append(
+                Quality(
+                    one.name,
+                    len(prompts),
+                    math.exp(losses / sum(map(len, wanted))),
+                    CHRF().corpus_score(answers, [references]).score,
+                    _last_numbers(answers, references),
+                    sum(a == b for a, b in zip(answers, first)) / len(answers),
+                )  # fmt: skip
+            )
     return scores
 
 

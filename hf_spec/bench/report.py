@@ -9,7 +9,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from hf_spec.policy.devices import cpu_name, device_name
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from hf_spec.bench.runner import BenchResult, Measurement
 
@@ -98,17 +99,24 @@ def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
     return {**total.to_dict(), "share": share}
 
 
-def print_table(result: BenchResult, console: Console) -> None:
-    """The results, the share of time in each phase, and the notes, for people."""
+def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """A table without rows, with columns of words and, behind them, of numbers."""
     from rich.table import Table
 
+    table = Table(*words, title=title)
+    for head in numbers:
+        table.add_column(head, justify="right")
+    return table
+
+
+def print_table(result: BenchResult, console: Console) -> None:
+    """The results, the share of time in each phase, and the notes, for people."""
     data = result.runs()
     lossy = {item.name for item in result.contenders if item.lossy}
     tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
-    table = Table(title=f"{result.settings['max_new_tokens']} new tokens per prompt at most")
-    heads = ("strategy", "task", "batch", "prompts", "tokens/s", "speedup", "tau")
-    for head in (*heads, "identical", "at tie", "diverged"):
-        table.add_column(head, justify="left" if head in ("strategy", "task") else "right")
+    heads = ("batch", "prompts", "tokens/s", "speedup", "tau", "identical", "at tie", "diverged")
+    title = f"{result.settings['max_new_tokens']} new tokens per prompt at most"
+    table = new_table(title, ("strategy", "task"), heads)
     for row in data:
         # With a single task its row repeats the row "all".
         if row["task"] != ALL and len(tasks) == 2:
@@ -146,15 +154,11 @@ def grid(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, flo
 
 def _print_grid(data: Sequence[dict[str, Any]], lossy: set[str], console: Console) -> None:
     """Speedup and tau by strategy and batch size; of plain decoding the speed itself."""
-    from rich.table import Table
-
     sizes = sorted({row["batch_size"] for row in data})
     plain = {row["baseline"] for row in data}
     speeds, speedups, taus = (grid(data, name) for name in ("tokens_per_second", "speedup", "tau"))
-    table = Table(title="speedup (tau) by batch size")
-    table.add_column("strategy")
-    for size in sizes:
-        table.add_column(f"batch {size}", justify="right")
+    heads = [f"batch {size}" for size in sizes]
+    table = new_table("speedup (tau) by batch size", ["strategy"], heads)
     for name, by_size in speedups.items():
         shown = {size: f"{by_size[size]:.2f}x ({taus[name][size]:.2f})" for size in by_size}
         if name in plain:

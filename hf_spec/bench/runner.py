@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ from hf_spec.bench import report
 from hf_spec.bench.agreement import Agreement, classify
 from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
-from hf_spec.core.stats import SpecStats
+from hf_spec.core.checks import first_line
+from hf_spec.core.stats import SpecStats, synchronize
 
 #: New tokens of a warm-up call: enough for several steps of every strategy.
 WARMUP_TOKENS = 16
@@ -76,10 +77,8 @@ class BenchResult:
     def overall(self, strategy: str, batch_size: int | None = None) -> dict[str, Any]:
         """The row ``"task": "all"`` of a strategy, of the first batch size unless told."""
         for row in self.runs():
-            if (row["strategy"], row["task"]) == (strategy, "all") and batch_size in (
-                None,
-                row["batch_size"],
-            ):
+            wanted = batch_size in (None, row["batch_size"])
+            if wanted and (row["strategy"], row["task"]) == (strategy, report.ALL):
                 return row
         raise KeyError(f"no measurement of {strategy!r} with batch size {batch_size}")
 
@@ -96,7 +95,7 @@ def run(
     generate_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     warmup: bool = True,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:
     """Generate with plain decoding and every strategy, and compare.
 
@@ -155,8 +154,9 @@ def run(
         plan += [(size, taking_part, part) for part in parts]
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
-    with own_generation_config(model, tokenizer, greedy=not options["do_sample"]):
-        session = Session(model, options, any(item.adapters for item in lineup))
+    session = Session(model, options, any(item.adapters for item in lineup))
+    greedy = not options["do_sample"]
+    with own_generation_config(model, tokenizer, greedy), closing(session):
         try:
             if warmup:
                 session.warm_up(plan, token_ids)
@@ -171,9 +171,8 @@ def run(
                         item.name, size, indices, category, *made_by, baseline=item.baseline
                     )
                     done += 1
-                    if progress is not None:
-                        progress(done, calls)
-                if not options["do_sample"]:
+                    progress(done, calls)
+                if greedy:
                     session.compare(outcome, token_ids, taking_part)
                 result.measurements += [outcome[item.name] for item in taking_part]
             result.notes += [
@@ -183,8 +182,6 @@ def run(
         except KeyboardInterrupt:
             result.interrupted = True
             result.notes.append(f"interrupted after {done} of {calls} calls")
-        finally:
-            session.close()
     return result
 
 
@@ -248,19 +245,15 @@ class Session:
         else:
             self.model.enable_adapters()
             self.model.set_adapter(list(contender.adapters))
-            self._merge(contender)
+            try:  # updates of the weights go into them, as for serving, where that is possible
+                hf_spec.merge_adapter(self.model)
+            except ValueError as error:
+                self.unmerged.setdefault(contender.name, str(error))
 
     def close(self) -> None:
         """Take merged updates out of the weights again."""
         if self.managed:
             hf_spec.unmerge_adapter(self.model)
-
-    def _merge(self, contender: Contender) -> None:
-        """Put what the adapter changes into the weights, as for serving, where that is possible."""
-        try:
-            hf_spec.merge_adapter(self.model)
-        except ValueError as error:
-            self.unmerged.setdefault(contender.name, str(error))
 
     def warm_up(
         self,
@@ -275,8 +268,7 @@ class Session:
                 try:
                     self.generate(item, [token_ids[i] for i in indices], max_new_tokens=short)
                 except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-                    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                    raise ValueError(f"{item.name}: {reason}") from error
+                    raise ValueError(f"{item.name}: {first_line(error)}") from error
 
     def generate(
         self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
@@ -295,10 +287,10 @@ class Session:
         # Our own strategies count for themselves: they may call the model to draft, too.
         hook = model.register_forward_hook(count) if contender.stock else None
         try:
-            _synchronize(model.device)
+            synchronize(model.device)
             start = time.perf_counter()
             sequences = model.generate(**inputs, **kwargs)
-            _synchronize(model.device)
+            synchronize(model.device)
             seconds = time.perf_counter() - start
         finally:
             if hook is not None:
@@ -348,12 +340,5 @@ def pad_left(
 
 def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
     """The row up to and including its first EOS; what follows is padding."""
-    for index, token in enumerate(row):
-        if token in eos:
-            return list(row[: index + 1])
-    return list(row)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize()
+    end = next((index for index, token in enumerate(row) if token in eos), len(row))
+    return list(row[: end + 1])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, taking_part
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
@@ -79,10 +78,7 @@ def bench(
     if spec_bench_output is not None and 1 not in sizes:
         raise ValueError("--spec-bench-output needs batch size 1: the format has a time per prompt")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
-    adapters = lineup.read_adapters(adapter or ())
-    named = strategies or ",".join(dict.fromkeys(a.strategy for a in adapters)) or "prompt_lookup"
-    names = lineup.parse_names(named)
-    options = opt.parse_kwargs(strategy_kwargs or (), names)
+    adapters, names, options = taking_part(adapter, strategies, strategy_kwargs, "prompt_lookup")
     # Only checks that every adapter is used; assistants are loaded later.
     own = [name for name in names if not name.startswith(lineup.STOCK_ASSISTED)]
     lineup.contenders(own, options, adapters)
@@ -132,21 +128,18 @@ def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     The folder of an adapter stands for its base model, which drafts with the adapter's strategy.
     """
     from hf_spec.bench.contenders import load_adapters, read_adapters
+    from hf_spec.hub.folder import CONFIG, read_json
 
-    dtype, folder = str(model.dtype).removeprefix("torch."), Path(path)
-    adapters = read_adapters([path]) if (folder / "adapter_config.json").is_file() else []
+    dtype, config = str(model.dtype).removeprefix("torch."), Path(path, CONFIG)
+    adapters = read_adapters([path]) if config.is_file() else []
     if adapters:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        path = config.get("base_model_name_or_path") or path
+        path = read_json(config).get("base_model_name_or_path") or path
     assistant, assistant_tokenizer = load_model(path, dtype, str(model.device))
     load_adapters(assistant, adapters)
     for adapter in adapters:
         assistant.generation_config.assistant_strategy = adapter.strategy
         assistant.generation_config.assistant_kwargs = adapter.options
-    if assistant_tokenizer.get_vocab() == tokenizer.get_vocab():
-        return {"assistant_model": assistant}
-    return {
-        "assistant_model": assistant,
-        "tokenizer": tokenizer,
-        "assistant_tokenizer": assistant_tokenizer,
-    }
+    keywords = {"assistant_model": assistant}
+    if assistant_tokenizer.get_vocab() != tokenizer.get_vocab():
+        keywords |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+    return keywords

@@ -6,7 +6,12 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from hf_spec.cli.options import parse_kwargs
+
+if TYPE_CHECKING:
+    from hf_spec.bench.contenders import Adapter
 
 #: Exit codes: what the user wrote is wrong; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -20,6 +25,22 @@ def require(extra: str, *packages: str) -> None:
             f"this needs packages that are not installed ({', '.join(missing)}); run: "
             f"pip install 'hf_spec[{extra}]'"
         )
+
+
+def taking_part(
+    adapter: list[str] | None, strategies: str | None, kwargs: list[str] | None, default: str = ""
+) -> tuple[list[Adapter], list[str], dict[str, dict[str, Any]]]:
+    """Adapters, names of strategies (those of the adapters unless told) and options by name.
+
+    Raises:
+        ValueError: an adapter cannot be read, a name is unknown, or options are wrong.
+    """
+    from hf_spec.bench.contenders import parse_names, read_adapters
+
+    adapters = read_adapters(adapter or ())
+    named = strategies or ",".join(one.strategy for one in adapters) or default
+    names = parse_names(named) if named else []
+    return adapters, names, parse_kwargs(kwargs or (), names)
 
 
 def check_writable(output: Path) -> None:

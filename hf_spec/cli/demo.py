@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,7 +11,6 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
 
 DEFAULT_OUTPUT = Path("hf-spec-demo")
-DEFAULT_LIMIT = 12
 #: Lines of the prompt and of the continuation that are shown.
 SHOWN_LINES = 12
 
@@ -20,7 +19,7 @@ def demo(
     output: Annotated[
         Path, typer.Option(help="Folder for results.json and speed.png.")
     ] = DEFAULT_OUTPUT,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = DEFAULT_LIMIT,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = "bfloat16",
     model: Annotated[
@@ -68,9 +67,7 @@ def demo(
         raise typer.Exit(INTERRUPTED)
     if not result.all_identical:
         raise ValueError("an output differs from plain generate's other than at a tie")
-    console.print("Every output equals plain generate's" + _ties(result.bench.runs()))
-
-
-def _ties(rows: list[dict[str, Any]]) -> str:
-    ties = sum(row["diverged_at_tie"] for row in rows if row["task"] == "all")
-    return f", but for {ties} that part where two tokens tie in this dtype." if ties else "."
+    rows = result.bench.runs()
+    ties = sum(row["diverged_at_tie"] for row in rows if row["task"] == report.ALL)
+    but = f", but for {ties} that part where two tokens tie in this dtype" if ties else ""
+    console.print(f"Every output equals plain generate's{but}.")

@@ -106,7 +106,8 @@ def distill(
             loaded, tokenizer = load_model(model, dtype, device)
             opt.use_threads(threads)  # accelerate has chosen a number, too
             lineup.load_adapters(loaded, adapters)
-            with progress_bar("answers") if main else nullcontext() as progress:
+            silent = nullcontext(lambda done, total: None)
+            with progress_bar("answers") if main else silent as progress:
                 made = work.distill(
                     loaded, tokenizer, questions, folder, settings, contender, state, progress
                 )
@@ -131,8 +132,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     adapters = lineup.read_adapters([adapter] if adapter else ())
     name = strategy or (adapters[0].strategy if adapters else DEFAULT_STRATEGY)
     if name == NO_STRATEGY:
-        unused = [("--strategy-kwargs", options), ("--adapter", adapter)]
-        for option, value in unused:
+        for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
             if value is not None:
                 raise ValueError(f"{option} needs a strategy: --strategy none is plain generate")
         return lineup.PLAIN, []
@@ -143,10 +143,9 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
         raise ValueError(f"adapter {adapter!r} is for strategy {adapters[0].strategy!r}")
     if get_method(name).needs_adapter and not adapters:
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
-    given = opt.parse_kwargs([] if options is None else [f"{name}={options}"], [name])
     own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
-    given[name] = {**OPTIONS, **own, **given.get(name, {})}
-    (contender,) = lineup.contenders([name], given, adapters)
+    given = {**OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
+    (contender,) = lineup.contenders([name], {name: given}, adapters)
     if contender.lossy:
         raise ValueError(
             "acceptance='typical' changes the answers, which are to be the model's own: choose "

@@ -23,6 +23,7 @@ from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
 from hf_spec.cli.train import train
 from hf_spec.cli.tune import tune
+from hf_spec.core.checks import first_line
 
 #: Set to anything to see the whole traceback of an error.
 TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
@@ -95,8 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         expected = isinstance(error, ValueError | OSError | ImportError)
         if not expected or os.environ.get(TRACEBACK_VARIABLE):
             raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"hf-spec: {line}", file=sys.stderr)
+        print(f"hf-spec: {first_line(error)}", file=sys.stderr)
         return BAD_INPUT
     return code if isinstance(code, int) else 0
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import check_writable, progress_bar, require
+from hf_spec.cli.common import check_writable, progress_bar, require, taking_part
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-quality")
@@ -54,39 +54,34 @@ def quality(
     from hf_spec.files import write_atomically
 
     require("quality", "sacrebleu")
-    adapters = lineup.read_adapters(adapter or ())
-    named = strategies or ",".join(dict.fromkeys(one.strategy for one in adapters))
-    names = lineup.parse_names(named) if named else []
-    options = opt.parse_kwargs(strategy_kwargs or (), names)
+    adapters, names, options = taking_part(adapter, strategies, strategy_kwargs)
     everyone = lineup.contenders(names, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, adapters)
-    taking_part = work.measured(everyone)
+    scored = work.measured(everyone)
     environment = report.environment(loaded, model, prompts)
     with progress_bar("quality") as progress:
         scores = work.quality(
-            loaded, tokenizer, chosen, taking_part, max_new_tokens, batch_size, progress
+            loaded, tokenizer, chosen, scored, max_new_tokens, batch_size, progress
         )
-    data = {"environment": environment, "quality": [one.to_dict() for one in scores]}
+    data = {"environment": environment, "quality": [vars(one) for one in scores]}
     write_atomically(output / "quality.json", json.dumps(data, indent=1))
 
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False, emoji=False, markup=False)
-    table = Table(title=f"{len(chosen)} prompts, {max_new_tokens} new tokens at most")
-    table.add_column("answers of")
-    for head in ("perplexity", "chrF", "last number", "identical"):
-        table.add_column(head, justify="right")
+    title = f"{len(chosen)} prompts, {max_new_tokens} new tokens at most"
+    heads = ("perplexity", "chrF", "last number", "identical")
+    table = report.new_table(title, ["answers of"], heads)
     for one in scores:
         share = "-" if one.last_number is None else f"{one.last_number:.1%}"
         table.add_row(
             one.strategy, f"{one.perplexity:.3f}", f"{one.chrf:.1f}", share, f"{one.identical:.0%}"
         )
     console.print(table)
-    left_out = [one.name for one in everyone if one not in taking_part]
+    left_out = [one.name for one in everyone if one not in scored]
     if left_out:
         console.print(f"exact, so that their answers are plain decoding's: {', '.join(left_out)}")
     console.print(f"results: {output / 'quality.json'}", soft_wrap=True)

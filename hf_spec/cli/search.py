@@ -17,8 +17,6 @@ from hf_spec.model.loading import load_model
 if TYPE_CHECKING:
     from hf_spec.tuning.layers.study import Trial
 
-DEFAULT_TRIALS, DEFAULT_LIMIT = 100, 8
-
 
 def search(
     model: opt.Model,
@@ -28,10 +26,8 @@ def search(
     output: Annotated[Path, typer.Option(help="Folder for the study and the adapter.")],
     trials: Annotated[
         int, typer.Option(min=1, help="Trials in all, those of earlier runs included.")
-    ] = DEFAULT_TRIALS,
-    limit: Annotated[
-        int, typer.Option(min=1, help="Prompts in all, spread evenly over categories.")
-    ] = DEFAULT_LIMIT,
+    ] = 100,
+    limit: opt.Limit = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
     objective: Annotated[
         str, typer.Option(help="modelled (reproducible) or measured (wall-clock time).")

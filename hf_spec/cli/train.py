@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -157,9 +158,9 @@ def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> d
         ValueError: an option is no field, or has no value.
     """
     config: dict[str, Any] = {}
-    left = list(arguments)
-    while left:
-        option, equals, value = left.pop(0).partition("=")
+    left = iter(arguments)
+    for argument in left:
+        option, equals, value = argument.partition("=")
         name = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--") or name not in fields:
             known = ", ".join("--" + field.replace("_", "-") for field in fields)
@@ -167,12 +168,9 @@ def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> d
                 f"'hf-spec train {method}' has no option {option!r}; fields of its config are "
                 f"{known}; see 'hf-spec train --help' for the others"
             )
-        if not equals:
-            if not left:
-                raise ValueError(f"{option} needs a value")
-            value = left.pop(0)
-        try:
-            config[name] = json.loads(value)
-        except json.JSONDecodeError:
-            config[name] = value  # a word
+        config[name] = value if equals else next(left, None)
+        if config[name] is None:
+            raise ValueError(f"{option} needs a value")
+        with suppress(json.JSONDecodeError):  # a word is none
+            config[name] = json.loads(config[name])
     return config

@@ -20,9 +20,7 @@ def tune(
     prompts: Annotated[
         Path, typer.Option(help="Held-out prompts: JSON lines with turns, prompt or question.")
     ],
-    limit: Annotated[
-        int, typer.Option(min=1, help="Prompts in all, spread evenly over categories.")
-    ] = 64,
+    limit: opt.Limit = 64,
     max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per prompt.")] = 128,
     max_size: Annotated[
         int, typer.Option(min=2, max=512, help="Most rows of a step: candidates and probes.")
@@ -104,7 +102,8 @@ def tune(
 def _print(entry: dict[str, Any], path: Path) -> None:
     """Accuracies, and for each setting the size chosen beside a few others."""
     from rich.console import Console
-    from rich.table import Table
+
+    from hf_spec.bench.report import new_table
 
     console = Console(highlight=False)
     console.print(
@@ -116,9 +115,9 @@ def _print(entry: dict[str, Any], path: Path) -> None:
         soft_wrap=True,
     )
     for setting in entry["settings"]:
-        shown = Table(title=f"batch {setting['batch_size']}, context {setting['context']}")
-        for head in ("rows", "tau", "static", "random", "step, ms", "speedup"):
-            shown.add_column(head, justify="right")
+        title = f"batch {setting['batch_size']}, context {setting['context']}"
+        heads = ("rows", "tau", "static", "random", "step, ms", "speedup")
+        shown = new_table(title, (), heads)
         table = zip(entry["sizes"], setting["step_seconds"], setting["speedups"])
         for size, seconds, speedup in table:
             best = size["size"] == setting["size"]

@@ -1,4 +1,4 @@
-"""Checks of what users give: numbers in their range, words of a list."""
+"""Checks of what users give: numbers in their range, words of a list; and what errors say."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
     if not whole or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name}={value!r}: must be a whole number {limit}.")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its kind if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_choices(given: Any, **known: Collection[Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -41,9 +43,9 @@ class SpecStats:
     num_pruned_tokens: int = 0
     num_draft_forwards: int = 0
     num_fallback_steps: int = 0
-    accepted_histogram: dict[int, int] = field(default_factory=dict)
-    offered: dict[int, int] = field(default_factory=dict)
-    accepted: dict[int, int] = field(default_factory=dict)
+    accepted_histogram: Counter[int] = field(default_factory=Counter)
+    offered: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
     draft_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -88,11 +90,9 @@ class SpecStats:
         self.num_row_steps += 1
         self.num_generated_tokens += emitted
         self.num_drafted_tokens += drafted
-        self.accepted_histogram[emitted] = self.accepted_histogram.get(emitted, 0) + 1
-        for depth in range(1, draft_depth + 1):
-            self.offered[depth] = self.offered.get(depth, 0) + 1
-            if depth <= kept:
-                self.accepted[depth] = self.accepted.get(depth, 0) + 1
+        self.accepted_histogram[emitted] += 1
+        self.offered.update(range(1, draft_depth + 1))
+        self.accepted.update(range(1, min(draft_depth, kept) + 1))
 
     def merge(self, other: SpecStats) -> None:
         """Add another run's counts and times to these; ``details`` are replaced."""
@@ -101,20 +101,25 @@ class SpecStats:
             if item.name == "details":
                 self.details = {**mine, **theirs}
             elif isinstance(mine, dict):
-                for key, value in theirs.items():
-                    mine[key] = mine.get(key, 0) + value
+                setattr(self, item.name, Counter(mine) + Counter(theirs))
             else:
                 setattr(self, item.name, mine + theirs)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON types, derived figures included."""
-        data = asdict(self)
+        data = copy.deepcopy(vars(self))
         data["mean_accepted_tokens"] = self.mean_accepted_tokens
         data["prune_rate"] = self.prune_rate
         data["acceptance_per_position"] = self.acceptance_per_position
         for name in ("accepted_histogram", "offered", "accepted"):
             data[name] = {str(key): value for key, value in sorted(data[name].items())}
         return data
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given to do; others have by then."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize()
 
 
 class Stopwatch:
@@ -135,7 +140,7 @@ class Stopwatch:
     ):  # fmt: skip
         self.stats = stats
         self._same = same
-        self._synchronize = device.type != "cpu" and device.type != "meta"
+        self._device = device
         self._began = time.perf_counter()
         self._spent = dict.fromkeys(PHASES, 0.0)
 
@@ -146,8 +151,7 @@ class Stopwatch:
         try:
             yield
         finally:
-            if self._synchronize:
-                torch.accelerator.synchronize()
+            synchronize(self._device)
             self._spent[name] += time.perf_counter() - start
 
     def step(self) -> float:

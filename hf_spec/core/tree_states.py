@@ -136,12 +136,13 @@ class TreeStates:
         form = 'a dynamic tree is a list of states {"paths": [[0], ...], "probes": [3, ...]}'
         states = []
         for item in data if isinstance(data, Sequence) and not isinstance(data, str) else [None]:
-            if not isinstance(item, dict) or set(item) != {"paths", "probes"}:
+            if not (
+                isinstance(item, dict)
+                and set(item) == {"paths", "probes"}
+                and all(isinstance(part, list) for part in item.values())
+            ):
                 raise ValueError(f"{form}, got {json.dumps(item)[:80]}.")
-            paths, probes = item["paths"], item["probes"]
-            if not isinstance(paths, list) or not isinstance(probes, list):
-                raise ValueError(f"{form}, got {json.dumps(item)[:80]}.")
-            states.append(TreeState(TokenTree.in_order(paths), tuple(probes)))
+            states.append(TreeState(TokenTree.in_order(item["paths"]), tuple(item["probes"])))
         return cls(tuple(states))
 
 

@@ -139,7 +139,7 @@ class Emission:
         kept = 0
         self.write(row, self.lengths[row], tokens)
         for token in tokens:
-            if not self._takes(row) or self.lengths[row] >= self.max_length:
+            if not self._takes(row):
                 break
             self.tokens[row].append(token)
             if self.scores is not None:
@@ -171,9 +171,8 @@ class Emission:
         """Give the streamer the columns that all rows have reached, one by one."""
         if self.streamer is None:
             return
-        takes = self.active
-        unfinished = [length for length, active in zip(self.lengths, takes) if active]
-        end = min(unfinished) if unfinished else self._end()
+        unfinished = [length for length, active in zip(self.lengths, self.active) if active]
+        end = min(unfinished, default=self._end())
         new = self.ids[:, self._streamed : end].to("cpu", copy=True)
         for row, length in enumerate(self.lengths):
             new[row, max(length - self._streamed, 0) :] = self._pad

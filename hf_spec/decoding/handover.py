@@ -30,7 +30,8 @@ class Handover:
         returned: whether the call's output has the cache.
 
     Attributes:
-        cache: the call's cache; None until it is taken over or, the caller's, found to be fit.
+        cache: the call's cache; None until it is taken over or, the caller's, found to be fit: to
+            hold the start of each row's conversation.
         history: tokens of each row that stand in the cache before those of ``emission``; None if
             they are not known.
         start: lengths of the rows behind the prompt; None while it runs.
@@ -69,15 +70,6 @@ class Handover:
         if self.emission.width:  # otherwise the prompt came as embeddings
             self.history = [[] for _ in logits]
         return cache
-
-    def continue_with(self, cache: TreeCache, history: list[list[int]] | None) -> None:
-        """Let the call use the caller's own ``TreeCache``.
-
-        Args:
-            cache: holds the start of each row's conversation.
-            history: the tokens of each row that ``emission`` does not have; None if unknown.
-        """
-        self.cache, self.history = cache, history
 
     def ends(self, rows: Sequence[int]) -> list[int]:
         """For each of these rows, which the cache carries: 1 if its last token should be cached.

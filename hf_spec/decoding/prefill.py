@@ -104,30 +104,27 @@ def prefill(
         limit = lengths + shift + max(budget - 2, 0)
         return TreeForward(model, cache, limit, shift, extra, inputs, wants_hidden)
 
-    if isinstance(given, TreeCache):
-        rows = _new_tokens(handover, model_kwargs.get("attention_mask"), config, model)
-        forward = make_forward(given, None, None)  # the prompt has no probes
-        logits, hidden = _extend(forward, rows)
-        handover.start = given.host_lengths
-        forward = make_forward(given, None if positions is None else positions[:, -1])
-        forward.reach = _reach(forward, input_ids.shape[1])
-        return Prefilled(forward, logits, hidden)
-
-    if given is not None:
-        check_packable(given)
-    changes = Changes()
-    seen = final_hidden(model, changes) if wants_hidden else []
-    outputs = changes.run(model._prefill, input_ids, config, model_kwargs, is_first_iteration=True)
-    # Of the last chunk, if there are several; a model that is compiled as a whole tells nothing.
-    hidden = seen[0][:, -1].clone() if seen else None
-    source = outputs.past_key_values
-    check_packable(source)
     mask = model_kwargs.get("attention_mask")
-    mask = None if mask is None else mask.bool()
-    logits = outputs.logits[:, -1]
-    length = source.get_seq_length()
-    front = 0 if probe_inputs is None else probe_inputs.num_front
-    cache = handover.take_over(source, mask, length + min(budget, RESERVE), front, logits)
+    if isinstance(given, TreeCache):
+        cache, rows = given, _new_tokens(handover, mask, config, model)
+        logits, hidden = _extend(make_forward(cache, None, None), rows)  # a prompt has no probes
+    else:
+        if given is not None:
+            check_packable(given)
+        changes = Changes()
+        seen = final_hidden(model, changes) if wants_hidden else []
+        outputs = changes.run(
+            model._prefill, input_ids, config, model_kwargs, is_first_iteration=True
+        )
+        # Of the last chunk, if there are several; a model that is compiled as a whole tells
+        # nothing.
+        hidden = seen[0][:, -1].clone() if seen else None
+        source, logits = outputs.past_key_values, outputs.logits[:, -1]
+        check_packable(source)
+        capacity = source.get_seq_length() + min(budget, RESERVE)
+        front = 0 if probe_inputs is None else probe_inputs.num_front
+        real = None if mask is None else mask.bool()
+        cache = handover.take_over(source, real, capacity, front, logits)
     handover.start = cache.host_lengths
     forward = make_forward(cache, None if positions is None else positions[:, -1])
     forward.reach = _reach(forward, input_ids.shape[1])
@@ -155,7 +152,7 @@ def _new_tokens(
         getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
     )
     if seen not in (-1, width):  # the new tokens alone
-        handover.continue_with(cache, cache.tokens)
+        handover.cache, handover.history = cache, cache.tokens
         return [list(row) for row in rows]
     if cache.tokens is not None:  # the last token is needed for its logits
         cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
@@ -168,7 +165,7 @@ def _new_tokens(
     end = forgets_at(model)
     if end is not None and cache.max_length <= end < max(map(len, rows)):
         cache.truncate([0] * len(rows))  # plain generation computes all of it anew
-    handover.continue_with(cache, [[] for _ in rows])
+    handover.cache, handover.history = cache, [[] for _ in rows]
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
 

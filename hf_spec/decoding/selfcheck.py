@@ -30,9 +30,7 @@ from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.hidden_states import output_logits, taken
-from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.dynamic_rope import as_before, forgets_at
-from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
 
 #: Largest relative error of the logits that rounding explains; a wrong mask or position is far
@@ -159,7 +157,11 @@ class _Trial:
                     f"{_PROMPT} tokens of a prompt left {forward.cache.max_length} in the cache."
                 )
             if drafter is not None and drafter.drafting is not None:
-                self._draft(forward, drafter.drafting)
+                for first in range(2):
+                    chain = TokenTree.chain(first).batch(2, self.device)
+                    drafted = self.nodes[:, : first + 1]
+                    forward(drafted, chain, first=first, changes=drafter.drafting)
+                forward.cache.rollback()
             probes = None
             if probe_inputs is not None:
                 probes = hang(ProbeGroup.causal(len(probe_inputs.embeddings)), tree)
@@ -209,12 +211,6 @@ class _Trial:
                 )  # fmt: skip
             found |= dict(zip([*path, len(_TREE)], output.logits[1:]))
         return found
-
-    def _draft(self, forward: TreeForward, drafting: Changes) -> None:
-        for first in range(2):
-            chain = TokenTree.chain(first).batch(2, self.device)
-            forward(self.nodes[:, : first + 1], chain, first=first, changes=drafting)
-        forward.cache.rollback()
 
 
 def _until(length: int) -> StoppingCriteriaList:

@@ -11,7 +11,7 @@ from typing import Any
 from hf_spec.bench import report
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
 from hf_spec.bench.figures import new_figure, save_figure
-from hf_spec.bench.runner import BenchResult, Measurement, run
+from hf_spec.bench.runner import BenchResult, run
 from hf_spec.demo.prompts import demo_prompts
 from hf_spec.model.loading import load_model
 
@@ -68,7 +68,7 @@ def run_demo(
     limit: int | None = None,
     max_new_tokens: int = 128,
     dtype: str = "bfloat16",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> DemoResult:
     """Load the model (the shipped one and its adapters, unless told) and measure."""
     adapters = read_adapters(map(str, adapter_folders())) if folder is None else []
@@ -92,17 +92,11 @@ def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
     A small model's greedy continuations often loop; those say little about what it can write.
     """
     drafted = [item for item in bench.measurements if item.stats is not None]
-    best = max(drafted, key=_variety, default=None)
-    if best is None:
+    if not drafted:
         return "", ""
-    return bench.prompts[best.prompts[0]].text, tokenizer.decode(
-        best.rows[0], skip_special_tokens=True
-    )
-
-
-def _variety(item: Measurement) -> float:
-    """Share of distinct tokens in the first row's new tokens."""
-    return len(set(item.rows[0])) / max(len(item.rows[0]), 1)
+    best = max(drafted, key=lambda item: len(set(item.rows[0])) / max(len(item.rows[0]), 1))
+    text = tokenizer.decode(best.rows[0], skip_special_tokens=True)
+    return bench.prompts[best.prompts[0]].text, text
 
 
 def write_chart(path: Path, bench: BenchResult) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sysconfig
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,13 +80,8 @@ def _middle_definition(source: str, length: int) -> int:
 
 def _beginning(lines: list[str], count_tokens: Callable[[str], int]) -> str | None:
     """As many lines as fit into ``PROMPT_TOKENS``; ``None`` if that is too little to go on."""
-    low, high = 0, min(len(lines), PROMPT_TOKENS)
-    while low < high:  # the longest beginning that fits
-        middle = (low + high + 1) // 2
-        if count_tokens("".join(lines[:middle])) <= PROMPT_TOKENS:
-            low = middle
-        else:
-            high = middle - 1
-    text = "".join(lines[:low])
+    lengths = range(1, min(len(lines), PROMPT_TOKENS) + 1)
+    fitting = bisect_right(lengths, PROMPT_TOKENS, key=lambda n: count_tokens("".join(lines[:n])))
+    text = "".join(lines[:fitting])
     # A beginning that takes all lines leaves nothing to write.
-    return text if low < len(lines) and count_tokens(text) >= MIN_TOKENS else None
+    return text if fitting < len(lines) and count_tokens(text) >= MIN_TOKENS else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,10 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     )
     parsed = method.parse_options(options)
     names = sorted(path.name for path in folder.iterdir())
-    section = _section(method, adapter=adapter, options=options, search=search, files=names)
+    source, section = files(method.package) / "card.md", ""
+    if source.is_file():  # the method's own section
+        facts = {"adapter": adapter, "options": options, "search": search, "files": names}
+        section = _render(source.read_text(encoding="utf-8"), **facts)
     card = ModelCard.from_template(
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
@@ -87,31 +90,21 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
 def renew_card(folder: Path) -> Iterator[None]:
     """Write the card again after the block has changed the folder, unless somebody edited it."""
     path = folder / CARD
-    edited = path.is_file() and path.read_text(encoding="utf-8").strip() != _or_none(folder)
+    rendered = ""
+    with suppress(ValueError):  # the folder may be wrong until the block has run
+        rendered = render_card(folder).strip()
+    edited = path.is_file() and path.read_text(encoding="utf-8").strip() != rendered
     yield
     if not edited:
         write_card(folder)
-
-
-def _or_none(folder: Path) -> str | None:
-    try:
-        return render_card(folder).strip()
-    except ValueError:
-        return None
 
 
 def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
     """Render ``README.md``, and ``custom_generate/generate.py`` beside it; returns the card."""
     text = render_card(folder, repository, base_model)
     write_shim(folder)
-    write_atomically(folder / CARD, text.rstrip("\n"))
+    write_atomically(folder / CARD, text)
     return folder / CARD
-
-
-def _section(method: Method, **values: Any) -> str:
-    """The method's own section; empty if it has none."""
-    source = files(method.package) / "card.md"
-    return _render(source.read_text(encoding="utf-8"), **values) if source.is_file() else ""
 
 
 def _training(training: dict[str, Any] | None, names: list[str]) -> str:
@@ -127,8 +120,7 @@ def _training(training: dict[str, Any] | None, names: list[str]) -> str:
 def _render(source: str, **values: Any) -> str:
     from jinja2 import Environment
 
-    environment = Environment(trim_blocks=False, lstrip_blocks=False, autoescape=False)
-    return environment.from_string(source).render(**values).strip()
+    return Environment(autoescape=False).from_string(source).render(**values).strip()
 
 
 def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -138,14 +130,7 @@ def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     for entry in data["devices"] if data else ():
         threads = entry["threads"]
         device = entry["device"] + (f", {threads} threads" if threads else "")
-        for one in entry["settings"]:
-            rows.append(
-                {
-                    "device": device, "dtype": entry["dtype"], "batch_size": one["batch_size"],
-                    "context": one["context"], "size": one["size"], "tau": f"{one['tau']:.2f}",
-                    "speedup": f"{one['speedup']:.2f}",
-                }
-            )  # fmt: skip
+        rows += [{**one, "device": device, "dtype": entry["dtype"]} for one in entry["settings"]]
     return rows
 
 
@@ -168,32 +153,15 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
             raise ValueError(f"no rows of strategy {method.name!r}")
         rows = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
         several = len(rows) > 2  # a single task repeats the row "all"
-        shown = [
-            {
-                "task": row["task"],
-                "prompts": row["prompts"],
-                "plain": f"{plain[row['baseline'], row['task']]['tokens_per_second']:.1f}",
-                "speed": f"{row['tokens_per_second']:.1f}",
-                "speedup": f"{row['speedup']:.2f}",
-                "tau": f"{row['tau']:.2f}",
-                "output": _output(row),
-            }
-            for row in rows
-            if several or row["task"] == "all"
-        ]
-        same = search is not None and search["environment"].get(
-            "prompts_sha256"
-        ) == environment.get("prompts_sha256")
+        shown = []
+        for row in rows:
+            if several or row["task"] == "all":
+                speed = _texts(plain[row["baseline"], row["task"]])["speed"]
+                shown.append({**_texts(row), "plain": speed, "output": _output(row)})
+        asked = environment.get("prompts_sha256")
+        same = search is not None and search["environment"].get("prompts_sha256") == asked
         strategy = rows[0]["strategy"]
-        sizes = [
-            {
-                "size": row["batch_size"],
-                "speedup": f"{row['speedup']:.2f}",
-                "tau": f"{row['tau']:.2f}",
-            }
-            for row in runs
-            if row["strategy"] == strategy and row["task"] == "all"
-        ]
+        sizes = [_texts(row) for row in runs if (row["strategy"], row["task"]) == (strategy, "all")]
         return {
             "rows": shown,
             "by_task": several,
@@ -206,6 +174,12 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
         raise ValueError(
             f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for this adapter: {reason}"
         ) from error
+
+
+def _texts(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its figures as they are shown."""
+    figures = {name: f"{row[name]:.2f}" for name in ("speedup", "tau")}
+    return {**row, **figures, "speed": f"{row['tokens_per_second']:.1f}"}
 
 
 def _output(row: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_te
 from hf_spec.drafting.options import TUNED
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import Method, get_method
+from hf_spec.model.loading import is_path
 from hf_spec.policy.tuned_trees import TREE_FILE, read_trees
 
 CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
@@ -75,14 +76,18 @@ def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
 
 
 @contextmanager
-def attached(model: Any, adapter_config: Any) -> Iterator[Any]:
-    """For the block, a ``PeftModel`` with a fresh adapter; afterwards ``model`` is as it was."""
+def attached(model: Any, adapter_config: Any, in_float32: bool = False) -> Iterator[Any]:
+    """For the block, a ``PeftModel`` with a fresh adapter; afterwards ``model`` is as it was.
+
+    Args:
+        in_float32: keep the adapter of a model in 16 bits in 32, as PEFT does for training.
+    """
     from peft import get_peft_model
 
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
-        peft_model = get_peft_model(model, adapter_config, autocast_adapter_dtype=False)
+        peft_model = get_peft_model(model, adapter_config, autocast_adapter_dtype=in_float32)
     try:
         yield peft_model
     finally:
@@ -101,7 +106,10 @@ def _save_weights(model: Any, folder: Path) -> None:
 
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
     """Write ``generation_config.json`` and the shim that says the same."""
-    config = hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options)
+    _save_config(folder, hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options))
+
+
+def _save_config(folder: Path, config: hf_spec.SpecConfig) -> None:
     with staging(folder) as temporary:
         config.save_pretrained(temporary)
     write_shim(folder)
@@ -111,9 +119,7 @@ def change_options(folder: Path, options: dict[str, Any]) -> None:
     """Replace the strategy's options; what else ``generation_config.json`` says stays."""
     config = hf_spec.SpecConfig.from_pretrained(folder)
     config.assistant_kwargs = options
-    with staging(folder) as temporary:
-        config.save_pretrained(temporary)
-    write_shim(folder)
+    _save_config(folder, config)
 
 
 def write_shim(folder: Path, repository: str | None = None) -> None:
@@ -124,9 +130,7 @@ def write_shim(folder: Path, repository: str | None = None) -> None:
         repository: where it goes on the Hub; the shim loads the adapter from there.
     """
     method, options = read_spec_config(folder)
-    write_atomically(
-        folder / SHIM, shim_text(method.name, options, _peft_type(method), repository).rstrip("\n")
-    )
+    write_atomically(folder / SHIM, shim_text(method.name, options, _peft_type(method), repository))
 
 
 def _peft_type(method: Method) -> str | None:
@@ -221,6 +225,4 @@ def check_complete(folder: Path) -> None:
 
 def is_repository(name: str | None) -> bool:
     """Whether a model's name is one on the Hub, ``name`` or ``owner/name``, and no local folder."""
-    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return False
-    return not Path(name).is_dir()
+    return not (not name or is_path(name) or Path(name).is_dir())

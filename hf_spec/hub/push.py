@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import render_card
 from hf_spec.hub.folder import (
@@ -114,19 +116,15 @@ def _one_line_errors(repository: str) -> Iterator[None]:
     except LocalTokenNotFoundError as error:
         raise ValueError("not logged in to the Hub: run 'hf auth login'") from error
     except HfHubHTTPError as error:
-        reason = _first_line(error.server_message or str(error))
+        reason = first_line(Exception(error.server_message or error))
         status = error.response.status_code if error.response is not None else None
         if status in (401, 403):
             reason += " (is your token valid, and may it write there? 'hf auth login')"
         raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
     # A RuntimeError is what failed uploads of single files end in.
     except (transport, OSError, RuntimeError) as error:
-        reason = _first_line(str(error.__cause__ or error) or type(error).__name__)
+        reason = first_line(error.__cause__ or error)
         raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0]
 
 
 def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) -> None:
@@ -145,10 +143,8 @@ def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) 
     edited = (folder / CARD).read_text(encoding="utf-8").strip() != render_card(folder).strip()
     if base_model is not None and base_model != named:
         # Only this name is replaced: the file may hold fields of a newer release.
-        import json
-
         config = {**read_json(folder / CONFIG), "base_model_name_or_path": base_model}
         write_atomically(staged / CONFIG, json.dumps(config, indent=2, sort_keys=True))
     write_shim(staged, repository)
     if not edited:
-        write_atomically(staged / CARD, render_card(staged, repository).rstrip("\n"))
+        write_atomically(staged / CARD, render_card(staged, repository))

@@ -19,6 +19,7 @@ from hf_spec.adapters.active import require_active
 from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
 from hf_spec.adapters.layer import placement
 from hf_spec.core.limits import MAX_SHARED
+from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
 from hf_spec.methods.registry import Method, Published, get_method, methods
@@ -218,8 +219,7 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
             # Parts of one tensor are not stored as such.
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             save_file(plain, temporary / "model.safetensors", metadata={"format": "pt"})
-            text = json.dumps(description, indent=2) + "\n"
-            (temporary / "config.json").write_text(text, encoding="utf-8")
+            write_atomically(temporary / "config.json", json.dumps(description, indent=2))
     finally:
         peft_model.unload()
     return output

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hf_spec.core.checks import first_line
+
 
 def load_model(
     path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None
@@ -19,7 +21,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    if _is_path(path) and not Path(path).is_dir():
+    if is_path(path) and not Path(path).is_dir():
         raise ValueError(f"cannot load model {path!r}: there is no such folder")
 
     if device is None:
@@ -34,11 +36,10 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra).to(target)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot load model {path!r}: {reason}") from error
+        raise ValueError(f"cannot load model {path!r}: {first_line(error)}") from error
     return model.eval(), tokenizer
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Whether a model's name cannot be a repository on the Hub, ``name`` or ``owner/name``."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1

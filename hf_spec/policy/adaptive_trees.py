@@ -48,9 +48,9 @@ def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grow
         count: candidates, from 1.
         depth: deepest candidate, from 1.
     """
-    batch, device = len(root), root.device
+    batch, device = len(root), predictions.tokens.device
     depth = min(depth, predictions.distances)
-    above, chances = root[:, None], torch.zeros(batch, 1, device=device)
+    above, chances = root[:, None].to(device), torch.zeros(batch, 1, device=device)
     # Of all levels, one behind the other; a parent's place is counted in them, too.
     tokens, log_probs = [above], [chances]
     parents, depths = [above.new_full((batch, 1), -1)], [above.new_zeros(batch, 1)]
@@ -85,13 +85,13 @@ def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grow
     # Padding must not write over a real place: it writes what is smaller.
     place = place.scatter_reduce(1, best, order * valid, "amax")
     found = torch.cat(parents, 1).gather(1, best)
-    return Grown(
-        TreeBatch.of(
-            place.gather(1, found.clamp(min=0)), torch.cat(depths, 1).gather(1, best), valid
-        ),
+    made = (
+        place.gather(1, found.clamp(min=0)), torch.cat(depths, 1).gather(1, best), valid,
         torch.cat(tokens, 1).gather(1, best) * valid,
         levels.gather(1, best).masked_fill(~valid, -torch.inf),
-    )
+    )  # fmt: skip
+    own_parents, own_depths, valid, own_tokens, chances = (part.to(root.device) for part in made)
+    return Grown(TreeBatch.of(own_parents, own_depths, valid), own_tokens, chances)
 
 
 def ends(grown: Grown) -> Tensor:

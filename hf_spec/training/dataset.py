@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_spec.bench.prompts import encode, encode_answer
+from hf_spec.core.checks import first_line
 from hf_spec.hub.folder import read_json
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def _load(files: Sequence[Path], folder: Path) -> Dataset:
         if names:
             data = datasets.load_dataset(kind, data_files=names, split="train")
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        cause = error.__cause__ or error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         raise ValueError(f"cannot read the data in {str(folder)!r}: {reason}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)

@@ -26,6 +26,7 @@ from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts, spread
 from hf_spec.bench.report import environment
 from hf_spec.bench.runner import Session, own_generation_config
+from hf_spec.core.checks import first_line
 from hf_spec.files import exclusive, write_atomically
 from hf_spec.hub.folder import read_json, staging
 from hf_spec.training.dataset import DATA, PARTS, PROVENANCE, read_provenance
@@ -91,10 +92,6 @@ class Settings:
         values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         given = {name: value for name, value in values.items() if value is not None}
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
-
-    def seed_of(self, unit: int) -> int:
-        """The seed that a unit is sampled with, whoever makes it and when."""
-        return (self.seed * 1_000_003 + unit) % 2**63
 
 
 def read_questions(
@@ -230,9 +227,9 @@ class AnswerFolder:
             try:
                 table = parquet.read_table(path)
             except (OSError, pyarrow.ArrowException) as error:
-                reason = str(error).splitlines()[0]
                 raise ValueError(
-                    f"cannot read {str(path)!r} ({reason}): delete it and repeat the command"
+                    f"cannot read {str(path)!r} ({first_line(error)}): delete it and repeat the "
+                    "command"
                 ) from error
             costs.append(json.loads(table.schema.metadata[COST_KEY]))
             tables.append(table.replace_schema_metadata(None))
@@ -292,8 +289,7 @@ def _figures(merged: pyarrow.Table, costs: Sequence[dict[str, Any]]) -> dict[str
 def _shown(value: Any) -> str:
     """A setting in an error: prompt files in short, all else as it is."""
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        shown = (f"{one['name']} (sha256 {one['sha256'][:8]}...)" for one in value)
-        return ", ".join(shown)
+        return ", ".join(f"{one['name']} (sha256 {one['sha256'][:8]}...)" for one in value)
     return repr(value)
 
 
@@ -318,7 +314,7 @@ def distill(
     settings: Settings,
     contender: Contender,
     state: PartialState,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Generate the answers that the folder lacks, and finish it.
 
@@ -364,24 +360,20 @@ def distill(
         done = len(work) - len(missing)
         with closing(session):  # merged updates come out again, whatever happens
             for number in missing[state.process_index :: state.num_processes]:
-                if progress is not None:
-                    progress(done, len(work))
-                torch.manual_seed(settings.seed_of(number))
+                progress(done, len(work))
+                # A unit is sampled with its own seed, whoever makes it and when.
+                torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
                 prompts = [token_ids[index] for index in work[number]]
                 seconds, answers, row_steps, _ = session.generate(contender, prompts)
                 rows = [
                     _row(tokenizer, index, questions[index], token_ids[index], answer)
                     for index, answer in zip(work[number], answers)
                 ]
-                cost = {
-                    "seconds": seconds,
-                    "row_steps": row_steps,
-                    "device": machine["device_name"],
-                }
+                device = machine["device_name"]
+                cost = {"seconds": seconds, "row_steps": row_steps, "device": device}
                 folder.add(number, rows, cost)
                 done = min(done + state.num_processes, len(work))
-        if progress is not None:
-            progress(done, len(work))
+        progress(done, len(work))
     state.wait_for_everyone()
     if state.is_main_process:
         named = ("model", "prompts", "prompts_sha256", "argv")  # stand in the settings, or leak

@@ -185,20 +185,23 @@ def train(
     Raises:
         ValueError: naming what is wrong with the method, the settings or the data.
     """
-    from peft import get_peft_model
     from transformers import set_seed
 
-    from hf_spec.hub.folder import save_adapter
+    from hf_spec.decoding.selfcheck import check_tree_forward
+    from hf_spec.hub.folder import attached, save_adapter
     from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
     from hf_spec.training.base_weights import save_model
     from hf_spec.training.checkpoints import checkpoints, last_whole
     from hf_spec.training.served import Served
     from hf_spec.training.trainer import SpecTrainer
+    from modeling_patches.support import check_model
 
     settings = settings or TrainSettings()
     method = trainable_method(method_name)
     method.parse_options(settings.options)
-    check_base(model)
+    # Whether it can be decoded at all is told before training, not after it.
+    check_model(model)
+    check_tree_forward(model, "training")
     assert method.adapter_config is not None
     set_seed(settings.seed)
     fields = {**method.trained, **(config or {})}
@@ -213,47 +216,39 @@ def train(
     training_rows, held = split(rows, settings.held_out)
     base = list(model.parameters())
     before = bit_sums(base)
-    requires_grad = [parameter.requires_grad for parameter in base]
-    peft_model = get_peft_model(model, adapter_config)
-    for parameter in base if adapter_config.trains_base else ():
-        parameter.requires_grad_(True)
-    if start is not None:
-        take_over(model, adapter_config, start)
     data: dict[str, Any] = {
         "num_anchors": settings.num_anchors or method.num_anchors,
         "max_length": settings.max_length,
         "seed": settings.seed,
     }  # fmt: skip
-    prompts = [
-        list(row["prompt_ids"])
-        for row in held.select(range(min(settings.served_prompts, len(held))))
-    ]
-    trainer = SpecTrainer(
-        model=peft_model,
-        args=arguments,
-        train_dataset=AnswerDataset(training_rows, **data),
-        eval_dataset=AnswerDataset(held, **data, random=False),
-        data_collator=collate,
-        served=Served(prompts, method.name, settings.options, settings.served_tokens),
-        callbacks=[NewAnchors(), *callbacks],
-    )
-    last = last_whole(folder)
-    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    if trainer.is_world_process_zero():
-        if adapter_config.trains_base:
-            save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])
-        elif bit_sums(base) != before:
-            raise RuntimeError("training changed the base model; the adapter is not saved")
-        save_adapter(peft_model, output, method.name, settings.options)
-        record = _record(trainer, method, settings, adapter_config, result, provenance)
-        write_atomically(output / RECORD, json.dumps(record, indent=1))
-        plot_history(record["history"], output)
-    else:
-        record = {}
-    trainer.accelerator.wait_for_everyone()
-    peft_model.unload()
-    for parameter, flag in zip(base, requires_grad):
-        parameter.requires_grad_(flag)
+    prompts = [list(ids) for ids in held["prompt_ids"][: settings.served_prompts]]
+    with attached(model, adapter_config, in_float32=True) as peft_model:
+        for parameter in base if adapter_config.trains_base else ():
+            parameter.requires_grad_(True)
+        if start is not None:
+            take_over(model, adapter_config, start)
+        trainer = SpecTrainer(
+            model=peft_model,
+            args=arguments,
+            train_dataset=AnswerDataset(training_rows, **data),
+            eval_dataset=AnswerDataset(held, **data, random=False),
+            data_collator=collate,
+            served=Served(prompts, method.name, settings.options, settings.served_tokens),
+            callbacks=[NewAnchors(), *callbacks],
+        )
+        last = last_whole(folder)
+        result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        record: dict[str, Any] = {}
+        if trainer.is_world_process_zero():
+            if adapter_config.trains_base:
+                save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])
+            elif bit_sums(base) != before:
+                raise RuntimeError("training changed the base model; the adapter is not saved")
+            save_adapter(peft_model, output, method.name, settings.options)
+            record = _record(trainer, method, settings, adapter_config, result, provenance)
+            write_atomically(output / RECORD, json.dumps(record, indent=1))
+            plot_history(record["history"], output)
+        trainer.accelerator.wait_for_everyone()
     return record
 
 
@@ -367,7 +362,7 @@ def _record(
 
 def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
     """Loss and tau over the steps as PNG files."""
-    from hf_spec.bench.figures import new_figure, save_figure
+    from hf_spec.bench.figures import new_figure, plot_points, save_figure
 
     for name, label, series in (
         (LOSS_PLOT, "loss (nats)", {"loss": "training", "eval_loss": "held-out answers"}),
@@ -378,17 +373,8 @@ def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
         for key, title in series.items():
             points = [(row["step"], row[key]) for row in history if key in row]
             style = "o-" if key.startswith("eval") else "-"
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=title)
+            plot_points(axes, points, style, label=title)
         axes.set(xlabel="step", ylabel=label)
         axes.legend()
         axes.grid(alpha=0.3)
         save_figure(figure, folder / name)
-
-
-def check_base(model: Any) -> None:
-    """Raise unless ``hf_spec`` can decode the model at all: told before training, not after it."""
-    from hf_spec.decoding.selfcheck import check_tree_forward
-    from modeling_patches.support import check_model
-
-    check_model(model)
-    check_tree_forward(model, "training")

@@ -47,7 +47,7 @@ class SpecTrainer(Trainer):
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The usual one, with learning rates of their own for parts of the adapter that have them."""
+        """The usual one; parts of the adapter may have learning rates of their own."""
         given = self.optimizer
         optimizer: Any = super().create_optimizer(*args, **kwargs)
         config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)

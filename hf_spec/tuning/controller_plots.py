@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.figures import new_figure, save_figure
+import numpy as np
+
+from hf_spec.bench.figures import new_figure, plot_points, save_figure
 from hf_spec.bench.report import ALL
 from hf_spec.hub.card import RESULTS
 from hf_spec.hub.folder import read_json
@@ -92,17 +94,11 @@ def _sizes(axes: Any, details: dict[str, Any]) -> None:
 def _times(axes: Any, details: dict[str, Any]) -> None:
     """T(i), and the measured mean of each size."""
     points = sorted((int(rows), 1000 * spent) for rows, spent in details["seconds"].items())
-    axes.plot(
-        [rows for rows, _ in points], [spent for _, spent in points], "o", color=MEASURED,
-        label="measured",
-    )  # fmt: skip
+    plot_points(axes, points, "o", color=MEASURED, label="measured")
     if details["b0"] is not None:
-        most = max((rows for rows, _ in points), default=1)
-        ends = (0, most)
-        axes.plot(
-            ends, [1000 * (details["b0"] + details["b1"] * rows) for rows in ends],
-            color=ESTIMATE, label="estimated, recent sizes first",
-        )  # fmt: skip
+        ends = (0, max((rows for rows, _ in points), default=1))
+        line = [(rows, 1000 * (details["b0"] + details["b1"] * rows)) for rows in ends]
+        plot_points(axes, line, color=ESTIMATE, label="estimated, recent sizes first")
     axes.axvline(details["rows"], color="0.6", linestyle=":", label="chosen")
     axes.set(xlabel="rows of a step", ylabel="ms, without drafting", title="step time T(i)")
     axes.set_ylim(bottom=0)
@@ -113,10 +109,7 @@ def _speeds(axes: Any, details: dict[str, Any]) -> None:
     history = details["history"]
     for name, color in (("predicted", ESTIMATE), ("measured", MEASURED)):
         known = [(one["step"], one[name]) for one in history if one[name] is not None]
-        axes.plot(
-            [step for step, _ in known], [speed for _, speed in known], "o-", color=color,
-            markersize=3, label=name,
-        )  # fmt: skip
+        plot_points(axes, known, "o-", color=color, markersize=3, label=name)
     axes.set(xlabel="step", ylabel="tokens per second and row", title="speed of the tree chosen")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
@@ -124,19 +117,17 @@ def _speeds(axes: Any, details: dict[str, Any]) -> None:
 
 def _controller(axes: Any, runs: list[dict[str, Any]]) -> None:
     """What was expected of drafting at every step, beside the speedup that was measured."""
-    places = range(len(runs))
+    places = np.arange(len(runs))
     expected = [_details(run)["controller"]["predicted_speedup"] or 0.0 for run in runs]
-    axes.bar([n - 0.13 for n in places], expected, 0.26, color=ESTIMATE, label="drafting always")
-    axes.bar(
-        [n + 0.13 for n in places], [run["speedup"] for run in runs], 0.26, color=MEASURED,
-        label="measured, pauses included",
-    )  # fmt: skip
+    measured = [run["speedup"] for run in runs]
+    axes.bar(places - 0.13, expected, 0.26, color=ESTIMATE, label="drafting always")
+    axes.bar(places + 0.13, measured, 0.26, color=MEASURED, label="measured, pauses included")
     names = [
         f"{run['strategy']}, batch {run['batch_size']}"
         + ("\npaused at the end" if _details(run)["controller"]["falls_back"] else "")
         for run in runs
     ]
-    axes.set_xticks(list(places), names)
+    axes.set_xticks(places, names)
     axes.axhline(1.0, color="0.4", linestyle=":")
     axes.set(ylabel="speedup", title="controller")
     axes.set_xlim(-0.6, max(len(runs), 4) - 0.4)

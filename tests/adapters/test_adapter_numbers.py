@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB, prompt
+from running import drafting
 from transformers import PreTrainedModel
 
 import hf_spec
@@ -70,7 +71,7 @@ def test_numbers_as_large_as_there_are(
     ids = prompt(batch=2)
     wanted = plain.generate(ids, **GREEDY)
     model = spoilt(plain, config_class(**fields), largest)
-    found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
+    found = model.generate(ids, **GREEDY, **drafting(strategy, **options))
     assert torch.equal(found, wanted)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
@@ -84,15 +85,15 @@ def test_numbers_that_no_file_may_hold(fresh: Tiny, name: str, value: float) -> 
     ids = prompt(batch=2)
     wanted = model.generate(ids, **GREEDY)
     spoilt(model, config_class(**fields), lambda weight: weight.view(-1)[0].fill_(value))
-    found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
+    found = model.generate(ids, **GREEDY, **drafting(strategy, **options))
     assert torch.equal(found, wanted)
 
 
 def test_drafts_are_sampled_whatever_the_numbers(fresh: Tiny) -> None:
     strategy, config_class, fields, options = ADAPTERS["layer_skip"]
     model = spoilt(fresh(), config_class(**fields), lambda weight: weight.fill_(torch.nan))
-    settings = {**GREEDY, "do_sample": True, "assistant_strategy": strategy}
-    found = model.generate(prompt(), **settings, assistant_kwargs=options)
+    settings = {**GREEDY, "do_sample": True}
+    found = model.generate(prompt(), **settings, **drafting(strategy, **options))
     assert found.shape == (1, 24)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
@@ -117,6 +118,6 @@ def test_a_candidate_that_the_model_cannot_read(fresh: Tiny, name: str, attentio
     # Random heads and probes name any tokens.
     generator = torch.Generator().manual_seed(0)
     spoilt(model, config_class(**fields), lambda weight: weight.normal_(generator=generator))
-    found = model.generate(ids, **GREEDY, assistant_strategy=strategy, assistant_kwargs=options)
+    found = model.generate(ids, **GREEDY, **drafting(strategy, **options))
     assert torch.equal(found, wanted)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_checkpoint import make_model
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_spec.bench.agreement import (
     TIE_ULPS,
@@ -16,7 +15,6 @@ from hf_spec.bench.agreement import (
     first_difference,
     is_tie,
     next_token_logits,
-    penalise,
     ulp,
 )
 
@@ -94,14 +92,6 @@ def test_the_tie_is_judged_after_the_repetition_penalty():
     model = FixedLogits([[0.0, 8.8, 8.0], [0.0, 8.8, 8.0], [0.0, 0.0, 1.0]], torch.float32)
     assert classify(model, [1, 0], [2], [1]) is Agreement.DIVERGED
     assert classify(model, [1, 0], [2], [1], repetition_penalty=1.1) is Agreement.DIVERGED_AT_TIE
-
-
-def test_penalty_equals_transformers():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(50, generator=generator)
-    seen = torch.randint(0, 50, (30,), generator=generator)
-    expected = RepetitionPenaltyLogitsProcessor(1.3)(seen[None], scores[None])[0]
-    assert torch.equal(penalise(scores, seen, 1.3), expected)
 
 
 def test_real_model_a_wrong_token_has_diverged():

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from peft import get_peft_model
+from running import drafting
 from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -48,7 +49,11 @@ def plain_tokens(model, tokenizer, prompt: Prompt) -> list[int]:
 
 
 def test_every_figure_worked_out_again(model, tokenizer, prompts):
-    result = run(model, tokenizer, prompts, ["prompt_lookup", STOCK], max_new_tokens=NEW)
+    every_step = {"fallback": False}
+    result = run(
+        model, tokenizer, prompts, ["prompt_lookup", STOCK],
+        strategy_kwargs={"prompt_lookup": every_step}, max_new_tokens=NEW,
+    )  # fmt: skip
     expected = [plain_tokens(model, tokenizer, prompt) for prompt in prompts]
     rows = {(row["strategy"], row["task"]): row for row in result.runs()}
     for name in ("plain", "prompt_lookup", STOCK):
@@ -70,7 +75,7 @@ def test_every_figure_worked_out_again(model, tokenizer, prompts):
     steps = 0
     for prompt in prompts:
         ids = torch.tensor([encode(tokenizer, prompt.text)])
-        model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_strategy="prompt_lookup")
+        model.generate(ids, max_new_tokens=NEW, do_sample=False, **drafting("prompt_lookup"))
         steps += hf_spec.last_stats(model).num_row_steps
     assert rows["prompt_lookup", "all"]["tau"] == pytest.approx(sum(map(len, expected)) / steps)
     summed = rows["prompt_lookup", "all"]["stats"]

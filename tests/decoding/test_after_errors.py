@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt, ragged
+from running import drafting
 from test_method_contract import FIRST, adapted, strategy
 from test_shrinking import StopRowAt
 from torch import Tensor
@@ -33,7 +34,7 @@ from hf_spec.core.cache import TreeCache
 Tiny = Callable[..., PreTrainedModel]
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
-LOOKUP = {"assistant_strategy": "prompt_lookup"}
+LOOKUP = drafting("prompt_lookup")
 LENGTHS = (12, 5, 9)
 #: Tokens that the rows emit.
 ENDS = (14, 3, 7)

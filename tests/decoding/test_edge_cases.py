@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PAD, prompt, ragged
-from running import fingerprint
+from running import drafting, fingerprint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -91,10 +91,7 @@ def test_context_filled_to_the_last_position(tiny: Tiny, spec: Spec, architectur
 def test_empty_drafts(tiny: Tiny) -> None:
     model = tiny()
     ids = torch.arange(3, 13)[None]  # nothing repeats
-    unmatched = {
-        "assistant_strategy": "prompt_lookup",
-        "assistant_kwargs": {"min_ngram": 6, "max_ngram": 6},
-    }
+    unmatched = drafting("prompt_lookup", min_ngram=6, max_ngram=6)
     check_same(model, unmatched, input_ids=ids)
     stats = hf_spec.last_stats(model)
     assert stats.num_drafted_tokens == 0 and stats.mean_accepted_tokens == 1
@@ -108,7 +105,7 @@ def test_drafts_longer_than_the_budget(tiny: Tiny, new: int) -> None:
         "layer_skip": {"skip_attention": [], "draft_exit": "fixed", "max_draft": 50},
     }
     for name, kwargs in long.items():
-        spec = {"assistant_strategy": name, "assistant_kwargs": kwargs}
+        spec = drafting(name, **kwargs)
         for architecture in ("llama", "bloom"):
             for inputs in ({"input_ids": prompt(24)}, ragged((24, 6, 15))):
                 check_same(tiny(architecture), spec, **inputs, max_new_tokens=new)
@@ -117,10 +114,7 @@ def test_drafts_longer_than_the_budget(tiny: Tiny, new: int) -> None:
 def test_skipping_nothing_accepts_everything(tiny: Tiny) -> None:
     """A draft by the model itself, unchanged: every candidate is accepted, on every row."""
     model = tiny()
-    spec = {
-        "assistant_strategy": "layer_skip",
-        "assistant_kwargs": {"skip_attention": [], "draft_exit": "fixed", "max_draft": 4},
-    }
+    spec = drafting("layer_skip", skip_attention=[], draft_exit="fixed", max_draft=4)
     check_same(model, spec, **ragged(), max_new_tokens=16)
     stats = hf_spec.last_stats(model)
     assert stats.acceptance_per_position == [1.0] * 4

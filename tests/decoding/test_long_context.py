@@ -12,6 +12,7 @@ import pytest
 import torch
 from architectures import OVERRIDES, build
 from conftest import _LLAMA, STRATEGIES, prompt, ragged
+from running import drafting
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -114,7 +115,7 @@ def test_adapters(name: str) -> None:
         plain = fresh(kind).generate(**given)
         torch.manual_seed(2)
         model.add_adapter(methods()[name].adapter_config())
-        assert model.generate(**given, assistant_strategy=name).tolist() == plain.tolist()
+        assert model.generate(**given, **drafting(name)).tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("kind", ["longrope", "phi3"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, PAD, prompt, ragged
+from running import drafting
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -186,7 +187,7 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
 
 def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
     model, sizes = tiny(), []
-    spec = {"assistant_strategy": "prompt_lookup", "return_dict_in_generate": True}
+    spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
     cache = model.generate(prompt(), **GREEDY, **spec).past_key_values
     again = torch.cat([prompt()[:, :9], prompt()[:, :3] + 1], 1)
     hook = model.register_forward_pre_hook(
@@ -286,7 +287,7 @@ def test_long_continuation_in_chunks(
 def test_a_cache_made_under_inference_mode_is_continued_outside(tiny) -> None:
     model = tiny("llama")
     ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(0))
-    common = {"assistant_strategy": "prompt_lookup", "return_dict_in_generate": True}
+    common = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
     with torch.inference_mode():
         first = model.generate(ids, max_new_tokens=8, do_sample=False, **common)
     turn = torch.cat([first.sequences.clone(), ids], 1)
@@ -300,7 +301,7 @@ def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
     """generate takes it for padding, so that the prompt parts with the cache there."""
     model = tiny("llama")
     pad = model.generation_config.pad_token_id
-    common = {"assistant_strategy": "prompt_lookup", "max_new_tokens": 4, "do_sample": False}
+    common = {**drafting("prompt_lookup"), "max_new_tokens": 4, "do_sample": False}
     ids = torch.tensor([[5, pad, 7, 8]])
     first = model.generate(
         ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **common
@@ -314,7 +315,7 @@ def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
 def test_rows_of_other_lengths_go_on_at_the_last_positions(tiny: Tiny, architecture: str) -> None:
     """128 positions: a row near the last one is filled up beside one with more new tokens."""
     model = tiny(architecture)
-    spec = {"assistant_strategy": "prompt_lookup", "return_dict_in_generate": True}
+    spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
     given = ragged((115, 10))
     first = model.generate(**given, max_new_tokens=1, do_sample=False, **spec)
     ids = torch.cat([given["input_ids"], first.sequences[:, -1:], prompt(20, 2, seed=9)], 1)

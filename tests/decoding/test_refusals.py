@@ -11,6 +11,7 @@ import torch
 from architectures import build
 from conftest import PAD, STRATEGIES, prompt, ragged
 from peft import PromptTuningConfig, get_peft_model
+from running import drafting
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -245,7 +246,7 @@ def test_learned_states_for_every_layer(model_type: str, message: str) -> None:
     if model_type != "inkling_text":
         model.add_adapter(hf_spec.BitaConfig(prompt_depth="none"), "fits")
         plain = model.generate(prompt(), **GREEDY)
-        ours = model.generate(prompt(), **GREEDY, assistant_strategy="bita")
+        ours = model.generate(prompt(), **GREEDY, **drafting("bita"))
         model.delete_adapter("fits")
         assert ours.tolist() == plain.tolist()
 

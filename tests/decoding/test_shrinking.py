@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, PAD, VOCAB, prompt, ragged
 from peft import LoraConfig, get_peft_model
+from running import drafting
 from test_method_contract import CASES, FIRST, IDS, adapted, check_cache, strategy
 from transformers import (
     DynamicCache,
@@ -33,7 +34,7 @@ Tiny = Callable[..., PreTrainedModel]
 LENGTHS = (12, 5, 9, 11, 3, 7, 12, 8, 4, 10, 6, 12, 5, 9, 11, 2)
 NEW = 24
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-LOOKUP = {"assistant_strategy": "prompt_lookup"}
+LOOKUP = drafting("prompt_lookup")
 
 every_case = pytest.mark.parametrize(("name", "variant"), CASES, ids=IDS)
 every_strategy = pytest.mark.parametrize(("name", "variant"), FIRST, ids=[n for n, _ in FIRST])
@@ -512,7 +513,7 @@ def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Mon
     monkeypatch.setattr(method.drafter, "__init__", made)
     model = fresh("llama_tied")
     with adapted(model, "bita", "chain"):
-        sizes = check_same(model, {"assistant_strategy": "bita"}, **staggered(5))
+        sizes = check_same(model, drafting("bita"), **staggered(5))
     assert asked == list(dict.fromkeys(sizes)) and len(asked) > 2
 
 

@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 import modeling_patches
-from hf_spec.decoding import loop
 from hf_spec.methods.registry import methods
-from hf_spec.policy.controller import switched_on
 
 THREADS, ROUNDS = 8, 1
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -50,10 +48,7 @@ def model(fresh: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     return made.eval()
 
 
-def test_calls_in_threads_are_as_alone(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "switched_on", switched_on)  # the shipped default
+def test_calls_in_threads_are_as_alone(model: PreTrainedModel) -> None:
     inputs = [{"input_ids": prompt(12, seed=1)}, ragged((9, 4))]
     work = [(call, given) for call in calls() for given in inputs]
     alone = [model.generate(**given, **GREEDY, **call).tolist() for call, given in work]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from running import drafting
 
 import hf_spec
 from hf_spec.core.tree import TokenTree, merge
@@ -60,9 +61,7 @@ def test_layer_skip_with_retrieval_equals_plain(tiny, penalty: float) -> None:
     plain = model.generate(ids, **common)
     for retrieval in (False, True):
         options = {"skip_mlp": [1], "retrieval": retrieval}
-        ours = model.generate(
-            ids, **common, assistant_strategy="layer_skip", assistant_kwargs=options
-        )
+        ours = model.generate(ids, **common, **drafting("layer_skip", **options))
         assert torch.equal(plain, ours)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
@@ -75,8 +74,8 @@ def test_sampling_with_merged_candidates_keeps_the_distribution(tiny) -> None:
     common = {"do_sample": True, "temperature": 0.8, "top_k": 4, "max_new_tokens": 3}
     torch.manual_seed(0)
     drawn = model.generate(
-        ids, num_return_sequences=4000, **common, assistant_strategy="layer_skip",
-        assistant_kwargs={"skip_mlp": [1], "retrieval": True},
+        ids, num_return_sequences=4000, **common,
+        **drafting("layer_skip", skip_mlp=[1], retrieval=True),
     )[:, 12:]  # fmt: skip
     assert hf_spec.last_stats(model).accepted.get(1, 0) > 100, "candidates must have been accepted"
     expected = exact_law(model, ids, drawn.shape[1], temperature=0.8, top_k=4)

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from hub_server import GITATTRIBUTES, Hub, LineDropped, Refusal, Repository
+from running import configured
 from tiny_checkpoint import make_model, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -120,17 +121,14 @@ def read(first: str) -> dict[str, Any]:
 
     import hf_spec
     from hf_spec.adapters.active import find_active
-    from hf_spec.decoding import loop
 
-    # As conftest.py does: times on models of this size are noise, and steps are looked at here.
-    loop.switched_on = lambda *_: False
     ids = torch.tensor(IDS)
 
     def base() -> Any:
         return AutoModelForCausalLM.from_pretrained("org/base", dtype=torch.float32)
 
     def used(model: Any, kind: str = "LAYER_SKIP", **call: Any) -> dict[str, Any]:
-        """What a model does that has an adapter."""
+        """What a model does that has an adapter, where every step drafts."""
         active = find_active(model, kind)
         assert active is not None
         result = {"skip_attention": active.config.skip_attention}
@@ -144,25 +142,25 @@ def read(first: str) -> dict[str, Any]:
         config = hf_spec.SpecConfig.from_pretrained("org/skip", **pinned)
         model = base()
         model.load_adapter("org/skip", adapter_kwargs=pinned)
-        report[f"load_adapter {name}"] = used(model, generation_config=config)
+        report[f"load_adapter {name}"] = used(model, **configured(config))
         model = PeftModel.from_pretrained(base(), "org/skip", **pinned)
-        report[f"PeftModel {name}"] = used(model, generation_config=config)
+        report[f"PeftModel {name}"] = used(model, **configured(config))
         model = AutoPeftModelForCausalLM.from_pretrained("org/skip", **pinned)
-        report[f"AutoPeftModel {name}"] = used(model, generation_config=config)
+        report[f"AutoPeftModel {name}"] = used(model, **configured(config))
     model = base()
     model.generate(ids, custom_generate="org/skip", trust_remote_code=True, **GREEDY)
-    custom: Any = {"trust_remote_code": True}
+    custom: Any = {"trust_remote_code": True, "assistant_kwargs": {"fallback": False}}
     report["custom_generate"] = used(model, custom_generate="org/skip", **custom)
 
     model = base()
     model.load_adapter("org/peft")
     config = hf_spec.SpecConfig.from_pretrained("org/peft")
-    report["peft"] = used(model, generation_config=config)
+    report["peft"] = used(model, **configured(config))
     report["peft custom_generate"] = used(model, custom_generate="org/peft", **custom)
     model = base()
     model.load_adapter("org/named", adapter_kwargs={"subfolder": "mine"})
     config = hf_spec.SpecConfig.from_pretrained("org/named", subfolder="mine")
-    report["named"] = used(model, generation_config=config)
+    report["named"] = used(model, **configured(config))
 
     toy()
     model = base()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import configured
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import save_checkpoint
 from torch import nn
@@ -122,7 +123,7 @@ def test_published_layouts(
         assert torch.equal(found[name], tensor.half().float())
     ids = torch.tensor([[5, 9, 17, 40]])
     plain = load(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
-    ours = model.generate(ids, max_new_tokens=12, do_sample=False, generation_config=config)
+    ours = model.generate(ids, max_new_tokens=12, do_sample=False, **configured(config))
     assert ours.tolist() == plain.tolist()
 
 

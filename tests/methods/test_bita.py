@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from running import drafting, every_step
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
@@ -23,7 +24,7 @@ NEW = 16
 
 
 def run(model: Any, **kwargs: Any) -> list:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
     return model.generate(**ragged(), **settings).tolist()
 
 
@@ -299,8 +300,8 @@ def test_rows_per_step_and_the_priming_step(fresh: Callable[..., PreTrainedModel
     rows: list[int] = []
     handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
     model.generate(
-        prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy="bita",
-        assistant_kwargs={"tree": "efficient", "top_k": 2},
+        prompt(), max_new_tokens=NEW, do_sample=False,
+        **drafting("bita", tree="efficient", top_k=2),
     )  # fmt: skip
     handle.remove()
     assert rows[1] == 1 + 3  # behind the prefill: the root and its masks
@@ -352,7 +353,7 @@ def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel], depth: 
     torch.manual_seed(0)
     expected = model.generate(prompt(), **settings)
     torch.manual_seed(0)
-    ours = model.generate(prompt(), **settings, assistant_strategy="bita")
+    ours = model.generate(prompt(), **settings, **drafting("bita"))
     assert ours.tolist() == expected.tolist()
     assert int(ours.max()) < VOCAB
 
@@ -364,14 +365,14 @@ def test_conversation_goes_on_with_and_without_the_adapter(
     model = fresh("llama")
     trained_like(model, 6)
     first = model.generate(
-        prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy="bita",
+        prompt(), max_new_tokens=NEW, do_sample=False, **drafting("bita"),
         return_dict_in_generate=True,
     )  # fmt: skip
     more = torch.cat([first.sequences, prompt(5, seed=7)], dim=1)
     expected = model.generate(more, max_new_tokens=NEW, do_sample=False).tolist()
     for strategy in ("bita", "prompt_lookup", "bita"):
         out = model.generate(
-            more, max_new_tokens=NEW, do_sample=False, assistant_strategy=strategy,
+            more, max_new_tokens=NEW, do_sample=False, **drafting(strategy),
             past_key_values=first.past_key_values, return_dict_in_generate=True,
         )  # fmt: skip
         assert out.sequences.tolist() == expected

@@ -18,7 +18,7 @@ from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
-from running import running
+from running import drafting, running
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
 from torch import Tensor
@@ -118,8 +118,7 @@ def test_verifying_never_sees_the_updates(
 
     monkeypatch.setattr(type(last), "forward", spy)
     ours = model.generate(
-        **ragged(), max_new_tokens=20, do_sample=False, assistant_strategy="layer_skip",
-        assistant_kwargs=FIXED,
+        **ragged(), max_new_tokens=20, do_sample=False, **drafting("layer_skip", **FIXED),
     )  # fmt: skip
     monkeypatch.undo()
     assert ours.tolist() == plain.tolist()
@@ -264,8 +263,7 @@ def test_drafts_improve_with_training(tmp_path: Path) -> None:
 
     def tau() -> float:
         ours = model.generate(
-            ids, attention_mask=torch.ones_like(ids), **kwargs, assistant_strategy="layer_skip",
-            assistant_kwargs=FIXED,
+            ids, attention_mask=torch.ones_like(ids), **kwargs, **drafting("layer_skip", **FIXED),
         )  # fmt: skip
         assert ours.tolist() == plain.tolist()
         return hf_spec.last_stats(model).mean_accepted_tokens
@@ -341,9 +339,7 @@ def test_old_adapters_without_weights_load(tiny: Tiny, tmp_path: Path) -> None:
     base.load_adapter(str(tmp_path))
     assert find_active(base, "LAYER_SKIP").config.draft_rank == 0
     plain = base.generate(prompt(), max_new_tokens=8, do_sample=False)
-    ours = base.generate(
-        prompt(), max_new_tokens=8, do_sample=False, assistant_strategy="layer_skip"
-    )
+    ours = base.generate(prompt(), max_new_tokens=8, do_sample=False, **drafting("layer_skip"))
     assert ours.tolist() == plain.tolist()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB, prompt, ragged
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from running import drafting, every_step
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
@@ -25,7 +26,7 @@ NEW = 16
 
 
 def run(model: Any, **kwargs: Any) -> list:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
     return model.generate(**ragged(), **settings).tolist()
 
 
@@ -279,7 +280,7 @@ def test_no_step_is_lost_to_priming(fresh: Callable[..., PreTrainedModel]) -> No
     trained_like(model)
     rows: list[int] = []
     handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
-    model.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_strategy="medusa")
+    model.generate(prompt(), max_new_tokens=8, do_sample=False, **drafting("medusa"))
     handle.remove()
     assert rows[:2] == [12, 1 + 8]
 
@@ -302,17 +303,17 @@ def test_continued_caches(fresh: Callable[..., PreTrainedModel]) -> None:
     model = fresh()
     trained_like(model)
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
-    first = model.generate(**ragged(), **kwargs, assistant_strategy="medusa")
+    first = model.generate(**ragged(), **kwargs, **drafting("medusa"))
     more = torch.cat([first.sequences, prompt(5, 3, seed=7)], dim=1)
     mask = functional.pad(ragged()["attention_mask"], (0, more.shape[1] - 12), value=1)
     expected = model.generate(more, attention_mask=mask, **kwargs).sequences
     out = model.generate(
-        more, attention_mask=mask, **kwargs, assistant_strategy="medusa",
+        more, attention_mask=mask, **kwargs, **drafting("medusa"),
         past_key_values=first.past_key_values,
     )  # fmt: skip
     assert out.sequences.tolist() == expected.tolist()
     chunked = model.generate(
-        more, attention_mask=mask, **kwargs, assistant_strategy="medusa", prefill_chunk_size=4
+        more, attention_mask=mask, **kwargs, **drafting("medusa"), prefill_chunk_size=4
     )
     assert chunked.sequences.tolist() == expected.tolist()
     assert chunked.spec_stats.num_steps == out.spec_stats.num_steps
@@ -324,13 +325,13 @@ def test_dynamic_caches_in_and_out(fresh: Callable[..., PreTrainedModel]) -> Non
     cache = DynamicCache(config=model.config)
     ids = prompt()
     out = model.generate(
-        ids, do_sample=False, max_new_tokens=NEW, assistant_strategy="medusa",
+        ids, do_sample=False, max_new_tokens=NEW, **drafting("medusa"),
         past_key_values=cache,
     )  # fmt: skip
     more = torch.cat([out, prompt(4, seed=3)], dim=1)
     expected = model.generate(more, do_sample=False, max_new_tokens=NEW)
     ours = model.generate(
-        more, do_sample=False, max_new_tokens=NEW, assistant_strategy="medusa",
+        more, do_sample=False, max_new_tokens=NEW, **drafting("medusa"),
         past_key_values=cache,
     )  # fmt: skip
     assert ours.tolist() == expected.tolist()
@@ -388,7 +389,7 @@ def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel]) -> None
     torch.manual_seed(0)
     expected = model.generate(prompt(), **settings)
     torch.manual_seed(0)
-    ours = model.generate(prompt(), **settings, assistant_strategy="medusa")
+    ours = model.generate(prompt(), **settings, **drafting("medusa"))
     assert ours.tolist() == expected.tolist()
 
 
@@ -402,8 +403,8 @@ def test_typical_acceptance_takes_what_exact_acceptance_refuses(
     for rule in ("match", "typical"):
         torch.manual_seed(0)
         model.generate(
-            prompt(), do_sample=True, max_new_tokens=40, assistant_strategy="medusa",
-            assistant_kwargs={"acceptance": rule, "typical_epsilon": 0.01},
+            prompt(), do_sample=True, max_new_tokens=40,
+            **drafting("medusa", acceptance=rule, typical_epsilon=0.01),
         )  # fmt: skip
         steps[rule] = hf_spec.last_stats(model).num_steps
     assert steps["typical"] < steps["match"]
@@ -466,7 +467,7 @@ def test_an_adapter_in_another_precision_than_the_model(
     model = fresh("llama", dtype=torch.bfloat16)
     peft_model = get_peft_model(model, hf_spec.MedusaConfig())
     assert find_active(model, "MEDUSA").weights()["weights"].dtype == torch.float32
-    out = peft_model.generate(prompt(), max_new_tokens=NEW, assistant_strategy="medusa")
+    out = peft_model.generate(prompt(), max_new_tokens=NEW, **drafting("medusa"))
     assert out.shape == (1, 12 + NEW)
     ids = prompt()
     loss = peft_model(input_ids=ids, labels=ids, anchors=torch.tensor([[3, 5]]))["loss"]

@@ -16,6 +16,7 @@ import torch
 from conftest import VOCAB, prompt, ragged
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from running import configured, drafting, every_step
 from tiny_checkpoint import make_model
 from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
@@ -56,7 +57,7 @@ every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
 
 
 def run(model: Any, **kwargs: Any) -> list:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
     return model.generate(**ragged(), **settings).tolist()
 
 
@@ -390,8 +391,7 @@ def test_drafts_are_the_oracle_s(
 
     monkeypatch.setattr(PPDDrafter, "propose", watched)
     model.generate(
-        ids, max_new_tokens=NEW, do_sample=False, assistant_strategy="ppd",
-        assistant_kwargs={"tree": "chain"},
+        ids, max_new_tokens=NEW, do_sample=False, **drafting("ppd", tree="chain"),
     )  # fmt: skip
     checked = 0
     for known, tokens in drafted:
@@ -413,8 +413,8 @@ def test_rows_in_different_states_of_random_trees(
     with_adapter(model, {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}, seed)
     random_states = states_of(random.Random(seed), 3)
     out = model.generate(
-        **ragged(lengths), max_new_tokens=NEW, do_sample=False, assistant_strategy="ppd",
-        assistant_kwargs={"tree": random_states.to_json()},
+        **ragged(lengths), max_new_tokens=NEW, do_sample=False,
+        **drafting("ppd", tree=random_states.to_json()),
     )  # fmt: skip
     assert out.tolist() == plain.tolist()
     stats = hf_spec.last_stats(model)
@@ -457,7 +457,7 @@ def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel], options
     expected = model.generate(prompt(), **settings)
     torch.manual_seed(0)
     ours = model.generate(
-        prompt(), **settings, assistant_strategy="ppd", assistant_kwargs=options
+        prompt(), **settings, **drafting("ppd", **options)
     )  # fmt: skip
     assert ours.tolist() == expected.tolist()
 
@@ -540,7 +540,7 @@ def test_saved_and_loaded(fresh: Callable[..., PreTrainedModel], tmp_path: Any) 
         assert all(torch.equal(weights[key], loaded[key]) for key in weights)
         config = hf_spec.SpecConfig.from_pretrained(tmp_path / name, max_new_tokens=NEW)
         assert config.assistant_strategy == "ppd"
-        assert run(again, generation_config=config) == plain
+        assert run(again, **configured(config)) == plain
         stored = json.loads((tmp_path / name / "adapter_config.json").read_text())
         assert stored["peft_type"] == "PPD" and stored.items() >= fields.items()
 
@@ -585,6 +585,7 @@ def test_a_draft_model_drafts_with_its_own_adapter(
     assert decoded == []
     config.assistant_strategy = "ppd"
     config.assistant_kwargs = {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1}
+    config.assistant_kwargs["fallback"] = False
     ours, after = forwards(small, assisted)
     assert ours == alone and decoded
     assert after < before

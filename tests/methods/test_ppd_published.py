@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import configured
 from safetensors.torch import save_file
 from tiny_checkpoint import make_model
 
@@ -32,7 +33,7 @@ def test_prompt_embeddings(tmp_path: Path, suffix: str) -> None:
     ids = torch.tensor([[5, 9, 17, 40]])
     config = hf_spec.SpecConfig.from_pretrained(output)
     plain = make_model().generate(ids, max_new_tokens=12, do_sample=False)
-    ours = model.generate(ids, max_new_tokens=12, do_sample=False, generation_config=config)
+    ours = model.generate(ids, max_new_tokens=12, do_sample=False, **configured(config))
     assert ours.tolist() == plain.tolist()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
 from peft import get_peft_model
+from running import drafting
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -34,8 +35,8 @@ def run(model: Any, **kwargs: Any) -> list:
 
 
 def propd(**kwargs: Any) -> dict[str, Any]:
-    """Every step prunes, unless the test says otherwise."""
-    return {"assistant_strategy": "propd", "assistant_kwargs": {"prune": True, **kwargs}}
+    """Every step drafts and prunes, unless the test says otherwise."""
+    return drafting("propd", **{"prune": True, **kwargs})
 
 
 def trained_like(

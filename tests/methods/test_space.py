@@ -16,6 +16,7 @@ import torch
 from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from running import drafting, every_step
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -55,7 +56,7 @@ def logits(model: Any, ids: Tensor | None = None) -> Tensor:
 
 
 def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
-    return model.generate(**ragged(), **GREEDY, **kwargs).tolist()
+    return model.generate(**ragged(), **GREEDY, **every_step(kwargs)).tolist()
 
 
 # -- the loss ------------------------------------------------------------------------------------
@@ -264,9 +265,7 @@ def test_what_was_learned_is_accepted(tiny: Tiny, shared_mask: bool) -> None:
     ids = torch.tensor([[4, 5, 6, 7, 4, 5]])
     plain = model.generate(ids, **GREEDY)
     assert plain[0, 6:].tolist() == [4 + (2 + s) % 4 for s in range(NEW)]
-    ours = model.generate(
-        ids, **GREEDY, assistant_strategy="space", assistant_kwargs={"tree": "chain"}
-    )
+    ours = model.generate(ids, **GREEDY, **drafting("space", tree="chain"))
     assert ours.tolist() == plain.tolist()
     stats = hf_spec.last_stats(model)
     # After the prefill and a step without candidates, k + 1 tokens per step.
@@ -290,9 +289,7 @@ def test_a_step_without_candidates_comes_first(tiny: Tiny, monkeypatch: pytest.M
         return draft
 
     monkeypatch.setattr(method.drafter, "propose", watched)
-    model.generate(
-        prompt(), **GREEDY, assistant_strategy="space", assistant_kwargs={"tree": "chain"}
-    )
+    model.generate(prompt(), **GREEDY, **drafting("space", tree="chain"))
     # The budget ends: a candidate that could not be emitted is not proposed.
     assert seen[:2] == [0, 3] and seen[-1] <= 3 and max(seen) == 3
 
@@ -333,7 +330,7 @@ def test_sampled_candidates_carry_the_whole_distribution(
     torch.manual_seed(0)
     model.generate(
         **ragged(), max_new_tokens=8, do_sample=True, top_k=5, no_repeat_ngram_size=2,
-        assistant_strategy="space", assistant_kwargs={"acceptance": "rejection"},
+        **drafting("space", acceptance="rejection"),
     )  # fmt: skip
     assert len(checked) > 5
 
@@ -365,8 +362,8 @@ def test_when_candidates_are_sampled(
 
     monkeypatch.setattr(method.drafter, "propose", watched)
     model.generate(
-        prompt(), max_new_tokens=8, do_sample=do_sample, top_k=3, assistant_strategy="space",
-        assistant_kwargs={"acceptance": acceptance},
+        prompt(), max_new_tokens=8, do_sample=do_sample, top_k=3,
+        **drafting("space", acceptance=acceptance),
     )  # fmt: skip
     assert seen and set(seen) == {sampled}
 
@@ -465,7 +462,7 @@ def test_bfloat16(tiny: Tiny, tmp_path: Path) -> None:
     assert {w.dtype for w in find_active(model, "SPACE").weights().values()} == {torch.bfloat16}
     for one in (wrapped, model):
         assert logits(one).dtype == torch.bfloat16
-        one.generate(**ragged(), **GREEDY, assistant_strategy="space")
+        one.generate(**ragged(), **GREEDY, **drafting("space"))
         loss = find_and_compute(one)
         loss.backward()
     # The same numbers, rounded to bf16 here and there: logits of size 10 agree to some ulps.

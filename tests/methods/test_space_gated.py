@@ -12,6 +12,7 @@ import torch
 from adapter_oracle import hooked, randomise, with_updates
 from conftest import ARCHITECTURES, prompt, ragged
 from peft import LoraConfig, PeftModel, get_peft_model
+from running import drafting
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -134,7 +135,7 @@ def test_decoding_is_the_bases(fresh: Tiny, architecture: str, options: dict[str
     base, identity = tokens(model), fingerprint(model)
     added(model, transition_rank=4)
     assert tokens(model) == base
-    assert tokens(model, assistant_strategy="space", assistant_kwargs=options) == base
+    assert tokens(model, **drafting("space", **options)) == base
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
     assert fingerprint(model) == identity and hooked(model) == 0
     model.disable_adapters()
@@ -151,7 +152,7 @@ def test_beside_a_lora(fresh: Tiny) -> None:
     added(model, "ours")
     model.set_adapter(["lora", "ours"])
     assert tokens(model) == tuned
-    assert tokens(model, assistant_strategy="space") == tuned
+    assert tokens(model, **drafting("space")) == tuned
     assert not any("base_layer" in name for name in find_active(model, "SPACE").weights())
 
 
@@ -175,7 +176,7 @@ def test_two_adapters_are_switched_and_deleted(fresh: Tiny) -> None:
     assert list(updates[1].modules) == [f"model.layers.{n}.self_attn.q_proj" for n in range(3)]
     model.delete_adapter("one")
     model.set_adapter("two")
-    assert tokens(model, assistant_strategy="space") == tokens(model)
+    assert tokens(model, **drafting("space")) == tokens(model)
     model.set_adapter("lora")
     assert not torch.equal(logits(model), base)
     model.delete_adapter("lora")

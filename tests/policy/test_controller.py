@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.stats import SpecStats
-from hf_spec.decoding import loop
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import memory
 from hf_spec.policy.controller import (
@@ -643,7 +642,7 @@ def with_fallback(name: str, **options: Any) -> dict[str, Any]:
     given = STRATEGIES.get(name, {}).get("assistant_kwargs", {})
     return {
         "assistant_strategy": name,
-        "assistant_kwargs": {"fallback": True, **given, **options},
+        "assistant_kwargs": {**given, "fallback": True, **options},
     }
 
 
@@ -716,10 +715,9 @@ def test_drafting_resumes(
 
 
 def test_it_is_off_without_being_asked_for_off(
-    timed: Callable[[float], tuple[Any, Timed]], monkeypatch: pytest.MonkeyPatch
+    timed: Callable[[float], tuple[Any, Timed]],
 ) -> None:
     """``fallback=False`` drafts at every step; left out, the controller is on."""
-    monkeypatch.setattr(loop, "switched_on", switched_on)  # what the tests' fixture replaced
     model, _ = timed(30.0)
     call = {"input_ids": prompt(), **GREEDY, "assistant_strategy": "prompt_lookup"}
     off = model.generate(**call, assistant_kwargs={"fallback": False}).spec_stats

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import prompt, ragged
+from running import drafting
 from transformers import PreTrainedModel
 
 import hf_spec
@@ -43,7 +44,7 @@ def adapted(model: Any, name: str, **config: Any) -> Any:
 def generate(model: Any, name: str, inputs: dict[str, Any], **options: Any) -> Any:
     return model.generate(
         **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
-        assistant_strategy=name, assistant_kwargs={"tree": "online", **options},
+        **drafting(name, tree="online", **options),
     )  # fmt: skip
 
 
@@ -77,9 +78,7 @@ def test_sampling_at_batch_size_1_equals_plain(
     settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.7, "top_k": 3}
     for seed in range(3):
         torch.manual_seed(seed)
-        ours = model.generate(
-            prompt(), **settings, assistant_strategy=name, assistant_kwargs={"tree": "online"}
-        )
+        ours = model.generate(prompt(), **settings, **drafting(name, tree="online"))
         torch.manual_seed(seed)
         assert ours.tolist() == model.generate(prompt(), **settings).tolist()
 
@@ -99,8 +98,8 @@ def test_few_new_tokens(fresh: Callable[..., PreTrainedModel]) -> None:
     model = adapted(fresh(), "medusa")
     for count in (1, 2, 3):
         out = model.generate(
-            prompt(), max_new_tokens=count, do_sample=False, assistant_strategy="medusa",
-            assistant_kwargs={"tree": "online"}, return_dict_in_generate=True,
+            prompt(), max_new_tokens=count, do_sample=False, **drafting("medusa", tree="online"),
+            return_dict_in_generate=True,
         )  # fmt: skip
         expected = model.generate(prompt(), max_new_tokens=count, do_sample=False)
         assert out.sequences.tolist() == expected.tolist()
@@ -237,7 +236,7 @@ def test_the_device_is_read_seldom(
         return ranks_of(predicted, *sizes)
 
     monkeypatch.setattr(online_policy, "ranks_of", counted)
-    out = generate(model, "medusa", {"input_ids": prompt()}, fallback=False)
+    out = generate(model, "medusa", {"input_ids": prompt()})
     assert len(calls) <= out.spec_stats.num_steps / 5
 
 
@@ -287,8 +286,7 @@ def test_other_options_have_a_memory_of_their_own(
     for count, options in enumerate((one, other), start=1):
         for _ in range(2):
             model.generate(
-                prompt(), max_new_tokens=NEW, do_sample=False, assistant_strategy=name,
-                assistant_kwargs=options,
+                prompt(), max_new_tokens=NEW, do_sample=False, **drafting(name, **options),
             )  # fmt: skip
             assert len(memories(model)) == count
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from running import configured, drafting
 from tiny_checkpoint import make_model, save_checkpoint
 from transformers import TrainerCallback
 from two_processes import assert_same_history, run_both
@@ -86,7 +87,7 @@ def test_the_adapter_that_is_written_is_the_one_of_largest_tau(tmp_path: Path) -
     assert config.assistant_strategy == "bita"
     ids = torch.tensor([answers()[0]["prompt_ids"]])
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
-    ours = model.generate(ids, generation_config=config, max_new_tokens=12, do_sample=False)
+    ours = model.generate(ids, **configured(config), max_new_tokens=12, do_sample=False)
     assert ours.tolist() == plain.tolist()
 
 
@@ -102,8 +103,8 @@ def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
     steps = tokens = 0
     for prompt in prompts:
         model.generate(
-            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, assistant_strategy="bita",
-            assistant_kwargs=options,
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False,
+            **drafting("bita", **options),
         )  # fmt: skip
         alone = hf_spec.last_stats(model)
         steps, tokens = steps + alone.num_row_steps, tokens + alone.num_generated_tokens
@@ -291,7 +292,7 @@ def test_a_base_in_bf16_trains_weights_in_fp32(tmp_path: Path) -> None:
     assert {value.dtype for value in weights(tmp_path).values()} == {torch.float32}
     model.load_adapter(tmp_path)
     ids = torch.tensor([answers()[0]["prompt_ids"]])
-    model.generate(ids, max_new_tokens=8, assistant_strategy="bita", do_sample=False)
+    model.generate(ids, max_new_tokens=8, **drafting("bita"), do_sample=False)
 
 
 # -- refused -----------------------------------------------------------------------------------

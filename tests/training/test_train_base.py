@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from running import configured, drafting
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -81,7 +82,7 @@ def test_the_trained_base_is_a_model_of_its_own(
     plain = loaded.generate(ids, **kwargs)
     assert plain[0, 8:].tolist() == [4, 5, 6, 7] * 3
     spec = hf_spec.SpecConfig.from_pretrained(out, **kwargs)
-    assert loaded.generate(ids, generation_config=spec).tolist() == plain.tolist()
+    assert loaded.generate(ids, **configured(spec)).tolist() == plain.tolist()
     assert hf_spec.last_stats(loaded).mean_accepted_tokens > 1.5
 
 
@@ -145,7 +146,7 @@ def test_otherwise_the_base_stays_as_it_was(tmp_path: Path, update: str) -> None
     ids = torch.tensor([[4, 5, 6, 7, 4, 5, 6, 7]])
     kwargs = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **kwargs)
-    assert model.generate(ids, **kwargs, assistant_strategy="space").tolist() == plain.tolist()
+    assert model.generate(ids, **kwargs, **drafting("space")).tolist() == plain.tolist()
     changed = not torch.equal(plain, make_model().generate(ids, **kwargs))
     assert changed == (update == "lora")
 

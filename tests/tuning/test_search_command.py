@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from running import configured
 from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM
 
@@ -80,7 +81,7 @@ def test_the_folder_works_in_every_way(made: Path) -> None:
     data = json.loads((made / "skip" / "search.json").read_text())
 
     model.load_adapter(str(made / "skip"))
-    ours = model.generate(ids, generation_config=config, **options)
+    ours = model.generate(ids, **configured(config), **options)
     assert torch.equal(ours, plain)
     stats = hf_spec.last_stats(model)
     assert stats.num_draft_forwards > 0
@@ -91,7 +92,7 @@ def test_the_folder_works_in_every_way(made: Path) -> None:
     assert adapter.base_facts["num_hidden_layers"] == 2
 
     wrapped = PeftModel.from_pretrained(load(made), made / "skip")
-    assert torch.equal(wrapped.generate(ids, generation_config=config, **options), plain)
+    assert torch.equal(wrapped.generate(ids, **configured(config), **options), plain)
 
 
 def test_bench_takes_the_folder(made: Path, tmp_path: Path) -> None:

@@ -68,8 +68,12 @@ def test_counts_of_a_run() -> None:
     counts = Counts.of(stats)
     assert counts == Counts(1, 6, 4, 7, 2, 7, {0: 1, 3: 1, 4: 1})
     assert counts.tau == 1.5 and counts.acceptance == pytest.approx(2 / 7)
-    both = counts + Counts(1, 2, 2, 4, 1, 4, {4: 1})
-    assert both == Counts(2, 8, 6, 11, 3, 11, {0: 1, 3: 1, 4: 2})
+    other = SpecStats(num_draft_forwards=4)
+    other.record(1, 0, 0)  # the prefill
+    other.record(1, 4, 4)
+    stats.merge(other)
+    both = Counts.of(stats, prompts=2)
+    assert both == Counts(2, 8, 6, 11, 2, 11, {0: 1, 3: 1, 4: 2})
     assert Counts.from_dict(json.loads(json.dumps(dataclasses.asdict(both)))) == both
 
 
@@ -169,8 +173,10 @@ def test_prices_are_recovered_from_exact_times(monkeypatch: pytest.MonkeyPatch) 
         COSTS, layer=0.03, attention=(0.2,) * LAYERS, mlp=(0.07,) * LAYERS
     )  # fmt: skip
     timer = ForwardTimer(model, list(range(4, 12)), 5, Sublayers.of(model))
-    timer.drafted = [[truth.draft_seconds(skip)] for skip in timer.patterns]
-    timer.verified = [[0.3, 0.1, 0.2], [0.15], [0.4], [0.5], [0.6]][: len(timer.counts)]
+    verified = {1: [0.3, 0.1, 0.2], 2: [0.15], 3: [0.4]}
+    for key in timer.spent:
+        drafted = isinstance(key, Skip)
+        timer.spent[key] = [truth.draft_seconds(key)] if drafted else verified.get(key, [0.5])
     found = timer.result()
     assert found.draft_base == pytest.approx(0.1)
     assert found.layer == pytest.approx(0.03)
@@ -184,11 +190,11 @@ def test_prices_are_never_negative() -> None:
     model, _ = planted_model()
     timer = ForwardTimer(model, list(range(4, 12)), 5, Sublayers.of(model))
     # The less is computed, the longer it takes: only the base explains that.
-    timer.drafted = [[1.0 + len(skip)] for skip in timer.patterns]
-    timer.verified = [[0.1] for _ in timer.counts]
+    patterns = [key for key in timer.spent if isinstance(key, Skip)]
+    timer.spent = {key: [0.1] for key in timer.spent} | {s: [1.0 + len(s)] for s in patterns}
     found = timer.result()
     assert found.layer == 0.0 and set(found.attention + found.mlp) == {0.0}
-    mean = sum(1.0 + len(skip) for skip in timer.patterns) / len(timer.patterns)
+    mean = sum(1.0 + len(skip) for skip in patterns) / len(patterns)
     assert found.draft_base == pytest.approx(mean)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from running import configured, drafting
 from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,7 +119,7 @@ def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
     base = load(made, None)
     for model in (load(made), PeftModel.from_pretrained(base, made / "bita")):
         out = model.generate(
-            input_ids=IDS, generation_config=config, return_dict_in_generate=True, **NEW
+            input_ids=IDS, **configured(config), return_dict_in_generate=True, **NEW
         )
         assert torch.equal(out.sequences, plain)
         assert out.spec_stats.num_drafted_tokens > 0
@@ -267,7 +268,7 @@ def test_replay_takes_the_steps_that_generate_takes(ranked: Any, size: int) -> N
         for ids in prompts:
             model.generate(
                 torch.tensor([ids]), max_new_tokens=30, do_sample=False,
-                assistant_strategy="bita", assistant_kwargs={"tree": states.to_json()},
+                **drafting("bita", tree=states.to_json()),
             )  # fmt: skip
             stats = hf_spec.last_stats(model)
             steps, tokens = steps + stats.num_steps, tokens + stats.num_generated_tokens
@@ -525,8 +526,8 @@ def test_a_file_for_more_mask_tokens_than_there_are(made: Path, tmp_path: Path) 
 def test_dynamic_trees_as_an_option(made: Path) -> None:
     model, plain = load(made), load(made, None).generate(IDS, **NEW)
     states = SparseTrees([[0.1] * 9, [0.1] * 9], 20).best(20)
-    kwargs: dict[str, Any] = {"assistant_kwargs": {"tree": states.to_json(), "retrieval": True}}
-    assert torch.equal(model.generate(IDS, **NEW, assistant_strategy="bita", **kwargs), plain)
+    kwargs = drafting("bita", tree=states.to_json(), retrieval=True)
+    assert torch.equal(model.generate(IDS, **NEW, **kwargs), plain)
     with pytest.raises(ValueError, match="a dynamic tree is a list of states"):
         hf_spec.SpecConfig("bita", {"tree": [{"paths": []}]})
 

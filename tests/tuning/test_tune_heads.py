@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
+from running import configured, drafting
 from safetensors.torch import save_file
 from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM
@@ -100,7 +101,7 @@ def test_tuned_trees_leave_the_output_as_it_is(made: Path, batch: int) -> None:
     config = hf_spec.SpecConfig.from_pretrained(made / "heads")
     assert config.assistant_kwargs == {"tree": "tuned"}
     model = load(made)
-    out = model.generate(**inputs, generation_config=config, return_dict_in_generate=True, **NEW)
+    out = model.generate(**inputs, **configured(config), return_dict_in_generate=True, **NEW)
     assert torch.equal(out.sequences, plain)
     assert out.spec_stats.num_drafted_tokens > 0 and out.spec_stats.mean_accepted_tokens > 1
 
@@ -118,9 +119,7 @@ def test_heads_of_a_strategy_that_prunes(made: Path, tmp_path: Path, capsys: Any
     plain = load(made, None).generate(ids, **NEW)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path / "prunes")
     assert config.assistant_kwargs == {"tree": "tuned"}
-    assert torch.equal(
-        load(tmp_path, "prunes").generate(ids, generation_config=config, **NEW), plain
-    )
+    assert torch.equal(load(tmp_path, "prunes").generate(ids, **configured(config), **NEW), plain)
     path = tmp_path / "prunes" / "generation_config.json"
     options = {"drafter": "prompt_lookup"}
     path.write_text(json.dumps({**json.loads(path.read_text()), "assistant_kwargs": options}))
@@ -200,9 +199,7 @@ def test_published_heads_can_be_tuned(made: Path, tmp_path: Path) -> None:
     assert tune(tmp_path, "--limit", "2", adapter="own") == 0
     assert content(tmp_path, "own")["devices"][0]["prompts"] == 2
     ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
-    out = load(tmp_path, "own").generate(
-        ids, **NEW, assistant_strategy="medusa", assistant_kwargs={"tree": "tuned"}
-    )
+    out = load(tmp_path, "own").generate(ids, **NEW, **drafting("medusa", tree="tuned"))
     assert torch.equal(out, load(made, None).generate(ids, **NEW))
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ import torch
 
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
-from hf_spec.model.tree_forward import TreeForward, TreeOutput
-from hf_spec.tuning.timing import rising
+from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
 
 #: Node counts that are measured beyond the first few; those between are interpolated.
@@ -160,49 +158,46 @@ class ForwardTimer:
         self.model = model
         self.sublayers = sublayers
         self.cache = TreeCache.pack(past, None, len(context) + max_nodes, device)
-        self.tokens = ids[:, -1:].expand(1, max_nodes)
         self.last = torch.tensor([len(context) + max_nodes], device=device)
-        self.counts = sorted({n for n in NODE_COUNTS if n < max_nodes} | {max_nodes})
-        self.trees = [TokenTree.chain(n - 1).batch(1, device) for n in self.counts]
-        self.depth = (max_nodes - 1) // 2  # a drafted token in the middle of a draft
-        self.chain = TokenTree.chain(self.depth).batch(1, device)
-        self.patterns = _patterns(sublayers)
-        self.skippers = [LayerSkipper(model, skip.attention, skip.mlp) for skip in self.patterns]
-        self.verified: list[list[float]] = [[] for _ in self.counts]
-        self.drafted: list[list[float]] = [[] for _ in self.patterns]
+        counts = sorted({n for n in NODE_COUNTS if n < max_nodes} | {max_nodes})
+        depth = (max_nodes - 1) // 2  # a drafted token in the middle of a draft
+
+        def chain(nodes: int) -> dict[str, Any]:
+            tree = TokenTree.chain(nodes - 1).batch(1, device)
+            return {"tokens": ids[:, -1:].expand(1, nodes), "tree": tree}
+
+        #: What forwards are called with, by nodes to verify or by what drafting leaves out.
+        self.calls: dict[int | Skip, dict[str, Any]] = {nodes: chain(nodes) for nodes in counts}
+        for skip in _patterns(sublayers):
+            changes = LayerSkipper(model, skip.attention, skip.mlp).changes
+            self.calls[skip] = {**chain(depth + 1), "first": depth, "changes": changes}
+        self.spent: dict[int | Skip, list[float]] = {key: [] for key in self.calls}
         self.round(timed=False)  # first calls allocate and learn
 
     @torch.no_grad()
     def round(self, timed: bool = True) -> None:
         """Run every forward once."""
         forward = TreeForward(self.model, self.cache, self.last)
-        for times, nodes, tree in zip(self.verified, self.counts, self.trees):
-            spent = self._time(partial(forward, self.tokens[:, :nodes], tree))
-            times += [spent] * timed
-        tokens, chain, first = self.tokens[:, : self.depth + 1], self.chain, self.depth
-        for times, skipper in zip(self.drafted, self.skippers):
-            drafting = partial(forward, tokens, chain, first=first, changes=skipper.changes)
-            times += [self._time(drafting)] * timed
-
-    def _time(self, forward: Callable[[], TreeOutput]) -> float:
-        start = time.perf_counter()
-        forward().logits[0, -1].argmax().item()  # reading a number waits for the device
-        spent = time.perf_counter() - start
-        self.cache.rollback()
-        return spent
+        for key, call in self.calls.items():
+            start = time.perf_counter()
+            forward(**call).logits[0, -1].argmax().item()  # reading a number waits for the device
+            self.spent[key] += [time.perf_counter() - start] * timed
+            self.cache.rollback()
 
     def result(self) -> StepCosts:
         """Prices of forwards fitted to the medians over all rounds; no other costs."""
-        verified = [statistics.median(times) for times in self.verified]
-        drafted = [statistics.median(times) for times in self.drafted]
-        base, layer, attention, mlp = _fit(self.sublayers, self.patterns, drafted)
+        medians = {key: statistics.median(times) for key, times in self.spent.items()}
+        drafted = {skip: spent for skip, spent in medians.items() if isinstance(skip, Skip)}
+        counts = [nodes for nodes in medians if isinstance(nodes, int)]
+        # More nodes never cost less: a dip is noise, and would make longer drafts look free.
+        verified = np.maximum.accumulate([medians[nodes] for nodes in counts])
         rows = [
             {"skipped": len(skip), **skip.options(), "seconds": spent}
-            for skip, spent in zip(self.patterns, drafted)
+            for skip, spent in drafted.items()
         ]
         return StepCosts(
-            verify=dict(zip(self.counts, rising(verified))), draft_base=base, layer=layer,
-            attention=attention, mlp=mlp, measured={"draft": rows},
+            verify=dict(zip(counts, verified.tolist())), **_fit(self.sublayers, drafted),
+            measured={"draft": rows},
         )  # fmt: skip
 
 
@@ -215,24 +210,23 @@ def _patterns(sublayers: Sublayers) -> list[Skip]:
     return list(dict.fromkeys(chosen))
 
 
-def _fit(
-    sublayers: Sublayers, patterns: Sequence[Skip], seconds: Sequence[float]
-) -> tuple[float, float, tuple[float, ...], tuple[float, ...]]:
-    """Prices by least squares, none below zero: base, layer, attention and MLP by layer."""
+def _fit(sublayers: Sublayers, seconds: Mapping[Skip, float]) -> dict[str, Any]:
+    """Prices of :class:`StepCosts` by least squares, none below zero."""
     from scipy.optimize import nnls
 
     layers = range(sublayers.count)
     rows = []
-    for skip in patterns:
+    for skip in seconds:
         whole = set(skip.attention) & set(skip.mlp)
         kept = [
             len(set(group) - set(skip.attention if kind == "attention" else skip.mlp))
             for kind, group in sublayers.groups
         ]
         rows.append([1.0, float(len(set(layers) - whole)), *map(float, kept)])
-    base, layer, *prices = nnls(np.array(rows), np.array(seconds))[0].tolist()
-    by_kind = {name: [0.0] * sublayers.count for name in ("attention", "mlp")}
+    base, layer, *prices = nnls(np.array(rows), np.array([*seconds.values()]))[0].tolist()
+    by_kind = {kind: [0.0] * sublayers.count for kind in ("attention", "mlp")}
     for (kind, group), price in zip(sublayers.groups, prices):
         for index in group:
             by_kind[kind][index] = price
-    return base, layer, tuple(by_kind["attention"]), tuple(by_kind["mlp"])
+    found = {kind: tuple(each) for kind, each in by_kind.items()}
+    return {"draft_base": base, "layer": layer, **found}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.bench.contenders import PLAIN, Contender
+from hf_spec.bench.contenders import PLAIN, Contender, ours
 from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
 from hf_spec.bench.runner import Session, own_generation_config
 from hf_spec.core.stats import SpecStats
@@ -75,23 +75,16 @@ class Counts:
     draft_lengths: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stats: SpecStats) -> Counts:
-        """Of one call with one row."""
-        reached = {0: stats.num_row_steps - 1, **stats.offered}  # steps with a draft of d or more
+    def of(cls, stats: SpecStats, prompts: int = 1) -> Counts:
+        """Of the calls that decoded so many prompts, one by one."""
+        # Steps with a draft of d tokens or more; a prefill has none.
+        reached = {0: stats.num_row_steps - prompts, **stats.offered}
         lengths = {d: n - reached.get(d + 1, 0) for d, n in sorted(reached.items())}
         return cls(
-            1, stats.num_generated_tokens, stats.num_row_steps, sum(stats.offered.values()),
+            prompts, stats.num_generated_tokens, stats.num_row_steps, sum(stats.offered.values()),
             sum(stats.accepted.values()), stats.num_draft_forwards,
             {d: n for d, n in lengths.items() if n},
         )  # fmt: skip
-
-    def __add__(self, other: Counts) -> Counts:
-        lengths = dict(self.draft_lengths)
-        for depth, count in other.draft_lengths.items():
-            lengths[depth] = lengths.get(depth, 0) + count
-        names = ("prompts", "tokens", "steps", "drafted", "accepted", "draft_forwards")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return Counts(**sums, draft_lengths=dict(sorted(lengths.items())))
 
     @property
     def tau(self) -> float:
@@ -201,8 +194,7 @@ class Evaluator:
         """Seconds and statistics of one prompt decoded with these sublayers left out."""
         # Every step drafts, or bad choices would look like plain decoding.
         options = {**skip.options(), **stop.options(), "fallback": False}
-        strategy = {"assistant_strategy": STRATEGY, "assistant_kwargs": options}
-        seconds, _, stats = self.decode(prompt, Contender(STRATEGY, strategy))
+        seconds, _, stats = self.decode(prompt, Contender(STRATEGY, ours(STRATEGY, options)))
         assert stats is not None
         return seconds, stats
 
@@ -212,28 +204,31 @@ class Evaluator:
         """The value over the first prompt, the first two, ..., all of them."""
         forget(self.model)  # a choice is worth the same whatever was tried before
         with self.own_defaults():
-            steps = self._modelled if objective == "modelled" else self._measured
-            yield from steps(skip, stop)
+            judge = self._modelled if objective == "modelled" else self._measured
+            yield from judge(skip, stop)
 
     def _modelled(self, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
         if self.costs is None:
             raise RuntimeError("costs are not measured yet")
-        total = Counts()
+        total = SpecStats()
         for prompt in range(len(self.ids)):
-            total += Counts.of(self.speculate(prompt, skip, stop)[1])
-            yield Evaluation(modelled_value(self.costs, total, skip), total)
+            total.merge(self.speculate(prompt, skip, stop)[1])
+            counts = Counts.of(total, prompt + 1)
+            yield Evaluation(modelled_value(self.costs, counts, skip), counts)
 
     def _measured(self, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
-        total, seconds, plain, plain_tokens = Counts(), 0.0, 0.0, 0
+        total, seconds, plain, plain_tokens = SpecStats(), 0.0, 0.0, 0
         for prompt in range(len(self.ids)):
-            for ours in (True, False) if prompt % 2 else (False, True):
-                if ours:
+            for speculative in (True, False) if prompt % 2 else (False, True):
+                if speculative:
                     spent, stats = self.speculate(prompt, skip, stop)
-                    seconds, total = seconds + spent, total + Counts.of(stats)
+                    seconds += spent
+                    total.merge(stats)
                 else:
                     spent, tokens, _ = self.decode(prompt)
                     plain, plain_tokens = plain + spent, plain_tokens + len(tokens)
-            yield Evaluation((seconds / total.tokens) / (plain / plain_tokens), total)
+            counts = Counts.of(total, prompt + 1)
+            yield Evaluation((seconds / counts.tokens) / (plain / plain_tokens), counts)
 
     # -- costs -------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hf_spec.bench.figures import new_figure, save_figure
 from hf_spec.hub.folder import read_json
 
@@ -43,18 +45,13 @@ def _search(data: dict[str, Any]) -> Any:
     pruned = [one for one in trials if one["state"] == "pruned"]
     figure = new_figure(11, 4)
     left, right = figure.subplots(1, 2)
-    left.scatter(
-        [t["number"] for t in complete], [t["value"] for t in complete], s=14, label="complete"
-    )
-    left.scatter(
-        [t["number"] for t in pruned], [t["value"] for t in pruned], s=14, marker="x",
-        color="0.6", label="pruned",
-    )  # fmt: skip
-    so_far, least = [], float("inf")
-    for one in complete:
-        least = min(least, one["value"])
-        so_far.append(least)
-    left.step([t["number"] for t in complete], so_far, where="post", color="tab:red", label="best")
+    crosses = {"marker": "x", "color": "0.6"}
+    for label, own, look in (("complete", complete, {}), ("pruned", pruned, crosses)):
+        numbers, values = [one["number"] for one in own], [one["value"] for one in own]
+        left.scatter(numbers, values, s=14, label=label, **look)
+    so_far = np.minimum.accumulate([one["value"] for one in complete])
+    numbers = [one["number"] for one in complete]
+    left.step(numbers, so_far, where="post", color="tab:red", label="best")
     left.axhline(1.0, color="0.4", linestyle=":", label="plain decoding")
     left.set(xlabel="trial", ylabel=f"time per token / plain ({objective})", title="search")
     left.legend()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_spec.bench import report as bench_report
-from hf_spec.bench.contenders import Contender
+from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import BenchResult, run
 from hf_spec.files import write_atomically
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 
 
 def measure(
-    model: Any, tokenizer: Any, prompts: list[Prompt], result: SearchResult, progress: Any = None
+    model: Any, tokenizer: Any, prompts: list[Prompt], result: SearchResult, progress: Any
 ) -> BenchResult:
     """Wall-clock time of the result beside plain decoding, as ``hf-spec bench`` measures."""
     options = {**result.best.skip.options(), **result.stop.options()}
-    contender = Contender(
-        STRATEGY, {"assistant_strategy": STRATEGY, "assistant_kwargs": options}
-    )  # fmt: skip
+    contender = Contender(STRATEGY, ours(STRATEGY, options))
     settings = result.settings
     return run(
         model, tokenizer, prompts, [contender], max_new_tokens=settings.max_new_tokens,
@@ -57,8 +55,6 @@ def write_folder(
 
 def print_result(result: SearchResult, bench: BenchResult, console: Console) -> None:
     """The choice, baselines, draft exits and the measured speedup, for people."""
-    from rich.table import Table
-
     best, kind = result.best, result.settings.objective
     pruned = sum(trial.state == "pruned" for trial in result.trials)
     repeats = sum(trial.repeat for trial in result.trials)
@@ -69,29 +65,22 @@ def print_result(result: SearchResult, bench: BenchResult, console: Console) -> 
         soft_wrap=True,
     )
 
-    def table(title: str, heads: list[str], rows: list[list[str]]) -> None:
-        shown = Table(title=title)
-        for head in heads:
-            shown.add_column(head, justify="left" if head == heads[0] else "right")
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-
     def figures(row: dict[str, Any]) -> list[str]:
         return [f"{row['speedup']:.2f}x", f"{row['tau']:.2f}", f"{row['acceptance']:.0%}"]
 
     heads = [f"speedup ({kind})", "tau", "accepted"]
     if result.baselines is not None:
-        rows = [[row["name"], *figures(row)] for row in result.baselines]
-        table("equally many skipped sublayers", ["choice", *heads], rows)
-    rows = [
-        [
-            row["draft_exit"] + (" (chosen)" if row["chosen"] else ""), str(row["max_draft"]),
-            str(row.get("threshold", "")), str(row.get("target_acceptance", "")), *figures(row),
-        ]
-        for row in result.exits
-    ]  # fmt: skip
-    table("when to stop drafting", ["exit", "K", "gamma", "target", *heads], rows)
+        table = bench_report.new_table("equally many skipped sublayers", ["choice"], heads)
+        for row in result.baselines:
+            table.add_row(row["name"], *figures(row))
+        console.print(table)
+    heads = ["K", "gamma", "target", *heads]
+    table = bench_report.new_table("when to stop drafting", ["exit"], heads)
+    for row in result.exits:
+        name = row["draft_exit"] + (" (chosen)" if row["chosen"] else "")
+        names = ("max_draft", "threshold", "target_acceptance")
+        table.add_row(name, *(str(row.get(option, "")) for option in names), *figures(row))
+    console.print(table)
     row = bench.overall(STRATEGY)
     console.print(
         f"measured: {row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}, "

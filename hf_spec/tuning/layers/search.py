@@ -15,15 +15,16 @@ from typing import Any
 
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.checks import check_count
+from hf_spec.files import exclusive
 from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
 from hf_spec.tuning.layers.objective import STRATEGY, Evaluation, Exit
 from hf_spec.tuning.layers.study import (
+    STUDY_FILE,
     LayerStudy,
     Progress,
     Settings,
     Trial,
     best_of,
-    locked,
     study_identity,
 )
 
@@ -105,11 +106,6 @@ class SearchResult:
     exits: list[dict[str, Any]]
     stop: Exit
 
-    @property
-    def evaluation(self) -> dict[str, Any]:
-        """Figures of the best choice under the best exit."""
-        return next(row for row in self.exits if row["chosen"])
-
     def to_dict(self) -> dict[str, Any]:
         """The body of ``search.json``."""
         return {
@@ -136,8 +132,8 @@ def search(
     trials: int = 100,
     baselines: bool = True,
     costs: StepCosts | None = None,
-    progress: Progress | None = None,
-    status: Callable[[str], None] | None = None,
+    progress: Progress = lambda finished, trials, best: None,
+    status: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
     """Find the sublayers to skip, or continue to.
 
@@ -157,19 +153,19 @@ def search(
     check_count("trials", trials)
     evaluator = settings.evaluator(model, tokenizer, prompts)
     identity = study_identity(model, prompts, settings)
-    say = status or (lambda text: None)
-    with locked(folder), closing(LayerStudy(folder, identity)) as study:
+    busy = f"another search is running in {str(folder)!r}: wait for it, or give another folder"
+    lock = exclusive(folder / f"{STUDY_FILE}.lock", busy)
+    with lock, closing(LayerStudy(folder, identity)) as study:
         if settings.objective == "modelled":
-            say("measuring costs")
+            status("measuring costs")
             evaluator.costs = study.costs(
                 lambda: costs or evaluator.measure_costs(settings.max_draft)
             )
-        say("searching")
+        status("searching")
         starts = starting_points(evaluator.sublayers)
         done = study.trials
         while True:
-            if progress is not None:
-                progress(len(done), trials, best_of(done))
+            progress(len(done), trials, best_of(done))
             if len(done) >= trials:
                 break
             done.append(study.run_trial(evaluator, settings, starts))
@@ -178,13 +174,9 @@ def search(
             raise ValueError("every trial was pruned: continue with more --trials")
 
         def judge(skip: Skip, stop: Exit) -> Evaluation:
-            def make() -> Evaluation:
-                *_, evaluation = evaluator.evaluate(settings.objective, skip, stop)
-                return evaluation
+            return study.cached(skip, stop, evaluator.evaluate(settings.objective, skip, stop))
 
-            return study.cached(skip, stop, make)
-
-        say("comparing draft exits")
+        status("comparing draft exits")
         exits: list[dict[str, Any]] = []
         for stop in exit_choices(settings):
             # Only a deterministic value may be taken over from the trials.
@@ -195,7 +187,7 @@ def search(
         exits[least]["chosen"] = True
         rows = None
         if baselines:
-            say("comparing baselines")
+            status("comparing baselines")
             rows = _baselines(evaluator.sublayers, best, settings.stop, judge)
         return SearchResult(
             settings, identity, evaluator.sublayers, evaluator.costs, done, best, rows, exits,
@@ -207,9 +199,7 @@ def _baselines(
     sublayers: Sublayers, best: Trial, stop: Exit, judge: Callable[[Skip, Exit], Evaluation]
 ) -> list[dict[str, Any]]:
     """Rows for the searched choice and each baseline; "random" is the mean over its seeds."""
-    rows = [
-        {"name": "searched", **best.skip.options(), **best.evaluation.to_dict()},
-    ]
+    rows = [{"name": "searched", **best.skip.options(), **best.evaluation.to_dict()}]
     drawn = []
     for name, seed, skip in baseline_choices(sublayers, best.skip):
         row = {"name": name, **skip.options(), **judge(skip, stop).to_dict()}

@@ -12,18 +12,17 @@ import json
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.prompts import Prompt
-from hf_spec.core.checks import check_choices, check_count, check_range
-from hf_spec.files import exclusive
+from hf_spec.core.checks import check_choices, check_count, check_range, first_line
 from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
 from hf_spec.tuning.layers.objective import (
     OBJECTIVES,
@@ -33,9 +32,6 @@ from hf_spec.tuning.layers.objective import (
     Evaluator,
     Exit,
 )
-
-if TYPE_CHECKING:
-    import optuna
 
 SAMPLERS = ("tpe", "gp", "random")
 STUDY_FILE, STUDY_NAME = "study.db", STRATEGY
@@ -142,7 +138,7 @@ class LayerStudy:
                 "pip install 'hf_spec[search]'"
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.optuna = optuna
+        self.optuna, self.states = optuna, optuna.trial.TrialState
         path = (folder / STUDY_FILE).resolve()
         try:
             self.storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
@@ -154,12 +150,14 @@ class LayerStudy:
         except Exception as error:
             if not type(error).__module__.startswith(("sqlalchemy", "optuna")):
                 raise
-            reason = str(error).splitlines()[0]
             raise ValueError(
-                f"cannot use {STUDY_FILE} in {str(folder)!r}: {reason}; give another folder"
+                f"cannot use {STUDY_FILE} in {str(folder)!r}: {first_line(error)}; give another "
+                "folder"
             ) from error
         self._check(folder, json.loads(json.dumps(identity)))
-        self._drop_unfinished()
+        # Trials that were running when a process ended are made again.
+        for trial in self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
+            self.study.tell(trial.number, state=self.states.FAIL)
 
     def _check(self, folder: Path, identity: dict[str, Any]) -> None:
         before = self.study.user_attrs.get("identity")
@@ -174,12 +172,6 @@ class LayerStudy:
                 "repeat its settings to continue it, or give another folder"
             )
 
-    def _drop_unfinished(self) -> None:
-        """Trials that were running when a process ended; they are made again."""
-        running = self.optuna.trial.TrialState.RUNNING
-        for trial in self.study.get_trials(deepcopy=False, states=(running,)):
-            self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
-
     def close(self) -> None:
         """Let go of the file."""
         self.storage.remove_session()
@@ -188,8 +180,8 @@ class LayerStudy:
     @property
     def trials(self) -> list[Trial]:
         """The finished trials, in order."""
-        states = self.optuna.trial.TrialState
-        finished = self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
+        ends = (self.states.COMPLETE, self.states.PRUNED)
+        finished = self.study.get_trials(deepcopy=False, states=ends)
         return [_trial(number, one) for number, one in enumerate(finished)]
 
     # -- what is kept beside the trials ------------------------------------------------------
@@ -203,13 +195,14 @@ class LayerStudy:
         self.study.set_user_attr("costs", asdict(costs))
         return costs
 
-    def cached(self, skip: Skip, stop: Exit, make: Callable[[], Evaluation]) -> Evaluation:
-        """An evaluation outside the trials, made at most once."""
+    def cached(self, skip: Skip, stop: Exit, values: Iterable[Evaluation]) -> Evaluation:
+        """The last of these values, outside the trials; they are made at most once."""
         text = json.dumps([skip.options(), stop.options()], sort_keys=True)
         key = "evaluation:" + hashlib.sha256(text.encode()).hexdigest()[:24]
         stored = self.study.user_attrs.get(key)
         if stored is None:
-            stored = make().to_dict()
+            *_, evaluation = values
+            stored = evaluation.to_dict()
             self.study.set_user_attr(key, stored)
         return _evaluation(stored)
 
@@ -227,8 +220,8 @@ class LayerStudy:
         elif repeatable and done and done[-1].repeat:
             fixed = _neighbour(done, sublayers, settings.seed + number)
             origin = "sampler" if fixed is None else "neighbour"
-        waiting = self.optuna.trial.TrialState.WAITING
-        if fixed is not None and not self.study.get_trials(deepcopy=False, states=(waiting,)):
+        waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+        if fixed is not None and not waiting:
             # If one is waiting already, an earlier process ended right here.
             self.study.enqueue_trial(_parameters(sublayers, fixed))
 
@@ -237,7 +230,9 @@ class LayerStudy:
             warnings.simplefilter("ignore")  # experimental options of samplers
             self.study.sampler = _sampler(self.optuna, settings, number)
             trial = self.study.ask()
-            skip = _suggest(trial, sublayers)
+            names = _parameters(sublayers, Skip())
+            found = {name: trial.suggest_categorical(name, [False, True]) for name in names}
+            skip = _skip(sublayers, found)
         before = known.get(skip) if repeatable else None
         pruned, evaluation, prompts = False, None, 0
         if before is not None:
@@ -259,7 +254,7 @@ class LayerStudy:
         })  # fmt: skip
         # From here on the trial counts; a process that ends earlier has done nothing.
         if pruned:
-            self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
+            self.study.tell(trial, state=self.states.PRUNED)
         else:
             self.study.tell(trial, evaluation.value)
         return self.trials[-1]
@@ -279,11 +274,6 @@ def _sampler(optuna: Any, settings: Settings, number: int) -> Any:
 def _parameters(sublayers: Sublayers, skip: Skip) -> dict[str, bool]:
     attention = {f"attention_{i}": i in skip.attention for i in sublayers.attention}
     return attention | {f"mlp_{i}": i in skip.mlp for i in sublayers.mlp}
-
-
-def _suggest(trial: optuna.Trial, sublayers: Sublayers) -> Skip:
-    names = _parameters(sublayers, Skip())
-    return _skip(sublayers, {n: trial.suggest_categorical(n, [False, True]) for n in names})
 
 
 def _skip(sublayers: Sublayers, chosen: dict[str, bool]) -> Skip:
@@ -327,17 +317,6 @@ def _trial(number: int, frozen: Any) -> Trial:
 
 def _evaluation(data: dict[str, Any]) -> Evaluation:
     return Evaluation(data["value"], Counts.from_dict(data["counts"]))
-
-
-# ---------------------------------------------------------------------------- lock and identity
-
-
-def locked(folder: Path) -> AbstractContextManager[None]:
-    """Keep a second process out for a block."""
-    return exclusive(
-        folder / f"{STUDY_FILE}.lock",
-        f"another search is running in {str(folder)!r}: wait for it, or give another folder",
-    )
 
 
 def study_identity(model: Any, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:

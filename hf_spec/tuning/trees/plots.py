@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.bench.figures import new_figure, plot_points, save_figure
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.tuning.trees.sparse_tree import Array, chances_of
@@ -23,11 +23,11 @@ def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
     Raises:
         ValueError: there is none, listing those there are.
     """
-    for entry in reversed(data["devices"]):
+    entries: list[dict[str, Any]] = data["devices"]
+    for entry in reversed(entries):
         if device is None or device.lower() in entry["device"].lower():
-            chosen: dict[str, Any] = entry
-            return chosen
-    known = ", ".join(entry["device"] for entry in data["devices"])
+            return entry
+    known = ", ".join(entry["device"] for entry in entries)
     raise ValueError(f"no entry for device {device!r}; there are {known}")
 
 
@@ -104,22 +104,16 @@ def _tree(axes: Any, state: TreeState, accuracies: Array) -> None:
     axes.scatter(
         places, depths, c=reach, cmap="Blues", vmin=-0.2, vmax=1, s=260, zorder=2, edgecolor="0.4"
     )
-    labelled = len(tree) <= LABELLED
-    for node in range(len(tree)):
-        if labelled:
-            text = (
-                f"{100 * reach[node]:.0f}" if reach[node] >= 0.095 else f"{100 * reach[node]:.1f}"
-            )
-            dark = "white" if reach[node] > 0.6 else "black"
-            axes.annotate(
-                text, (places[node], depths[node]), ha="center", va="center", fontsize=6,
-                color=dark, zorder=3,
-            )  # fmt: skip
+    look = {"ha": "center", "fontsize": 6, "zorder": 3}
+    for node, place in enumerate(zip(places, depths)):
+        if len(tree) <= LABELLED:
+            digits = 0 if reach[node] >= 0.095 else 1
+            text = f"{100 * reach[node]:.{digits}f}"
+            colour = "white" if reach[node] > 0.6 else "black"
+            axes.annotate(text, place, va="center", color=colour, **look)
         if state.probes[node]:
-            axes.annotate(
-                f"+{state.probes[node]}", (places[node], depths[node]), xytext=(0, -15),
-                textcoords="offset points", ha="center", fontsize=6, color="tab:red", zorder=3,
-            )  # fmt: skip
+            below = {"xytext": (0, -15), "textcoords": "offset points"}
+            axes.annotate(f"+{state.probes[node]}", place, color="tab:red", **below, **look)
     axes.set(ylim=(-tree.max_depth - 0.6, 0.5), xlim=(places.min() - 0.8, places.max() + 0.8))
     axes.set_yticks(range(-tree.max_depth, 1), [str(d) for d in range(tree.max_depth, -1, -1)])
     axes.set_xticks([])
@@ -145,11 +139,9 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
         for one in entry["settings"]:
             label = f"{entry['device'][:24]}, batch {one['batch_size']}, context {one['context']}"
             counts = [size["size"] for size in entry["sizes"]]
-            measured = sorted((int(n), spent) for n, spent in one["seconds"].items())
-            middle.plot(
-                [n for n, _ in measured], [s / one["plain_seconds"] for _, s in measured], "o-",
-                markersize=3, label=label,
-            )  # fmt: skip
+            plain = one["plain_seconds"]
+            measured = sorted((int(n), spent / plain) for n, spent in one["seconds"].items())
+            plot_points(middle, measured, "o-", markersize=3, label=label)
             (line,) = right.plot(counts, one["speedups"], label=label)
             right.plot(one["size"], one["speedup"], "*", color=line.get_color(), markersize=13)
     middle.set(xlabel="rows per step", ylabel="time / plain step", title="step time")

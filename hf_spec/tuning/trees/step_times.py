@@ -24,7 +24,6 @@ from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
-from hf_spec.tuning.timing import rising
 
 #: Rounds over all sizes: at least, and at most; and seconds after which no further round starts.
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
@@ -90,11 +89,8 @@ class StepTimer:
         self.root = ids[:, -1].contiguous()
         self.tokens = [list(context) for _ in range(batch_size)]
         alone = TokenTree.chain(0)
-        self.shapes = {
-            PLAIN: TreeState(alone, (0,)),
-            START: TreeState(alone, (drafter.distances * bool(drafter.per_distance),)),
-            **states,
-        }
+        probes = drafter.distances * bool(drafter.per_distance)
+        self.shapes = {PLAIN: TreeState(alone, (0,)), START: TreeState(alone, (probes,)), **states}
         self.spent: dict[int, list[float]] = {rows: [] for rows in self.shapes}
         self.probe_hidden: Tensor | None = None
         self.hidden: Tensor | None = None
@@ -106,7 +102,12 @@ class StepTimer:
             self.model, self.cache, self.last, probe_inputs=self.drafter.probe_inputs,
             wants_hidden=self.drafter.wants_hidden,
         )  # fmt: skip
-        self.probe_hidden, self.hidden = self._some_hidden(forward)
+        # What a step leaves behind for the next: of the root and a whole group of probes.
+        draft = self._draft(forward, self.shapes[START])
+        output = forward(draft.tokens, draft.tree, probes=draft.probes)
+        self.cache.rollback()
+        self.probe_hidden, nodes = output.probe_hidden, output.node_hidden
+        self.hidden = None if nodes is None else nodes[:, 0]
         for _ in range(WARM):
             self._round(forward)
         begin = time.perf_counter()
@@ -117,18 +118,12 @@ class StepTimer:
                 self.spent[rows].append(seconds)
         medians = {rows: statistics.median(times) for rows, times in self.spent.items()}
         counts = sorted(medians)  # the plain step stands first: no other undercuts it
-        smooth = dict(zip(counts, rising([medians[n] for n in counts])))
+        # More rows never cost less: a dip is noise, and would make larger trees look free.
+        rising = np.maximum.accumulate([medians[n] for n in counts])
+        smooth = dict(zip(counts, rising.tolist()))
         start = max(medians.pop(START), smooth[PLAIN])
         by_rows = {n: seconds for n, seconds in smooth.items() if n not in (PLAIN, START)}
         return StepTimes(smooth[PLAIN], start, by_rows, self.drafter.per_distance)
-
-    def _some_hidden(self, forward: TreeForward) -> tuple[Tensor | None, Tensor | None]:
-        """What a step leaves behind for the next: of the root and a whole group of probes."""
-        draft = self._draft(forward, self.shapes[START])
-        output = forward(draft.tokens, draft.tree, probes=draft.probes)
-        self.cache.rollback()
-        nodes = output.node_hidden
-        return output.probe_hidden, None if nodes is None else nodes[:, 0]
 
     def _round(self, forward: TreeForward) -> dict[int, float]:
         return {rows: self._step(forward, shape) for rows, shape in self.shapes.items()}

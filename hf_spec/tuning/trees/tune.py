@@ -6,13 +6,14 @@ knows nothing of the command line or of adapter folders.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hf_spec.bench.contenders import Contender
+from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
 from hf_spec.bench.runner import Session, own_generation_config
 from hf_spec.core.checks import check_count
@@ -144,10 +145,10 @@ class TreeTuner:
         self.answers = []
         greedy = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
         session = Session(self.model, greedy, managed=False)
-        strategy = {"assistant_strategy": self.method.name, "assistant_kwargs": self.options}
+        contender = Contender(self.method.name, ours(self.method.name, self.options))
         with own_generation_config(self.model, self.tokenizer, greedy=True):
             for prompt in self.prompts:
-                _, (answer,), *_ = session.generate(Contender(self.method.name, strategy), [prompt])
+                _, (answer,), *_ = session.generate(contender, [prompt])
                 self.answers.append(answer)
                 found.append(measure(self.drafter, prompt, answer))
                 done()
@@ -250,7 +251,7 @@ def choose(speedups: dict[int, float]) -> int:
 def tune(
     tuner: TreeTuner,
     environment: dict[str, Any],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:
     """An entry of ``tree.json``: what was measured here, and the trees chosen.
 
@@ -266,8 +267,7 @@ def tune(
     def advance() -> None:
         nonlocal done
         done += 1
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
 
     ranks = tuner.measure(advance)
     sizes, built, replays, accuracies = build(ranks, settings.max_size)
@@ -305,18 +305,11 @@ def tune(
         "accuracies": ranks.accuracies().tolist(), "landed_accuracies": accuracies.tolist(),
         "sizes": sizes, "settings": results,
     }  # fmt: skip
-    return _rounded(entry)
-
-
-def _rounded(value: Any) -> Any:
-    """JSON types with numbers of five figures."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
+    # Five figures are enough.
+    rounded: dict[str, Any] = json.loads(
+        json.dumps(entry), parse_float=lambda text: float(f"{float(text):.5g}")
+    )
+    return rounded
 
 
 def with_entry(data: dict[str, Any] | None, entry: dict[str, Any], weights: str) -> dict[str, Any]:
