@@ -51,12 +51,17 @@ PLAIN = Contender(PLAIN_NAME, stock=True)
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter folder or repository, with the strategy and options stored beside its weights."""
+    """An adapter folder or repository, with the strategy and options stored beside its weights.
+
+    Attributes:
+        changes_model: whether it fine-tunes the base, so that plain decoding must have it, too.
+    """
 
     path: str
     name: str
     strategy: str
     options: dict[str, Any]
+    changes_model: bool = False
 
 
 def parse_names(names: str | Iterable[str]) -> list[str]:
@@ -101,8 +106,9 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
             raise ValueError(
                 f"adapter {path!r}: its generation_config.json names no assistant_strategy"
             )
-        options = dict(config.assistant_kwargs or {})
-        adapters.append(Adapter(path, f"adapter_{index}", config.assistant_strategy, options))
+        strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
+        changes = _changes_model(path, strategy)
+        adapters.append(Adapter(path, f"adapter_{index}", strategy, options, changes))
     return adapters
 
 
@@ -149,7 +155,7 @@ def contenders(
                 f"adapter {adapter.path!r} is for strategy {adapter.strategy!r}, which does not "
                 "take part; add it to --strategies"
             )
-    result = [_baseline(adapter) for adapter in adapters if _changes_model(adapter)]
+    result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
         given = dict(options.get(name, {}))
         strategy = strategy_of(name)
@@ -165,7 +171,7 @@ def contenders(
                 label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
                 kwargs = ours(strategy, {**adapter.options, **given})
                 active = [adapter, *_companions(kwargs, adapters)]
-                plain = next((_baseline(a).name for a in active if _changes_model(a)), PLAIN_NAME)
+                plain = next((_baseline(a).name for a in active if a.changes_model), PLAIN_NAME)
                 loaded = tuple(one.name for one in active)
                 result.append(Contender(label, kwargs, loaded, baseline=plain))
         else:
@@ -196,10 +202,18 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     return found
 
 
-def _changes_model(adapter: Adapter) -> bool:
-    """Whether the adapter fine-tunes the base, so that plain decoding must have it, too."""
-    config = get_method(adapter.strategy).adapter_config
-    return bool(getattr(config, "changes_model", False))
+def _changes_model(path: str, strategy: str) -> bool:
+    """What the adapter's config says of it; it is read only where adapters of a type differ."""
+    known = getattr(get_method(strategy).adapter_config, "changes_model", False)
+    if isinstance(known, bool):
+        return known
+    from peft import PeftConfig
+
+    try:
+        config: Any = PeftConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
+    return bool(config.changes_model)
 
 
 def _baseline(adapter: Adapter) -> Contender:

@@ -145,6 +145,11 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
         raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
     own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
     given = {**OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
+    if any(one.changes_model for one in adapters):
+        raise ValueError(
+            f"adapter {adapter!r} changes the answers, which are to be the model's own: choose "
+            "another adapter"
+        )
     (contender,) = lineup.contenders([name], {name: given}, adapters)
     if contender.lossy:
         raise ValueError(

@@ -298,7 +298,7 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     model = make_model()
     before = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
     torch.manual_seed(0)
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2), "tuned")
+    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
     with torch.no_grad():
         for parameter in model.spec_modules.parameters():
             parameter.normal_(std=0.2)
@@ -313,7 +313,7 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(model, "generate", watched)
-    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {})])
+    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
     assert [item.name for item in lineup] == ["plain@tuned", "space"]
     everyone = [*lineup, "prompt_lookup"]
     result = run(model, tokenizer, prompts[:2], everyone, max_new_tokens=NEW, warmup=False)
@@ -355,6 +355,28 @@ def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
         contenders(["propd"], {"propd": {"drafter": "heads"}}, [drafts, prunes])
 
 
+def test_which_adapters_change_the_model(tmp_path):
+    """Those of one type may do either; it is what their configs say."""
+    from hf_spec.bench.contenders import read_adapters
+
+    configs = {
+        "gated": ("space", hf_spec.SpaceConfig(update="gated")),
+        "lora": ("space", hf_spec.SpaceConfig(update="lora")),
+        "none": ("space", hf_spec.SpaceConfig(update="none")),
+        "bita": ("bita", hf_spec.BitaConfig()),
+    }
+    for name, (strategy, config) in configs.items():
+        config.save_pretrained(tmp_path / name)
+        hf_spec.SpecConfig(strategy).save_pretrained(tmp_path / name)
+    adapters = read_adapters(str(tmp_path / name) for name in configs)
+    assert [one.changes_model for one in adapters] == [False, True, False, False]
+    names = [one.name for one in contenders(["space", "bita"], adapters=adapters)]
+    assert names == ["plain@lora", "space@gated", "space@lora", "space@none", "bita"]
+    (tmp_path / "lora" / "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match=r"cannot read adapter .*lora': .*adapter_config\.json"):
+        read_adapters([str(tmp_path / "lora")])
+
+
 def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
     from hf_spec.bench.contenders import Adapter
 
@@ -363,8 +385,8 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
 
     monkeypatch.setattr(hf_spec, "merge_adapter", refuse)
     model = make_model()
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2), "tuned")
-    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {})])
+    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
+    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
     result = run(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
     assert result.notes == [
         f"{name} ran with its update beside the weights: the weights are quantised"

@@ -27,7 +27,7 @@ PROMPTS = [
 
 def random_space_adapter(model) -> None:
     torch.manual_seed(0)
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2), "tuned")
+    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
     with torch.no_grad():
         for parameter in model.spec_modules.parameters():
             parameter.normal_(std=0.2)
@@ -52,7 +52,9 @@ def test_every_score_worked_out_again() -> None:
     model, tokenizer = make_model(), make_tokenizer()
     random_space_adapter(model)
     model.disable_adapters()
-    lineup = measured(contenders(["space"], None, [Adapter("at/tuned", "tuned", "space", {})]))
+    lineup = measured(
+        contenders(["space"], None, [Adapter("at/tuned", "tuned", "space", {}, True)])
+    )
     assert [one.name for one in lineup] == ["plain", "plain@tuned"]  # space itself is exact
     base, tuned = quality(model, tokenizer, PROMPTS, lineup, NEW, batch_size=2)
     model.disable_adapters()

@@ -760,6 +760,10 @@ def test_adapters_that_do_not_fit(
     assert "is for strategy 'layer_skip'" in capsys.readouterr().err
     assert distill(root, tmp_path / "out", *adapter, "--strategy", "none") == 2
     assert "--adapter needs a strategy" in capsys.readouterr().err
+    hf_spec.SpaceConfig(update="lora").save_pretrained(tmp_path / "tuned")
+    hf_spec.SpecConfig(assistant_strategy="space").save_pretrained(tmp_path / "tuned")
+    assert distill(root, tmp_path / "out", "--adapter", str(tmp_path / "tuned")) == 2
+    assert "changes the answers, which are to be the model's own" in capsys.readouterr().err
 
 
 def test_a_strategy_that_needs_an_adapter(
