@@ -119,7 +119,7 @@ def train(
     if adapter is None:
         adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
     else:
-        adapter_config = work.extended(adapter, {**chosen.trained, **config})
+        adapter_config = work.extended(adapter, config)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     settings = work.TrainSettings(

@@ -204,8 +204,11 @@ def train(
     check_tree_forward(model, "training")
     assert method.adapter_config is not None
     set_seed(settings.seed)
-    fields = {**method.trained, **(config or {})}
-    adapter_config = method.adapter_config(**fields) if start is None else extended(start, fields)
+    adapter_config = (
+        method.adapter_config(**{**method.trained, **(config or {})})
+        if start is None
+        else extended(start, config or {})
+    )
     folder = output / "checkpoints"
     arguments = training_arguments(method, settings, folder, adapter_config)
     if checkpoints(folder) and not resume:
@@ -257,20 +260,28 @@ def extended(folder: Path, fields: dict[str, Any]) -> Any:
 
     Args:
         folder: of the adapter.
-        fields: of its config, to be changed: ``transition_rank`` and its learning rate.
+        fields: of its config, to be changed: ``transition_rank``, as in a fresh training where it
+            is left out, and its learning rate.
 
     Raises:
-        ValueError: the adapter has one, or is of a method without.
+        ValueError: the adapter has one, or is of a method without, or was trained together with
+            its base model.
     """
     from peft import PeftConfig
 
-    from hf_spec.adapters.predicting import TransitionConfig
+    from hf_spec.adapters.predicting import TRAINED, TransitionConfig
 
+    fields = {**TRAINED, **fields}
     config: Any = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, TransitionConfig):
         raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
     if config.transition_rank:
         raise ValueError(f"the adapter {str(folder)!r} has a transition already: train it anew")
+    if config.trains_base:
+        raise ValueError(
+            f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
+            "it is here: train it anew with a transition"
+        )
     own = {"transition_rank", "transition_learning_rate"}
     if other := sorted(set(fields) - own):
         raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")

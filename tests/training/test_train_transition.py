@@ -1,0 +1,217 @@
+"""Transitions: trained with an adapter, or added to one that was trained without."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train import SETTINGS, answers
+from tiny_checkpoint import make_model, save_checkpoint
+
+import hf_spec
+from hf_spec import cli
+from hf_spec.methods.registry import get_method
+from hf_spec.training.train import TrainSettings, bit_sums, extended, train
+
+#: Small adapters without a transition.
+METHODS: dict[str, dict[str, Any]] = {
+    "bita": {"num_mask_tokens": 2, "num_prompt_tokens": 4},
+    "space": {"num_mask_tokens": 2, "rank": 2},
+    "ppd": {"num_prompt_tokens": 2, "head": "residual"},
+    "medusa": {"num_heads": 2},
+    "propd": {"num_heads": 2},
+}
+PARTS = ("transition_before", "transition_after", "transition_state")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """By the names that the adapter gives them."""
+    found = load_file(folder / "adapter_model.safetensors")
+    return {name.rpartition(".")[2].partition("_")[2]: value for name, value in found.items()}
+
+
+def without(folder: Path, method: str, **more: Any) -> Path:
+    """An adapter that was trained without a transition."""
+    config = {**METHODS[method], "transition_rank": 0}
+    settings = TrainSettings(**{**SETTINGS, "max_steps": 3, **more})
+    train(make_model(), answers(), method, folder, config, settings)
+    return folder
+
+
+def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any) -> dict[str, Any]:
+    settings = TrainSettings(**{**SETTINGS, **more})
+    fields = {"transition_rank": rank}
+    return train(make_model(), answers(), method, output, fields, settings, start=folder)
+
+
+# -- trained later -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_the_transition_is_trained(tmp_path: Path, method: str) -> None:
+    """What the adapter had stays bit for bit; so does the base."""
+    before = without(tmp_path / "before", method)
+    model, settings = make_model(), TrainSettings(**SETTINGS)
+    bits = bit_sums(list(model.parameters()))
+    fields = {"transition_rank": 3}
+    record = train(model, answers(), method, tmp_path / "after", fields, settings, start=before)
+    assert bit_sums(list(model.parameters())) == bits
+    assert not hasattr(model, "spec_modules")
+    old, new = weights(tmp_path / "before"), weights(tmp_path / "after")
+    assert {name for name in new if name not in old} == {
+        name for name in new if name.endswith(PARTS)
+    }
+    assert len(new) == len(old) + 3
+    assert all(torch.equal(new[name], old[name]) for name in old)
+    (after,) = (value for name, value in new.items() if name.endswith("transition_after"))
+    assert after.abs().sum() > 0  # it was zero
+    vocab = model.config.vocab_size
+    assert record["trainable_parameters"] == 2 * vocab * 3 + 3 * 32
+    assert record["config"]["transition_rank"] == 3
+    for name, value in METHODS[method].items():
+        assert record["config"][name] == value
+    # The folder is an adapter like any other, and says the same of the base.
+    configs = [
+        json.loads((tmp_path / name / "adapter_config.json").read_text())
+        for name in ("before", "after")
+    ]
+    changed = {name for name in configs[0] if configs[0][name] != configs[1][name]}
+    assert changed == {"transition_rank"}
+    model.load_adapter(str(tmp_path / "after"))
+    ids = torch.tensor([answers()[0]["prompt_ids"]])
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path / "after")
+    ours = model.generate(ids, generation_config=config, max_new_tokens=12, do_sample=False)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_the_token_before_is_learned(tmp_path: Path) -> None:
+    """Each token is followed by the next one in a circle: who knows the one before knows it."""
+    folder = without(tmp_path / "before", "medusa", max_steps=1)
+    more = {"max_steps": 60, "eval_steps": 60}
+    record = with_one(folder, tmp_path / "after", "medusa", rank=16, **more)
+    losses = [row["loss"] for row in record["history"] if "loss" in row]
+    assert losses[-1] < 0.8 * losses[0]
+    assert record["best"]["eval_top1_1"] > 0.9
+
+
+def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
+    folder = without(tmp_path / "before", "bita")
+    whole = with_one(folder, tmp_path / "whole", "bita")
+    with_one(folder, tmp_path / "parts", "bita", max_steps=3)
+    # As an interrupted training of six steps leaves it behind: the schedule is that of six.
+    (tmp_path / "parts" / "adapter_model.safetensors").unlink()
+    settings = TrainSettings(**SETTINGS)
+    parts = train(
+        make_model(), answers(), "bita", tmp_path / "parts", {"transition_rank": 3}, settings,
+        resume=True, start=folder,
+    )  # fmt: skip
+    steps = [[row["step"] for row in one["history"]] for one in (whole, parts)]
+    assert steps[0] == steps[1]
+    old = weights(folder)
+    for name in ("whole", "parts"):
+        new = weights(tmp_path / name)
+        assert all(torch.equal(new[key], old[key]) for key in old)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, data = save_checkpoint(tmp_path / "base"), tmp_path / "data"
+    data.mkdir()
+    answers().to_parquet(str(data / "rows.parquet"))
+    common = [
+        "--model", str(base), "--data", str(data), "--dtype", "float32", "--device", "cpu",
+        "--max-steps", "2", "--eval-steps", "2", "--held-out", "2", "--served-prompts", "1",
+        "--served-tokens", "4",
+    ]  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    fields = ["--num-mask-tokens", "2", "--transition-rank", "0"]
+    assert cli.main(["train", "bita", *common, "--output", str(one), *fields]) == 0
+    start = ["train", "transition", "--adapter", str(one)]
+    assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
+    old, new = weights(one), weights(two)
+    assert all(torch.equal(new[name], old[name]) for name in old)
+    assert new["transition_after"].shape == (260, 64)  # as `hf-spec train` has it by default
+    assert (two / "README.md").is_file() and (two / "training.json").is_file()
+    assert hf_spec.SpecConfig.from_pretrained(two).assistant_strategy == "bita"
+
+    for arguments, message in (
+        (["train", "transition", "--adapter", str(two)], r"has a transition already"),
+        ([*start, "--num-mask-tokens", "3"], r"num_mask_tokens belongs to what the adapter has"),
+        ([*start, "--transition-rank", "-1"], r"transition_rank=-1: must be a whole number"),
+        ([*start, "--rank", "3"], r"has no option '--rank'"),
+        (["train", "bita", "--adapter", str(one)], r"--adapter and 'train transition' belong"),
+        (["train", "transition"], r"--adapter and 'train transition' belong together"),
+    ):
+        more = [*common, "--output", str(tmp_path / "three")]
+        assert cli.main([*arguments[:4], *more, *arguments[4:]]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error), error
+    assert not (tmp_path / "three").exists()
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_extended(tmp_path: Path) -> None:
+    hf_spec.LayerSkipConfig(skip_mlp=[1]).save_pretrained(tmp_path / "skip")
+    with pytest.raises(ValueError, match="adapters of type LAYER_SKIP predict nothing"):
+        extended(tmp_path / "skip", {"transition_rank": 3})
+    hf_spec.MedusaConfig(transition_rank=2).save_pretrained(tmp_path / "has")
+    with pytest.raises(ValueError, match="has a transition already: train it anew"):
+        extended(tmp_path / "has", {"transition_rank": 3})
+    hf_spec.SpaceConfig(update="full").save_pretrained(tmp_path / "full")
+    with pytest.raises(ValueError, match="trains its base model, too"):
+        extended(tmp_path / "full", {"transition_rank": 3})
+    hf_spec.MedusaConfig(num_heads=2).save_pretrained(tmp_path / "none")
+    with pytest.raises(ValueError, match="num_heads belongs to what the adapter has learned"):
+        extended(tmp_path / "none", {"transition_rank": 3, "num_heads": 3})
+    found = extended(tmp_path / "none", {"transition_rank": 3, "transition_learning_rate": 0.5})
+    assert (found.num_heads, found.transition_rank, found.transition_learning_rate) == (2, 3, 0.5)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, 1.5, "fast"])
+def test_wrong_rates(rate: Any) -> None:
+    with pytest.raises(ValueError, match="transition_learning_rate="):
+        hf_spec.BitaConfig(transition_learning_rate=rate)
+
+
+# -- trained with the adapter --------------------------------------------------------------------
+
+
+def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    from hf_spec.training.train import training_arguments
+    from hf_spec.training.trainer import SpecTrainer
+
+    config = hf_spec.SpaceConfig(
+        rank=2, transition_rank=3, transition_learning_rate=0.25, update_learning_rate=0.125
+    )
+    model = get_peft_model(make_model(), config)
+    settings = TrainSettings(max_steps=4, learning_rate=0.5)
+    arguments = training_arguments(get_method("space"), settings, tmp_path, config)
+    trainer = SpecTrainer(
+        model=model, args=arguments, train_dataset=answers(), eval_dataset=answers()
+    )
+    rates = {
+        id(parameter): group["lr"]
+        for group in trainer.create_optimizer().param_groups
+        for parameter in group["params"]
+    }
+    found = {
+        name: rates[id(parameter)]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert len(found) == len(rates) == 1 + 3 + 2 * 2 * 2
+    for name, rate in found.items():
+        part = name.rpartition(".default")[0].rpartition("space_")[2]
+        if part.startswith("transition"):
+            assert rate == 0.25, name
+        else:
+            assert rate == (0.5 if part == "masks" else 0.125), name
