@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import randomise
 from conftest import VOCAB, prompt, ragged
 from peft import get_peft_model
 from running import drafting
@@ -297,6 +298,8 @@ def test_every_tree_drafter(
     if drafter in types:
         torch.manual_seed(0)
         model.add_adapter(getattr(hf_spec, types[drafter])(), "drafter")
+        if drafter == "space":  # gated updates of rows that others leave on the way
+            randomise(model, "SPACE")
     plain = run(model)
     trained_like(model)
     names = [name for name in ("drafter", "propd") if name in model.peft_config]

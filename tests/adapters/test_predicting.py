@@ -1,0 +1,168 @@
+"""Adapters with a transition, of every method that may have one: files, and files without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import VOCAB, ragged
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from running import drafting
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.hub.folder import read_spec_config, save_adapter
+from hf_spec.methods.registry import methods
+
+Fresh = Callable[..., PreTrainedModel]
+#: Fields that came with transitions; of gated updates, too.
+NEW_FIELDS = ("transition_rank", "transition_learning_rate", "update_learning_rate")
+PARTS = (BEFORE, AFTER, STATE)
+
+#: Every method whose adapters may have a transition.
+NAMES = [
+    name for name, method in methods().items() if hasattr(method.adapter_config, "fresh_transition")
+]
+every_method = pytest.mark.parametrize("name", NAMES)
+
+
+def config_of(name: str, **fields: Any) -> Any:
+    config_class: Any = methods()[name].adapter_config
+    return config_class(**fields)
+
+
+def tokens(model: Any, name: str | None = None) -> tuple[list[list[int]], int]:
+    """Greedy output, and how many candidates were accepted on the way."""
+    # What is drafted must not depend on step times.
+    more = {} if name is None else drafting(name, **methods()[name].parse_options({}).untimed())
+    out = model.generate(**ragged(), max_new_tokens=20, do_sample=False, **more)
+    if name is None:
+        return out.tolist(), 0
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    stats = hf_spec.last_stats(base)
+    return out.tolist(), stats.num_generated_tokens - stats.num_row_steps
+
+
+def weights(model: Any, name: str) -> dict[str, Tensor]:
+    config_class: Any = methods()[name].adapter_config
+    return dict(find_active(model, config_class.type_name).weights())
+
+
+def test_who_has_transitions() -> None:
+    assert NAMES == ["bita", "medusa", "ppd", "propd", "space"]
+    assert all(methods()[name].trained["transition_rank"] > 0 for name in NAMES)
+    assert all(config_of(name).transition_rank == 0 for name in NAMES)
+
+
+@every_method
+def test_a_fresh_transition_changes_nothing(fresh: Fresh, name: str) -> None:
+    """Its bias is zero, and candidates are those of the same adapter without."""
+    found = []
+    for rank in (0, 3):
+        model = fresh("llama_tied")
+        torch.manual_seed(0)
+        model.add_adapter(config_of(name, transition_rank=rank))
+        found.append((tokens(model, name), weights(model, name)))
+    (plain, without), (ours, having) = found
+    assert ours == plain
+    assert having.keys() - without.keys() == set(PARTS) and without.keys() <= having.keys()
+    assert having[BEFORE].shape == having[AFTER].shape == (VOCAB, 3)
+    assert having[STATE].shape == (3, 32)
+    assert not having[AFTER].any() and having[BEFORE].any() and having[STATE].any()
+
+
+@every_method
+def test_saved_and_loaded_every_way(fresh: Fresh, tmp_path: Path, name: str) -> None:
+    base = fresh("llama_tied")
+    plain, _ = tokens(base)
+    base.save_pretrained(tmp_path / "base")
+    type_name = methods()[name].adapter_config.type_name
+
+    def again() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    # As `hf-spec train` writes an adapter folder, and as Transformers saves one.
+    model = get_peft_model(again(), config_of(name, transition_rank=3))
+    randomise(model, type_name)
+    save_adapter(model, tmp_path / "adapter", name, {"fallback": False})
+    assert read_spec_config(tmp_path / "adapter")[0].name == name
+    wanted, expected = weights(model, name), tokens(model, name)
+    assert expected[0] == plain and set(PARTS) <= wanted.keys()
+    itself = again()
+    itself.load_adapter(str(tmp_path / "adapter"))
+    itself.save_pretrained(tmp_path / "copy")
+    stored = [
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("adapter", "copy")
+    ]
+    assert [len(one) for one in stored] == [len(wanted)] * 2
+    twice = again()
+    twice.load_adapter(str(tmp_path / "copy"), adapter_name="mine")
+    for loaded in (
+        itself,
+        twice,
+        PeftModel.from_pretrained(again(), str(tmp_path / "adapter")),
+        PeftModel.from_pretrained(again(), str(tmp_path / "copy"), low_cpu_mem_usage=True),
+        AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapter")),
+    ):
+        found = weights(loaded, name)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        assert tokens(loaded, name) == expected
+        assert tokens(loaded)[0] == plain
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    half.load_adapter(str(tmp_path / "adapter"))
+    assert {value.dtype for value in weights(half, name).values()} == {torch.bfloat16}
+    tokens(half, name)
+    assert hf_spec.last_stats(half).num_drafted_tokens > 0
+
+
+@every_method
+def test_files_of_before_there_were_transitions(fresh: Fresh, tmp_path: Path, name: str) -> None:
+    """Their configs lack the fields; what they hold works as it did."""
+    model = fresh("llama_tied")
+    # All updates that such adapters have are of the whole model.
+    fields = {"update": "lora"} if name == "space" else {}
+    model.add_adapter(config_of(name, **fields))
+    randomise(model, methods()[name].adapter_config.type_name)
+    wanted, expected, plain = weights(model, name), tokens(model, name), tokens(model)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    old = {key: value for key, value in config.items() if key not in NEW_FIELDS}
+    assert len(old) < len(config)
+    path.write_text(json.dumps(old))
+    loaded = fresh("llama_tied")
+    loaded.load_adapter(str(tmp_path))
+    found = weights(loaded, name)
+    assert found.keys() == wanted.keys() and not set(PARTS) & found.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert tokens(loaded, name) == expected and tokens(loaded) == plain
+    assert expected[0] == plain[0]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_missing(fresh: Fresh, tmp_path: Path, part: str) -> None:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(transition_rank=2))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    stored = load_file(path)
+    save_file({key: value for key, value in stored.items() if part not in key}, path)
+    with pytest.raises(ValueError, match=part):
+        fresh("llama").load_adapter(str(tmp_path))
+
+
+@every_method
+@pytest.mark.parametrize("rank", [-1, 1.5, "3", 10**6])
+def test_wrong_ranks(name: str, rank: Any) -> None:
+    with pytest.raises(ValueError, match="transition_rank="):
+        config_of(name, transition_rank=rank)
