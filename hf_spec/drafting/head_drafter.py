@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.drafting.drafter import DecodingState
-from hf_spec.drafting.heads import HEAD_WEIGHTS, WEIGHTS, head_logits, head_states
+from hf_spec.drafting.heads import HEAD_WEIGHTS, PROJECTION, WEIGHTS, head_logits, head_states
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
+from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import token_hidden
 
 
@@ -55,6 +56,8 @@ class HeadDrafter(TreeDrafter):
         return head_states(used, hidden).to(hidden)
 
     def logits(self, states: Tensor) -> Tensor:
+        if self.exact and PROJECTION not in self.weights:
+            return model_logits(self.model, states)
         return head_logits(self.model, self.weights, states)
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
+from hf_spec.model.hidden_states import shapes_logits
 
 #: Predictions of finished sequences that are made at once: they are vocabularies long.
 AT_ONCE = 384
@@ -75,6 +76,8 @@ class TreeSource:
 
     #: Tokens at each distance that it looks at, at least.
     width: int = 1
+    #: Whether it goes by probabilities; else by the order of tokens alone.
+    weighs: ClassVar[bool] = False
 
     def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
         """A step of so many rows is over, with these accepted nodes; a plain one, too."""
@@ -173,7 +176,13 @@ class TreeDrafter(Drafter):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Predictions ``(batch, depth, vocab)`` of :meth:`states`."""
+        """Predictions ``(batch, depth, vocab)`` of :meth:`states`, up to what leaves their order
+        as it is, unless :attr:`exact`: then as training had them."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the size of logits matters, and the model itself scales or caps them."""
+        return (self.source.weighs or self.transition is not None) and shapes_logits(self.model)
 
     def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
         """Probes under the nodes of a step's trees.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -73,6 +74,29 @@ def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> 
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     logits = own.run_alone(eager(model), input_ids=ids, use_cache=False, return_dict=True).logits
     return logits.to(hidden.device)
+
+
+@torch.no_grad()
+def shapes_logits(model: Any) -> bool:
+    """Whether the model does more to its logits than :func:`output_logits`: scales or caps them.
+
+    Found out once for a model, on a state of one number throughout, whose largest logit is one that
+    caps notice.
+    """
+    if model not in _SHAPES:
+        weight = model.get_input_embeddings().weight
+        width = getattr(model.get_output_embeddings(), "in_features", weight.shape[1])
+        state = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
+        state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
+        plain, own = output_logits(model, state), model_logits(model, state)
+        # One rounding of bfloat16 apart, they are the same.
+        _SHAPES[model] = not torch.allclose(plain.to(own), own, rtol=0.01, atol=1e-3)
+    return _SHAPES[model]
+
+
+#: That a sure model gives to its token.
+LARGE_LOGIT = 30.0
+_SHAPES: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:

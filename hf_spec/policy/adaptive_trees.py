@@ -8,7 +8,7 @@ also by the token before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +118,8 @@ class AdaptiveTrees(TreeSource):
         self.depth, self.probes = depth, probes
         self.candidates = candidates or CANDIDATES
         self.probed = max(self.candidates // 2, PROBED) if probed is None else probed
+
+    weighs: ClassVar[bool] = True
 
     @property
     def max_depth(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import VOCAB, ragged
+from conftest import VOCAB, prompt, ragged
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from running import drafting
 from safetensors.torch import load_file, save_file
@@ -78,6 +78,29 @@ def test_a_fresh_transition_changes_nothing(fresh: Fresh, name: str) -> None:
     assert having[BEFORE].shape == having[AFTER].shape == (VOCAB, 3)
     assert having[STATE].shape == (3, 32)
     assert not having[AFTER].any() and having[BEFORE].any() and having[STATE].any()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "cohere2", "gemma2"])
+@every_method
+def test_decoding_predicts_what_training_judges(fresh: Fresh, architecture: str, name: str) -> None:
+    """Also where the model scales or caps its logits: chances and biases depend on their size."""
+    model, method = fresh(architecture), methods()[name]
+    if architecture == "cohere2":
+        model.config.logit_scale = model.logit_scale = 0.1
+    if architecture == "gemma2":
+        model.config.final_logit_softcapping = 2.0
+    model.add_adapter(config_of(name, transition_rank=3))
+    randomise(model, method.adapter_config.type_name, std=0.3)
+    adapter = find_active(model, method.adapter_config.type_name)
+    ids = prompt(12)
+    batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[5]])}
+    with torch.no_grad():
+        judged = method.objective(model, adapter, **batch)["logits"][0, 0]
+        drafter = method.drafter(model, method.parse_options({}))
+        drafter = getattr(drafter, "inner", drafter)
+        (served,) = drafter.future_logits(ids, torch.tensor([5]))
+    # fp32 with other reduction orders.
+    torch.testing.assert_close(served[0].softmax(-1), judged.softmax(-1), rtol=1e-4, atol=1e-5)
 
 
 @every_method

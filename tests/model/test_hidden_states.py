@@ -11,7 +11,13 @@ from conftest import ARCHITECTURES, prompt
 from running import added, fingerprint
 from transformers import PreTrainedModel
 
-from hf_spec.model.hidden_states import decoder_of, final_hidden, model_logits, output_logits
+from hf_spec.model.hidden_states import (
+    decoder_of,
+    final_hidden,
+    model_logits,
+    output_logits,
+    shapes_logits,
+)
 from modeling_patches.per_call import Changes
 
 
@@ -94,3 +100,14 @@ def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> N
     assert logits.shape[1] == 1 and seen[0].shape[1] == 5
     [(rows, found)] = asked
     assert torch.equal(found, model_logits(model, rows)) and found.shape[1] == 2
+
+
+def test_who_shapes_its_logits(fresh: Callable[..., PreTrainedModel]) -> None:
+    """Scales and soft caps count, biases of the head do not; it is found out once for a model."""
+    for architecture in ("llama", "gpt2", "phi", "opt", "bloom", "gemma3", "cohere2"):
+        assert not shapes_logits(fresh(architecture)), architecture  # cohere2: a scale of 1
+    capped, scaled = fresh("gemma2"), fresh("cohere2")
+    assert capped.config.final_logit_softcapping == 30.0
+    scaled.logit_scale = 0.5
+    assert shapes_logits(capped) and shapes_logits(scaled)
+    assert shapes_logits(fresh("llama").to(torch.bfloat16)) is False

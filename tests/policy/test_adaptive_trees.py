@@ -268,7 +268,8 @@ def test_rows_of_a_step(
     torch.manual_seed(0)
     model.add_adapter(hf_spec.BitaConfig())
     rows: list[int] = []
-    handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    first: Any = model.model.layers[0]
+    handle = first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
     out = model.generate(
         prompt(), max_new_tokens=16, do_sample=False, assistant_strategy="bita",
         assistant_kwargs={**options, "fallback": False},

@@ -35,6 +35,9 @@ class SpaceDrafter(ProbeDrafter):
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
         super().__init__(model, options, used, source, adapter.weights())
 
+    def logits(self, states: Tensor) -> Tensor:
+        return model_logits(self.model, states) if self.exact else super().logits(states)
+
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
