@@ -34,7 +34,7 @@ class TransitionConfig(SpecPeftConfig):
     )
 
     transition_learning_rate: float = field(
-        default=1e-2, metadata={"help": "Its peak in training; cosine schedule."}
+        default=5e-3, metadata={"help": "Its peak in training; cosine schedule."}
     )
 
     def __post_init__(self) -> None:

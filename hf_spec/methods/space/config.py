@@ -16,7 +16,7 @@ from modeling_patches.support import check_unquantised
 UPDATES = ("gated", "lora", "full", "none")
 #: Learning rates by update; that of full fine-tuning is the paper's (table 2). Mask tokens alone
 #: are soft prompts, which need more.
-LEARNING_RATES = {"gated": 1e-2, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
+LEARNING_RATES = {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
 
 
 @dataclass
