@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from adapter_oracle import randomise
 from architectures import EXCLUDED, REFUSED, build, model_types
 from conftest import ragged
+from test_method_contract import FIELDS, VARIANTS
 
 from hf_spec.methods.registry import methods
 
@@ -35,7 +37,7 @@ ALWAYS = [
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "draft_exit": "fixed", "max_draft": 3},
-    "propd": {"tree": "sparse", "prune_top_k": 20, "prune": True},
+    "propd": {"prune_top_k": 20, "prune": True},
 }
 NEW = 16
 #: What is refused is known of this release; others have other models.
@@ -83,7 +85,10 @@ def adapted(model: Any, name: str) -> Any:
         return
     torch.manual_seed(2)
     try:
-        model.add_adapter(method.adapter_config(), "sweep")
+        fields = FIELDS[name].get(next(iter(VARIANTS[name])), {})
+        model.add_adapter(method.adapter_config(**fields), "sweep")
+        if fields:  # all of it matters
+            randomise(model, method.adapter_config.type_name)
         yield
     finally:
         if "sweep" in (getattr(model, "peft_config", None) or {}):
