@@ -98,6 +98,8 @@ def train(
     if (method == TRANSITION) != (adapter is not None):
         raise ValueError(f"--adapter and 'train {TRANSITION}' belong together")
     if adapter is not None:
+        if learning_rate is not None:
+            raise ValueError("--learning-rate: a transition's is --transition-learning-rate")
         from hf_spec.hub.folder import read_spec_config
 
         method = read_spec_config(adapter)[0].name

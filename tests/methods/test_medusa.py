@@ -279,7 +279,8 @@ def test_no_step_is_lost_to_priming(fresh: Callable[..., PreTrainedModel]) -> No
     model = fresh()
     trained_like(model)
     rows: list[int] = []
-    handle = model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    first: Any = model.model.layers[0]
+    handle = first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
     model.generate(prompt(), max_new_tokens=8, do_sample=False, **drafting("medusa"))
     handle.remove()
     assert rows[:2] == [12, 1 + 8]
@@ -291,7 +292,8 @@ def test_a_model_that_is_compiled_as_a_whole(fresh: Callable[..., PreTrainedMode
     expected = run(model)
     trained_like(model)
     rows: list[int] = []
-    model.model.register_forward_hook(lambda m, a, out: rows.append(out[0].shape[1]))
+    first: Any = model.model.layers[0]
+    first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
     model.compile(backend="eager")
     assert run(model, assistant_strategy="medusa") == expected
     assert rows[:3] == [12, 1, 1 + 8]  # the prompt, a plain step, a step

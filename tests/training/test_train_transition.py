@@ -97,7 +97,7 @@ def test_the_token_before_is_learned(tmp_path: Path) -> None:
     record = with_one(folder, tmp_path / "after", "medusa", rank=16, **more)
     losses = [row["loss"] for row in record["history"] if "loss" in row]
     assert losses[-1] < 0.8 * losses[0]
-    assert record["best"]["eval_top1_1"] > 0.9
+    assert record["best"]["eval_top1_1"] > 0.5  # of the heads alone: one in eight
 
 
 def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
