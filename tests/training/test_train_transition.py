@@ -132,6 +132,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     fields = ["--num-mask-tokens", "2", "--transition-rank", "0"]
     assert cli.main(["train", "bita", *common, "--output", str(one), *fields]) == 0
     start = ["train", "transition", "--adapter", str(one)]
+    assert cli.main([*start, *common, "--output", str(two), "--learning-rate", "1"]) == 2
+    assert "--transition-learning-rate" in capsys.readouterr().err
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
     old, new = weights(one), weights(two)
     assert all(torch.equal(new[name], old[name]) for name in old)
