@@ -27,7 +27,6 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, loop
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.methods.registry import methods
-from hf_spec.model.hidden_states import shapes_logits
 from hf_spec.policy.tree_source import TunedSource
 
 Tiny = Callable[..., PreTrainedModel]
@@ -72,7 +71,6 @@ def staggered(rows: int, longest: int = NEW) -> dict[str, Any]:
 def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
     """Batch size of each of the model's forwards."""
     sizes: list[int] = []
-    shapes_logits(model)  # found out once for a model, by a call of it
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
         inputs = kwargs.get("input_ids")

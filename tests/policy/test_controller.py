@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.model.hidden_states import shapes_logits
 from hf_spec.policy import memory
 from hf_spec.policy.controller import (
     ALLOWANCE,
@@ -633,7 +632,6 @@ def timed(clock: FakeClock, fresh: Tiny) -> Iterator[Callable[[float], tuple[Any
 
     def make(wide: float) -> tuple[Any, Timed]:
         model, timing = fresh("llama_tied"), Timed(clock, wide)
-        shapes_logits(model)  # found out once for a model, by a call of it
         model.register_forward_pre_hook(timing, with_kwargs=True)
         return model, timing
 
