@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from modeling_patches.per_call import Changes, eager
+from modeling_patches.per_call import Changes
 
 
 def output_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -72,7 +72,8 @@ def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> 
         own.update(changes)
     own.instead(decoder_of(model), "forward", lambda *args, **kwargs: made)
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    logits = own.run_alone(eager(model), input_ids=ids, use_cache=False, return_dict=True).logits
+    # Its forward, not the model: hooks know of calls with inputs, which these are not.
+    logits = own.run_alone(model.forward, input_ids=ids, use_cache=False, return_dict=True).logits
     return logits.to(hidden.device)
 
 
