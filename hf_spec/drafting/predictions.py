@@ -59,6 +59,9 @@ class Predictions:
         if transition is not None:
             assert states is not None
             self._shortlist = transition.shortlist(self.tokens, states)
+            # What is left for all other tokens, whatever the token before.
+            kept = self.log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)
+            self._rest = torch.log1p(-kept)  # (batch, distances, 1)
 
     @property
     def distances(self) -> int:
@@ -78,9 +81,8 @@ class Predictions:
         if self._shortlist is None:
             return plain
         weighed = plain + self._shortlist.bias(distance, previous)
-        rest = -plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)
-        total = torch.cat([weighed, torch.log1p(rest).expand(*weighed.shape[:2], 1)], dim=-1)
-        found = weighed - total.logsumexp(-1, keepdim=True)
+        rest = self._rest[:, distance - 1, None]
+        found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
         return torch.where(found.isnan(), plain, found)
 
     def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
