@@ -213,6 +213,11 @@ class LowRank:
                 for name, module in self.modules.items()
             ]
 
+    @property
+    def attached(self) -> bool:
+        """Whether all calls of the modules are updated, or were before the updates were merged."""
+        return bool(self._handles)
+
     def detach(self) -> None:
         """Take off what `attach` put on; merged weights stay merged."""
         for handle in self._handles:

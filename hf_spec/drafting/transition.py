@@ -37,9 +37,12 @@ class Transition:
         """The transition among an adapter's parameters, if it has one."""
         return cls(weights) if BEFORE in weights else None
 
-    def _inner(self, previous: Tensor, states: Tensor) -> Tensor:
-        """``(..., rank)`` from ``previous`` (...) and ``states`` (..., hidden)."""
-        projected = functional.linear(states.to(self.state), self.state)
+    def project(self, states: Tensor) -> Tensor:
+        """The share of the states ``(..., hidden)`` in :meth:`inner`, ``(..., rank)``."""
+        return functional.linear(states.to(self.state), self.state)
+
+    def inner(self, previous: Tensor, projected: Tensor) -> Tensor:
+        """silu(before[x] + state h), ``(..., rank)``."""
         return functional.silu(self.before[previous] + projected)
 
     def logits(self, previous: Tensor, states: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ class Transition:
         Returns:
             ``(..., vocab)``
         """
-        return functional.linear(self._inner(previous, states), self.after)
+        return functional.linear(self.inner(previous, self.project(states)), self.after)
 
     def shortlist(self, tokens: Tensor, states: Tensor) -> Shortlist:
         """For the bias of a few tokens per distance.
@@ -68,11 +71,11 @@ class Shortlist:
     """The bias of a few tokens at each distance; made by :meth:`Transition.shortlist`."""
 
     def __init__(self, transition: Transition, tokens: Tensor, states: Tensor):
-        self._before = transition.before
+        self._transition = transition
         self._after = transition.after[tokens].transpose(-1, -2)  # (batch, distances, rank, width)
-        self._state = functional.linear(states.to(transition.state), transition.state)
+        self._projected = transition.project(states)
 
     def bias(self, distance: int, previous: Tensor) -> Tensor:
         """``(batch, n, width)`` for tokens before a distance, ``previous`` (batch, n)."""
-        inner = self._before[previous] + self._state[:, distance - 1, None]
-        return functional.silu(inner) @ self._after[:, distance - 1]
+        inner = self._transition.inner(previous, self._projected[:, distance - 1, None])
+        return inner @ self._after[:, distance - 1]

@@ -37,6 +37,11 @@ class TreeSource:
         states: the tree of each state, the number of tokens that are predicted.
     """
 
+    #: Tokens at each distance that it looks at, at least.
+    width: int = 1
+    #: Whether it goes by probabilities; else by the order of tokens alone.
+    weighs: ClassVar[bool] = False
+
     def __init__(self, states: TreeStates):
         self._states = states
 
@@ -73,11 +78,6 @@ class TreeSource:
 
     def noted(self, predictions: Predictions, state: DecodingState) -> None:
         """A step's predictions were made."""
-
-    #: Tokens at each distance that it looks at, at least.
-    width: int = 1
-    #: Whether it goes by probabilities; else by the order of tokens alone.
-    weighs: ClassVar[bool] = False
 
     def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
         """A step of so many rows is over, with these accepted nodes; a plain one, too."""

@@ -26,7 +26,6 @@ class SpaceAdapter(SpecAdapterLayer):
     def __init__(self, prefix: str) -> None:
         super().__init__(prefix)
         self.updates: dict[str, LowRank] = {}  # by adapter; attached to the model unless gated
-        self.gated: set[str] = set()
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
         assert isinstance(config, SpaceConfig)
@@ -45,9 +44,7 @@ class SpaceAdapter(SpecAdapterLayer):
             self.updates[adapter_name] = adapter_low_rank(
                 self, adapter_name, modules, scale, only_if_active=not gated
             )
-            if gated:
-                self.gated.add(adapter_name)
-            else:
+            if not gated:
                 self.updates[adapter_name].attach()
 
     def disconnect(self, keep_merged: bool = False) -> None:
@@ -74,7 +71,6 @@ class SpaceAdapter(SpecAdapterLayer):
             self._take_apart()
         if adapter_name in self.updates:
             self.updates.pop(adapter_name).detach()
-            self.gated.discard(adapter_name)
         super().delete_adapter(adapter_name)
 
     def merge_into(
@@ -105,7 +101,7 @@ class SpaceAdapter(SpecAdapterLayer):
     def _active_updates(self) -> list[str]:
         """Active adapters with low-rank updates of the model."""
         active: Any = () if self.disable_adapters else self.active_adapters
-        return [name for name in active if name in self.updates and name not in self.gated]
+        return [name for name in active if name in self.updates and self.updates[name].attached]
 
     def _take_apart(self) -> None:
         """Undo a merge: it holds for the adapter that was active then, and while it is."""

@@ -100,11 +100,8 @@ class SpaceConfig(TransitionConfig):
         """The modules of `model` that have low-rank updates, by name."""
         if self.update == "gated" and self.target_modules is None:
             return output_projections(model)
-        return linear_modules(model, self.target_modules) if self.is_low_rank else {}
-
-    @property
-    def is_low_rank(self) -> bool:
-        return self.update in ("gated", "lora")
+        low_rank = self.update in ("gated", "lora")
+        return linear_modules(model, self.target_modules) if low_rank else {}
 
     @property
     def changes_model(self) -> bool:  # type: ignore[override]
