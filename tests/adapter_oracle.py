@@ -39,3 +39,24 @@ def hooked(model: Any) -> int:
     """How many low-rank updates are attached to the model's modules."""
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     return sum(type(hook).__module__ == "modeling_patches.low_rank" for hook in hooks)
+
+
+class Embeddings(torch.nn.Module):
+    """What a transition uses of a base model.
+
+    Args:
+        into: ``(vocab, embedding)`` of tokens.
+        out: ``(vocab, hidden)`` of logits.
+    """
+
+    def __init__(self, into: torch.Tensor, out: torch.Tensor):
+        super().__init__()
+        self.into: Any = torch.nn.Embedding.from_pretrained(into, freeze=False)
+        self.out: Any = torch.nn.Linear(out.shape[1], out.shape[0], bias=False)
+        self.out.weight = torch.nn.Parameter(out)
+
+    def get_input_embeddings(self) -> Any:
+        return self.into
+
+    def get_output_embeddings(self) -> Any:
+        return self.out

@@ -14,11 +14,9 @@ from hf_spec.core.limits import MAX_RANK, MAX_SHAPE
 from modeling_patches.support import kv_shape
 
 #: What an adapter has that ``hf-spec train`` makes, unless the user says.
-TRAINED = {"transition_rank": 64}
+TRAINED = {"transition_rank": 128}
 #: Names of the parameters.
 BEFORE, AFTER, STATE = "transition_before", "transition_after", "transition_state"
-#: Standard deviation of fresh rows for the token before.
-INIT_STD = 0.1
 
 
 @dataclass
@@ -34,7 +32,7 @@ class TransitionConfig(SpecPeftConfig):
     )
 
     transition_learning_rate: float = field(
-        default=5e-3, metadata={"help": "Its peak in training; cosine schedule."}
+        default=3e-3, metadata={"help": "Its peak in training; cosine schedule."}
     )
 
     def __post_init__(self) -> None:
@@ -48,17 +46,17 @@ class TransitionConfig(SpecPeftConfig):
         return {"transition": self.transition_learning_rate} if self.transition_rank else {}
 
     def fresh_transition(self, model: nn.Module) -> dict[str, Tensor]:
-        """``transition_before`` and ``transition_after`` (vocab, rank) and ``transition_state``
-        (rank, hidden): the bias is 0 at first. Nothing for rank 0."""
+        """``transition_before`` (rank, embedding), ``transition_state`` (rank, hidden) and
+        ``transition_after`` (hidden, rank): the bias is 0 at first. Nothing for rank 0."""
         rank = self.transition_rank
         if not rank:
             return {}
         base: Any = model
-        vocab, hidden = base.get_input_embeddings().weight.shape[0], _width(base)
+        embedding, hidden = base.get_input_embeddings().weight.shape[1], _width(base)
         return {
-            BEFORE: torch.randn(vocab, rank) * INIT_STD,
-            AFTER: torch.zeros(vocab, rank),
+            BEFORE: torch.randn(rank, embedding) / embedding**0.5,
             STATE: torch.randn(rank, hidden) / hidden**0.5,
+            AFTER: torch.zeros(hidden, rank),
         }
 
 

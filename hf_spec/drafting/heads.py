@@ -215,7 +215,7 @@ def loss_of_states(
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
             own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
-    losses, logits = future_losses(weights, logits, states, input_ids, anchors, wanted, own)
+    losses, logits = future_losses(model, weights, logits, states, input_ids, anchors, wanted, own)
     per_head = wanted_mean(losses, wanted, 1)  # (batch, heads)
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
 
 
 def future_losses(
+    model: Any,
     weights: Mapping[str, Tensor],
     logits: Tensor,
     states: Tensor,
@@ -53,6 +55,7 @@ def future_losses(
     that shortlists are right, to a share of `PLAIN_SHARE` without knowing it.
 
     Args:
+        model: the base model.
         weights: the adapter's parameters.
         logits: ``(batch, anchors, distances, vocab)``
         states: ``(batch, anchors, distances, hidden)`` that they were made from.
@@ -62,7 +65,7 @@ def future_losses(
         own: the model's own logits there, for distillation.
     """
     losses = prediction_losses(logits, wanted, own)
-    transition = Transition.of(weights)
+    transition = Transition.of(weights, model)
     if transition is None:
         return losses, logits
     ids, steps = input_ids.to(logits.device), torch.arange(1, wanted.shape[2] + 1)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.transition import Shortlist, Transition
+from hf_spec.drafting.transition import Transition
 
 #: Tokens of each distance that a transition weighs.
-SHORTLIST = 64
+SHORTLIST = 32
 
 
 class Predictions:
@@ -55,35 +55,44 @@ class Predictions:
         alike = -math.log(logits.shape[-1])
         self.log_probs = log_probs.masked_fill(log_probs.isnan(), alike)
         self.known = tuple(known)
-        self._shortlist: Shortlist | None = None
-        if transition is not None:
-            assert states is not None
-            self._shortlist = transition.shortlist(self.tokens, states)
-            # What is left for all other tokens, whatever the token before.
-            kept = self.log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)
-            self._rest = torch.log1p(-kept)  # (batch, distances, 1)
+        self._transition, self._states = transition, states
 
     @property
     def distances(self) -> int:
         return self.tokens.shape[1]
 
-    def given(self, distance: int, previous: Tensor) -> Tensor:
-        """Log-probabilities of :attr:`tokens` at a distance.
+    def given(self, previous: Tensor) -> Tensor:
+        """Log-probabilities of :attr:`tokens`.
 
         Args:
-            distance: from 1.
-            previous: ``(batch, n)`` tokens before it.
+            previous: ``(batch, distances, n)`` tokens before each distance.
 
         Returns:
-            ``(batch, n, width)``; or ``(batch, 1, width)`` where the token before does not matter.
+            ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` where the token
+            before does not matter.
         """
-        plain = self.log_probs[:, distance - 1, None]
-        if self._shortlist is None:
+        plain = self.log_probs[:, :, None]
+        if self._transition is None:
             return plain
-        weighed = plain + self._shortlist.bias(distance, previous)
-        rest = self._rest[:, distance - 1, None]
+        assert self._states is not None
+        bias = self._transition.bias(previous.to(self.tokens.device), self._states, self.tokens)
+        weighed = plain + bias
+        # What is left for all other tokens, whatever the token before.
+        rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
         found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
         return torch.where(found.isnan(), plain, found)
+
+    def after(self, root: Tensor) -> Tensor:
+        """:meth:`given` each token that may stand before: at distance 1 the root, and then those
+        of :attr:`tokens` one distance before, in their order.
+
+        Args:
+            root: ``(batch,)``
+        """
+        if self._transition is None:
+            return self.log_probs[:, :, None]
+        first = root.to(self.tokens.device)[:, None, None].expand(-1, 1, self.tokens.shape[-1])
+        return self.given(torch.cat([first, self.tokens[:, :-1]], dim=1))
 
     def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
         """Tokens on the nodes of given trees: a node of rank r carries the r-th likeliest token.
@@ -96,19 +105,20 @@ class Predictions:
             ``(batch, nodes)`` int64; any tokens on the padding of smaller trees.
         """
         key, device = tuple(trees), str(self.tokens.device)
-        if self._shortlist is None:
+        if self._transition is None:
             places = _places(key, self.tokens.shape[-1], device)
-            chosen = self.tokens.flatten(1).gather(1, places)
-            return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
-        parents, depths, ranks = _levels(key, device)
-        tokens = root[:, None].to(self.tokens.device).repeat(1, parents.shape[1])
-        for distance in range(1, max(tree.max_depth for tree in trees) + 1):
-            above = tokens.gather(1, parents)
-            order = self.given(distance, above).argsort(stable=True, dim=-1, descending=True)
-            place = order.gather(2, ranks[:, :, None])[:, :, 0]
-            own = self.tokens[:, distance - 1].gather(1, place)
-            tokens = torch.where(depths == distance, own, tokens)
-        return tokens.to(root.device)
+        else:
+            # Of each token before, the order of those that follow; then down the trees' levels.
+            order = self.after(root).argsort(stable=True, dim=-1, descending=True)
+            width = order.shape[-1]
+            order, (parents, depths, ranks) = order.flatten(1), _levels(key, device)
+            level, place = (depths - 1).clamp(min=0), torch.zeros_like(parents)
+            for distance in range(1, max(tree.max_depth for tree in trees) + 1):
+                at = (level * width + place.gather(1, parents)) * width + ranks
+                place = torch.where(depths == distance, order.gather(1, at), place)
+            places = (level * width + place)[:, 1:]
+        chosen = self.tokens.flatten(1).gather(1, places)
+        return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
 
     def likeliest(self, previous: Tensor) -> Tensor:
         """``(batch, distances, width)`` ids, the likeliest first, given the tokens before.
@@ -116,10 +126,11 @@ class Predictions:
         Args:
             previous: ``(batch, distances)`` the token before each distance.
         """
-        if self._shortlist is None:
+        if self._transition is None:
             return self.tokens
-        each = [self.given(d, previous[:, d - 1, None]) for d in range(1, self.distances + 1)]
-        order = torch.cat(each, dim=1).argsort(stable=True, dim=-1, descending=True)
+        order = self.given(previous[:, :, None])[:, :, 0].argsort(
+            stable=True, dim=-1, descending=True
+        )
         return self.tokens.gather(2, order)
 
 

@@ -1,49 +1,51 @@
 """Transition: how the token before changes what is predicted for a distance.
 
 Probes and heads predict all distances at once, each without knowing which token stands before it.
-The transition adds, to the logits of distance d, a low-rank function of that token and of the state
-the distance is predicted from::
+The transition moves the state h that a distance is predicted from, given the token x before it::
 
-    bias(y | x, h) = after[y] . silu(before[x] + state h)
+    h + U silu(V e(x) + S h)
 
-the same for all distances. Without ``state`` that is a bigram table of rank r, the "Markov head"
-of semi-autoregressive drafters; with it, it is what Hydra's heads do (Ankner et al., "Hydra:
-Sequentially-Dependent Draft Heads for Medusa Decoding", 2024), on a shortlist of tokens.
+e(x) is the base model's own embedding of x, of root mean square 1, and one set of matrices serves
+all distances. Added to the logits that is a bias w(y) . U silu(V e(x) + S h), w(y) being the base's
+output embedding of y: what the base knows of tokens need not be learned, and the matrices do not
+grow with the vocabulary. It is a Hydra head (Ankner et al., "Hydra: Sequentially-Dependent Draft
+Heads for Medusa Decoding", 2024) of low rank that looks one token back, on a shortlist of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.model.hidden_states import linear_logits
+
+#: Tokens whose embeddings are projected at once.
+AT_ONCE = 8192
 
 
 class Transition:
     """Puts an adapter's transition to use; gradients reach its parameters.
 
     Args:
-        weights: the adapter's parameters.
+        weights: the adapter's parameters: V ``(rank, embedding)``, S ``(rank, hidden)`` and U
+            ``(hidden, rank)``.
+        model: the base model, whose embeddings are used.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]):
-        self.before, self.after = weights[BEFORE], weights[AFTER]
-        self.state = weights[STATE]
+    def __init__(self, weights: Mapping[str, Tensor], model: Any):
+        self.before, self.state, self.after = weights[BEFORE], weights[STATE], weights[AFTER]
+        self.model = model
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor]) -> Transition | None:
+    def of(cls, weights: Mapping[str, Tensor], model: Any) -> Transition | None:
         """The transition among an adapter's parameters, if it has one."""
-        return cls(weights) if BEFORE in weights else None
-
-    def project(self, states: Tensor) -> Tensor:
-        """The share of the states ``(..., hidden)`` in :meth:`inner`, ``(..., rank)``."""
-        return functional.linear(states.to(self.state), self.state)
-
-    def inner(self, previous: Tensor, projected: Tensor) -> Tensor:
-        """silu(before[x] + state h), ``(..., rank)``."""
-        return functional.silu(self.before[previous] + projected)
+        return cls(weights, model) if BEFORE in weights else None
 
     def logits(self, previous: Tensor, states: Tensor) -> Tensor:
         """The bias of all tokens.
@@ -55,27 +57,70 @@ class Transition:
         Returns:
             ``(..., vocab)``
         """
-        return functional.linear(self.inner(previous, self.project(states)), self.after)
+        inner = functional.silu(self._embedded(previous) + self._projected(states))
+        return linear_logits(self.model, functional.linear(inner, self.after))
 
-    def shortlist(self, tokens: Tensor, states: Tensor) -> Shortlist:
-        """For the bias of a few tokens per distance.
+    def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
+        """The bias of a few tokens, given each of some before them.
 
         Args:
-            tokens: ``(batch, distances, width)``.
-            states: ``(batch, distances, hidden)``.
+            previous: ``(batch, distances, n)`` tokens before.
+            states: ``(batch, distances, hidden)`` that the distances are predicted from.
+            tokens: ``(batch, distances, width)``
+
+        Returns:
+            ``(batch, distances, n, width)``
         """
-        return Shortlist(self, tokens, states)
+        before, after = self._tables()
+        device = before.device
+        states = self._projected(states)[:, :, None].to(device)
+        inner = functional.silu(functional.embedding(previous.to(device), before) + states)
+        rows = functional.embedding(tokens.to(device), after)
+        return inner @ rows.transpose(-1, -2)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """V e(x), ``(..., rank)``, of tokens ``(...)``."""
+        embeddings = self.model.get_input_embeddings()
+        with torch.no_grad():
+            made = embeddings(tokens.to(embeddings.weight.device))
+            made = made.to(torch.promote_types(made.dtype, torch.float32))
+            unit = made * made.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
+        return functional.linear(unit.to(self.before), self.before)
+
+    def _projected(self, states: Tensor) -> Tensor:
+        """S h, ``(..., rank)``."""
+        return functional.linear(states.to(self.state), self.state)
+
+    @torch.no_grad()
+    def _tables(self) -> _Tables:
+        """V e(x) and U w(y) of all tokens: made once, since a step needs those of a thousand."""
+        embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        weights = [self.before, self.after, embeddings.weight, getattr(head, "weight", None)]
+        made_of = [one.data if _is_plain(one) else one for one in weights]
+        key = [
+            (one.data_ptr(), whole._version) if _is_plain(whole) else id(whole)
+            for one, whole in zip(made_of, weights)
+        ]
+        known = _KNOWN.get(self.model)
+        if known is None or known[0] != key:
+            ids = torch.arange(embeddings.weight.shape[0]).split(AT_ONCE)
+            before = torch.cat([self._embedded(some) for some in ids])
+            after = linear_logits(self.model, self.after.T).T.to(before).contiguous()
+            # What the key names must not be freed, or its place could become another's.
+            known = _KNOWN[self.model] = (key, made_of, _Tables(before, after))
+        return known[2]
 
 
-class Shortlist:
-    """The bias of a few tokens at each distance; made by :meth:`Transition.shortlist`."""
+def _is_plain(weight: Any) -> bool:
+    """Whether its numbers are its own: neither quantised nor spread over devices."""
+    return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
 
-    def __init__(self, transition: Transition, tokens: Tensor, states: Tensor):
-        self._transition = transition
-        self._after = transition.after[tokens].transpose(-1, -2)  # (batch, distances, rank, width)
-        self._projected = transition.project(states)
 
-    def bias(self, distance: int, previous: Tensor) -> Tensor:
-        """``(batch, n, width)`` for tokens before a distance, ``previous`` (batch, n)."""
-        inner = self._transition.inner(previous, self._projected[:, distance - 1, None])
-        return inner @ self._after[:, distance - 1]
+class _Tables(NamedTuple):
+    """``(vocab, rank)`` each."""
+
+    before: Tensor
+    after: Tensor
+
+
+_KNOWN: WeakKeyDictionary[Any, tuple[list[Any], list[Any], _Tables]] = WeakKeyDictionary()

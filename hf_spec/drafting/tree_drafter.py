@@ -100,7 +100,7 @@ class TreeDrafter(Drafter):
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
         self.source = source
-        self.transition = Transition.of(weights)
+        self.transition = Transition.of(weights, model)
         self._steps: dict[Hashable, StepRows] = {}
 
     def start(self, state: DecodingState) -> None:

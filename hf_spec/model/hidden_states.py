@@ -26,6 +26,17 @@ def output_logits(model: Any, hidden: Tensor) -> Tensor:
     return flat.unflatten(0, hidden.shape[:-1])
 
 
+def linear_logits(model: Any, hidden: Tensor) -> Tensor:
+    """:func:`output_logits` without a bias that the output embeddings may have: linear in
+    ``hidden``, which may be of another floating-point type."""
+    head = model.get_output_embeddings()
+    bias, weight = getattr(head, "bias", None), getattr(head, "weight", None)
+    if weight is not None and weight.is_floating_point():
+        hidden = hidden.to(weight.dtype)
+    logits = output_logits(model, hidden)
+    return logits if bias is None else logits - bias
+
+
 def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
     """``hidden`` (batch, rows, hidden) at some rows of each batch row, ``rows`` (batch, n)."""
     index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])

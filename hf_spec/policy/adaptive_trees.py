@@ -8,6 +8,7 @@ also by the token before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class Grown(NamedTuple):
 
 
 def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grown:
-    """The ``count`` likeliest paths of every row, as a tree.
+    """The ``count`` likeliest paths of every row, as a tree; its candidates stand best first.
 
     Exact: a path is never likelier than its parent, so that the likeliest n form a tree, and no
     level has more than n of them. Level by level on the device, all rows at once.
@@ -48,50 +49,54 @@ def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grow
         count: candidates, from 1.
         depth: deepest candidate, from 1.
     """
-    batch, device = len(root), predictions.tokens.device
-    depth = min(depth, predictions.distances)
-    above, chances = root[:, None].to(device), torch.zeros(batch, 1, device=device)
-    # Of all levels, one behind the other; a parent's place is counted in them, too.
-    tokens, log_probs = [above], [chances]
-    parents, depths = [above.new_full((batch, 1), -1)], [above.new_zeros(batch, 1)]
-    first, ragged = 0, min(predictions.known) < depth
-    known = torch.tensor(predictions.known, device=device)[:, None, None] if ragged else None
-    for distance in range(1, depth + 1):
-        # (batch, nodes above, width): never above 0, or a child could stand before its parent
-        paths = chances[:, :, None] + predictions.given(distance, above).clamp(max=0)
-        if known is not None:
-            paths = paths.masked_fill(known < distance, -torch.inf)
-        width = paths.shape[-1]
+    batch, depth = len(root), min(depth, predictions.distances)
+    # Never above 0, or a child could stand before its parent.
+    after = predictions.after(root)[:, :depth].clamp(max=0)  # (batch, depth, before, width)
+    if min(predictions.known) < depth:
+        known = torch.tensor(predictions.known, device=after.device)[:, None]
+        missing = known <= torch.arange(depth, device=after.device)
+        after = after.masked_fill(missing[:, :, None, None], -torch.inf)
+    width, device = after.shape[-1], after.device
+    # Of all levels, one behind the other: where the parent stands in them, and which token of its
+    # distance it is, counted over all distances.
+    place = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    chances = after.new_zeros(batch, 1)
+    log_probs, parents, places, sizes, first = [chances], [place - 1], [place], [1], 0
+    for level in range(depth):
+        given = after[:, level]
+        if given.shape[1] > 1:
+            given = given.gather(1, place[:, :, None].expand(-1, -1, width))
         # Whoever stands among the likeliest at this depth has its ancestors there, too.
-        kept = min(count - distance + 1, paths.shape[1] * width)
+        kept = min(count - level, sizes[-1] * width)
         if kept < 1:
             break
-        chances, at = paths.flatten(1).topk(kept, dim=1)
-        parents.append(first + at // width)
-        first += above.shape[1]
-        above = predictions.tokens[:, distance - 1].gather(1, at % width)
-        tokens.append(above)
+        chances, at = (chances[:, :, None] + given).flatten(1).topk(kept, dim=1)
+        above = at.div(width, rounding_mode="floor")
+        place = at - above * width
         log_probs.append(chances)
-        depths.append(torch.full_like(at, distance))
-    levels = torch.cat(log_probs, 1)
-    # Equal chances: the one further up first. Padding goes to the end.
-    best = levels.sort(dim=1, descending=True, stable=True).indices[:, : count + 1]
-    real = levels.gather(1, best) > -torch.inf
-    best = torch.where(real, best, levels.shape[1]).sort(dim=1).values
-    valid = best < levels.shape[1]
-    best = best.clamp(max=levels.shape[1] - 1)
-    place = torch.zeros_like(levels, dtype=torch.long)
-    order = torch.arange(best.shape[1], device=device).expand_as(best)
-    # Padding must not write over a real place: it writes what is smaller.
-    place = place.scatter_reduce(1, best, order * valid, "amax")
-    found = torch.cat(parents, 1).gather(1, best)
-    made = (
-        place.gather(1, found.clamp(min=0)), torch.cat(depths, 1).gather(1, best), valid,
-        torch.cat(tokens, 1).gather(1, best) * valid,
-        levels.gather(1, best).masked_fill(~valid, -torch.inf),
-    )  # fmt: skip
+        parents.append(above + first)
+        places.append(place + level * width)
+        first += sizes[-1]
+        sizes.append(kept)
+    # Equal chances: the one further up first.
+    best, order = torch.cat(log_probs, 1).sort(dim=1, descending=True, stable=True)
+    fewest = torch.arange(order.shape[1], device=device).expand_as(order)
+    number = torch.empty_like(order).scatter_(1, order, fewest)
+    order, best = order[:, : count + 1], best[:, : count + 1]
+    above = number.gather(1, torch.cat(parents, 1).gather(1, order).clamp(min=0))
+    tokens = predictions.tokens[:, :depth].flatten(1)
+    tokens = tokens.gather(1, torch.cat(places, 1).gather(1, order))
+    tokens[:, 0] = root
+    made = above, _levels(tuple(sizes), str(device))[order], best > -torch.inf, tokens, best
     own_parents, own_depths, valid, own_tokens, chances = (part.to(root.device) for part in made)
     return Grown(TreeBatch.of(own_parents, own_depths, valid), own_tokens, chances)
+
+
+@lru_cache(maxsize=256)
+def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
+    """Which level each node is of, where they stand level by level."""
+    levels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return levels.to(device)
 
 
 def ends(grown: Grown) -> Tensor:

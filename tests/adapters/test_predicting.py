@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import VOCAB, prompt, ragged
+from conftest import prompt, ragged
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from running import drafting
 from safetensors.torch import load_file, save_file
@@ -75,8 +75,8 @@ def test_a_fresh_transition_changes_nothing(fresh: Fresh, name: str) -> None:
     (plain, without), (ours, having) = found
     assert ours == plain
     assert having.keys() - without.keys() == set(PARTS) and without.keys() <= having.keys()
-    assert having[BEFORE].shape == having[AFTER].shape == (VOCAB, 3)
-    assert having[STATE].shape == (3, 32)
+    assert having[BEFORE].shape == having[STATE].shape == (3, 32)
+    assert having[AFTER].shape == (32, 3)
     assert not having[AFTER].any() and having[BEFORE].any() and having[STATE].any()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import Embeddings
 from torch import Tensor
-from torch.nn import functional
 
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
 from hf_spec.core.tree import TokenTree
@@ -17,7 +18,7 @@ from hf_spec.drafting.predictions import SHORTLIST, Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.sequences import IGNORED
 
-BATCH, DISTANCES, HIDDEN, RANK = 2, 3, 5, 4
+BATCH, DISTANCES, HIDDEN, WIDTH, RANK = 2, 3, 5, 6, 4
 
 
 class Example:
@@ -32,17 +33,24 @@ class Example:
         self.vocab = vocab
         self.logits = 2 * random(BATCH, DISTANCES, vocab)
         self.states = random(BATCH, DISTANCES, HIDDEN)
-        self.weights = {BEFORE: random(vocab, RANK), AFTER: random(vocab, RANK)}
+        self.weights = {BEFORE: random(RANK, WIDTH), AFTER: random(HIDDEN, RANK)}
         self.weights[STATE] = random(RANK, HIDDEN)
-        self.transition = Transition(self.weights)
+        self.base: Any = Embeddings(random(vocab, WIDTH), random(vocab, HIDDEN))
+        self.transition = Transition(self.weights, self.base)
         self.previous = torch.randint(vocab, (BATCH, 6), generator=generator)
 
     def bias(self, row: int, distance: int, previous: int) -> Tensor:
         """``(vocab,)`` by the formula, one number at a time."""
-        projected = self.weights[STATE] @ self.states[row, distance - 1]
-        inner = [self.weights[BEFORE][previous, r] + projected[r] for r in range(RANK)]
-        inner = [x / (1 + math.exp(-x)) for x in inner]
-        return sum(self.weights[AFTER][:, r] * inner[r] for r in range(RANK))
+        return self.formula(previous, self.states[row, distance - 1])
+
+    def formula(self, previous: int, state: Tensor) -> Tensor:
+        projected = self.weights[STATE] @ state
+        embedding = self.base.into.weight[previous].detach()
+        embedding = embedding / math.sqrt(sum(float(x) ** 2 for x in embedding) / WIDTH)
+        inner = [self.weights[BEFORE][r] @ embedding + projected[r] for r in range(RANK)]
+        inner = [x / (1 + (-x).exp()) for x in inner]
+        moved = sum(self.weights[AFTER][:, r] * inner[r] for r in range(RANK))
+        return self.base.out.weight @ moved
 
     def predictions(self, width: int, transition: bool = True) -> Predictions:
         chosen = self.transition if transition else None
@@ -68,18 +76,41 @@ def test_the_bias_of_all_tokens() -> None:
 def test_the_bias_of_a_shortlist() -> None:
     case = Example(23)
     tokens = case.logits.topk(7, dim=-1).indices
-    shortlist = case.transition.shortlist(tokens, case.states)
-    for distance in range(1, DISTANCES + 1):
-        found = shortlist.bias(distance, case.previous)
-        assert found.shape == (BATCH, 6, 7)
-        for row, n in product(range(BATCH), range(6)):
-            whole = case.bias(row, distance, int(case.previous[row, n]))
-            torch.testing.assert_close(found[row, n], whole[tokens[row, distance - 1]])
+    previous = case.previous.view(BATCH, DISTANCES, 2)
+    found = case.transition.bias(previous, case.states, tokens)
+    assert found.shape == (BATCH, DISTANCES, 2, 7)
+    for (row, distance), n in product(places(), range(2)):
+        whole = case.bias(row, distance, int(previous[row, distance - 1, n]))
+        own = tokens[row, distance - 1]
+        torch.testing.assert_close(found[row, distance - 1, n], whole[own])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_output_embeddings_whose_rows_cannot_be_taken(biased: bool) -> None:
+    """Quantised ones, or a share of them: the module itself is asked. A bias of its own is no part
+    of the transition's."""
+    case = Example(23)
+    tokens, previous = case.logits.topk(7, dim=-1).indices, case.previous.view(BATCH, DISTANCES, 2)
+    expected = case.transition.bias(previous, case.states, tokens)
+    of_all = case.transition.logits(previous, case.states[:, :, None])
+
+    class Opaque(torch.nn.Module):
+        bias = torch.arange(23.0, dtype=torch.float64) if biased else None
+        inside = case.base.out
+
+        def forward(self, states: Tensor) -> Tensor:
+            return self.inside(states) + (0 if self.bias is None else self.bias)
+
+    case.base.out = Opaque()
+    found = Transition(case.weights, case.base)
+    torch.testing.assert_close(found.bias(previous, case.states, tokens), expected)
+    torch.testing.assert_close(found.logits(previous, case.states[:, :, None]), of_all)
 
 
 def test_an_adapter_without_a_transition() -> None:
-    assert Transition.of({"masks": torch.zeros(3, 4)}) is None
-    assert Transition.of(Example(8).weights) is not None
+    case = Example(8)
+    assert Transition.of({"masks": torch.zeros(3, 4)}, case.base) is None
+    assert Transition.of(case.weights, case.base) is not None
 
 
 # -- given the token before ------------------------------------------------------------------------
@@ -90,8 +121,9 @@ def test_a_shortlist_of_the_whole_vocabulary() -> None:
     case = Example(SHORTLIST - 3)
     predictions = case.predictions(8)
     assert predictions.tokens.shape == (BATCH, DISTANCES, case.vocab)
+    whole = predictions.given(case.previous[:, None].expand(-1, DISTANCES, -1))
     for row, distance in places():
-        found = predictions.given(distance, case.previous)[row]
+        found = whole[row, distance - 1]
         tokens = predictions.tokens[row, distance - 1]
         for n, previous in enumerate(case.previous[row].tolist()):
             logits = case.logits[row, distance - 1] + case.bias(row, distance, previous)
@@ -103,8 +135,9 @@ def test_tokens_outside_of_the_shortlist_keep_their_chance_together() -> None:
     case = Example(3 * SHORTLIST)
     predictions = case.predictions(8)
     assert predictions.tokens.shape[-1] == SHORTLIST
+    whole = predictions.given(case.previous[:, None].expand(-1, DISTANCES, -1))
     for row, distance in places():
-        found = predictions.given(distance, case.previous)[row]
+        found = whole[row, distance - 1]
         tokens = predictions.tokens[row, distance - 1]
         plain = case.logits[row, distance - 1].softmax(-1)
         torch.testing.assert_close(predictions.log_probs[row, distance - 1].exp(), plain[tokens])
@@ -112,7 +145,7 @@ def test_tokens_outside_of_the_shortlist_keep_their_chance_together() -> None:
             weighed = plain[tokens] * case.bias(row, distance, previous)[tokens].exp()
             expected = weighed / (weighed.sum() + 1 - plain[tokens].sum())
             torch.testing.assert_close(found[n].exp(), expected)
-            assert 0 < found[n].exp().sum() < 1
+            assert 0 < found[n].exp().sum() < 1 + 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -121,7 +154,8 @@ def test_chances_sum_to_at_most_one(vocab: int, dtype: torch.dtype) -> None:
     case = Example(vocab, dtype)
     for scale in (0.0, 1.0, 30.0):
         case.logits = case.logits * scale
-        sums = case.predictions(8).given(2, case.previous).double().exp().sum(-1)
+        sums = case.predictions(8).given(case.previous.view(BATCH, DISTANCES, 2)).double()
+        sums = sums.exp().sum(-1)
         # Rounding of some 64 terms, in float32 at least.
         assert sums.max() <= 1 + 1e-5 and sums.min() > 0
 
@@ -131,7 +165,7 @@ def test_without_a_transition_the_token_before_does_not_matter() -> None:
     predictions = case.predictions(8, transition=False)
     assert predictions.tokens.shape == (BATCH, DISTANCES, 8)
     for distance in range(1, DISTANCES + 1):
-        found = predictions.given(distance, case.previous)
+        found = predictions.given(case.previous[:, None])[:, distance - 1]
         expected = case.logits[:, distance - 1].log_softmax(-1).topk(8, dim=-1)
         torch.testing.assert_close(found[:, 0], expected.values)
         assert predictions.tokens[:, distance - 1].tolist() == expected.indices.tolist()
@@ -201,7 +235,7 @@ def test_losses_of_single_predictions(with_transition: bool, distilled: bool) ->
             wanted[row, n, distance - 1] = ids[row, at]
     weights = case.weights if with_transition else {}
     rest = (ids, anchors, wanted, own if distilled else None)
-    losses, made = future_losses(weights, logits, states, *rest)
+    losses, made = future_losses(case.base, weights, logits, states, *rest)
 
     def loss(scores: Tensor, token: int, target: Tensor) -> Tensor:
         if not distilled:
@@ -218,8 +252,7 @@ def test_losses_of_single_predictions(with_transition: bool, distilled: bool) ->
         expected = loss(scores, token, own[at])
         if with_transition:
             before = ids[row, int(anchors[row, n]) + distance]
-            inner = functional.silu(case.weights[BEFORE][before] + case.weights[STATE] @ states[at])
-            scores = scores + case.weights[AFTER] @ inner
+            scores = scores + case.formula(int(before), states[at])
             expected = PLAIN_SHARE * expected + loss(scores, token, own[at])
         torch.testing.assert_close(losses[at], expected)
         torch.testing.assert_close(made[at], scores)
@@ -233,10 +266,7 @@ def test_gradients_reach_the_transition() -> None:
     wanted = torch.tensor([[[2, 3, IGNORED]], [[4, IGNORED, IGNORED]]])
     ids, anchors = torch.arange(16).view(2, 8) % 9, torch.tensor([[1], [2]])
     logits, states = case.logits[:, None], case.states[:, None]
-    losses, _ = future_losses(case.weights, logits, states, ids, anchors, wanted)
+    losses, _ = future_losses(case.base, case.weights, logits, states, ids, anchors, wanted)
     losses.sum().backward()
-    before = case.weights[BEFORE].grad.abs().sum(-1)
-    assert before.nonzero()[:, 0].tolist() == sorted(
-        {int(ids[0, 2]), int(ids[0, 3]), int(ids[1, 3])}
-    )
-    assert case.weights[AFTER].grad.abs().sum() > 0 and case.weights[STATE].grad.abs().sum() > 0
+    assert all(weight.grad.abs().sum() > 0 for weight in case.weights.values())
+    assert case.base.into.weight.grad is None  # the base's embeddings are as they are

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_oracle import Embeddings
 from conftest import prompt, ragged
 from running import drafting
 from transformers import PreTrainedModel
@@ -156,9 +157,10 @@ def test_ranks_against_one_token_at_a_time(with_transition: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(6, (n,), generator=generator).tolist() for n in (20, 9)]
     predicted, made = [], []
-    weights = {name: torch.randn(6, 4, generator=generator) for name in (BEFORE, AFTER)}
-    weights[STATE] = torch.randn(4, 5, generator=generator)
-    transition = Transition(weights) if with_transition else None
+    weights = {name: torch.randn(4, 5, generator=generator) for name in (BEFORE, STATE)}
+    weights[AFTER] = torch.randn(5, 4, generator=generator)
+    base = Embeddings(*(torch.randn(6, 5, generator=generator) for _ in range(2)))
+    transition = Transition(weights, base) if with_transition else None
     for step in range(8):
         count = 3 if step % 2 else 2
         logits = torch.randn(2, count, 6, generator=generator)
@@ -179,7 +181,8 @@ def test_ranks_against_one_token_at_a_time(with_transition: bool) -> None:
                     continue
                 logits, states = (part[row, i] for part in made[n])
                 if transition is not None:
-                    logits = logits + transition.logits(torch.tensor(came[place - 1]), states)
+                    before = torch.tensor(came[place - 1 : place])
+                    logits = logits + transition.logits(before, states[None])[0]
                 ids = logits.argsort(descending=True)[:4].tolist()
                 rank = ids.index(came[place]) if came[place] in ids else 4
                 assert found[2 * n + row, i] == rank

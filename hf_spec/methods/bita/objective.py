@@ -40,6 +40,6 @@ def loss(
     hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs).probe_hidden
     wanted = future_labels(labels, anchors, group).to(hidden.device)
     logits = output_logits(model, hidden)
-    losses, logits = future_losses(weights, logits, hidden, input_ids, anchors, wanted)
+    losses, logits = future_losses(model, weights, logits, hidden, input_ids, anchors, wanted)
     means = wanted_mean(losses, wanted, (1, 2))
     return {"loss": means.mean(), "logits": logits, "labels": wanted}

@@ -59,8 +59,8 @@ def loss(
             own = model_logits(model, states_at(states.token_hidden, at.flatten(1)))
             own = own.view_as(logits)
     losses, logits = future_losses(
-        prompts.weights, logits, made.unflatten(1, wanted.shape[1:]), input_ids, anchors, wanted,
-        own,
+        model, prompts.weights, logits, made.unflatten(1, wanted.shape[1:]), input_ids, anchors,
+        wanted, own,
     )  # fmt: skip
     share = config.decay ** (offsets - 1).to(losses.dtype)
     means = wanted_mean(losses * share, wanted, (1, 2))

@@ -20,7 +20,7 @@ METHOD = Method(
     training={
         "learning_rate": 3e-3,
         "per_device_train_batch_size": 8,
-        "num_train_epochs": 4,
+        "num_train_epochs": 8,
     },
     trained=TRAINED,
     num_anchors=64,

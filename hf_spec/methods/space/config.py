@@ -50,7 +50,7 @@ class SpaceConfig(TransitionConfig):
     )
     rank: int = field(default=16, metadata={"help": "Of the low-rank updates."})
     update_learning_rate: float = field(
-        default=2e-3,
+        default=5e-3,
         metadata={"help": "Peak of gated updates'; the mask tokens' is the training's."},
     )
     alpha: float = field(default=32, metadata={"help": "Their scale is alpha / rank."})

@@ -67,7 +67,7 @@ def loss(
         logits = model_logits(model, hidden.probe_hidden.flatten(1, 2))
         logits = logits.unflatten(1, wanted.shape[1:])
         mask_losses, logits = future_losses(
-            adapter.weights(), logits, hidden.probe_hidden, input_ids, anchors, wanted
+            model, adapter.weights(), logits, hidden.probe_hidden, input_ids, anchors, wanted
         )
         output = {"logits": logits, "labels": wanted}
     sums, counts = mask_losses.sum(-1), (wanted != IGNORED).sum(-1)  # (batch, anchors)
