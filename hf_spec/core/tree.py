@@ -232,16 +232,18 @@ class TreeBatch:
         return inner, place.gather(1, self.parents.clamp(min=0))
 
     @staticmethod
-    def of(parents: Tensor, depths: Tensor, valid: Tensor) -> TreeBatch:
-        """Trees that were made on the device; the host learns their sizes in one transfer.
+    def of(
+        parents: Tensor, depths: Tensor, valid: Tensor, real: Sequence[Sequence[int]]
+    ) -> TreeBatch:
+        """Trees that were made on the device.
 
         Args:
-            parents: ``(batch, nodes)`` int64, each before its children; the root's is -1.
+            parents: ``(batch, nodes)`` int64, each before its children; the root's is any.
             depths: ``(batch, nodes)`` int64.
             valid: ``(batch, nodes)`` bool; a row's nodes stand before its padding.
+            real: the depths on the host, -1 for padding.
         """
         above = parents.clamp(min=0) * valid
-        real = torch.where(valid, depths, -1).tolist()
         row_depths = tuple(map(max, real))
         ancestors = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
         ancestors = ancestors.repeat(len(parents), 1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree, TreeBatch
@@ -27,8 +28,9 @@ from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
 from hf_spec.model.tree_forward import TreeOutput
-from hf_spec.policy.controller import Controller, History, switched_on
 from hf_spec.policy.memory import recall
+from hf_spec.policy.step_policy import Learned, StepPolicy, switched_on
+from hf_spec.policy.tuned_trees import Device, measurements
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
@@ -87,7 +89,7 @@ def decode(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            hidden=prefilled.hidden, strategy=(method.name, repr(options), _adapter(method, model)),
+            hidden=prefilled.hidden,
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
@@ -98,9 +100,11 @@ def decode(
         if any(state.active):
             drafter.start(state)
         context, device = max(prompt).bit_length(), str(model.device)
-        controller = Controller(
-            stats, recall(model, (History, state.strategy), History),
-            (len(prompt), context, device), switched_on(options, state.do_sample),
+        adapter = _adapter(method, model)
+        strategy = method.name, repr(options), adapter and adapter.name
+        policy = StepPolicy(
+            stats, recall(model, (Learned, strategy), Learned), (len(prompt), context, device),
+            switched_on(options, state.do_sample), _measured(model, adapter, len(prompt), context),
         )  # fmt: skip
         shrinking = Shrinking(state, drafter, scorer, handover)
         watch.step()
@@ -114,18 +118,19 @@ def decode(
                 cache.commit(handover.ends(state.rows))
                 continue
             if shrinking.step():
-                controller.move((state.batch_size, context, device))
+                policy.move((state.batch_size, context, device))
             ends = handover.ends(state.rows)
             catch_up(state)
-            drafts = controller.speculate()
+            drafts = policy.drafts()
             with watch.phase("draft"):
                 draft = Draft(_root_only(state), state.root[:, None])
                 if drafts:
-                    draft = _within_budget(drafter.propose(state), state)
+                    limits = _limits(state)
+                    draft = policy.choose(drafter.propose(state), drafter, state.active, limits)
+                    draft = _within(draft, limits)
             with watch.phase("forward"):
-                output = forward(
-                    draft.tokens, draft.tree, probes=draft.probes, pruning=drafter.pruning
-                )
+                pruning = drafter.pruning if draft.pruned else None
+                output = forward(draft.tokens, draft.tree, probes=draft.probes, pruning=pruning)
             left = output.survivors
             verified = draft if left is None else draft.left_with(left)
             with watch.phase("verify"):
@@ -138,11 +143,11 @@ def decode(
             cache.commit(kept, _moved(choice, kept))
             seconds = watch.step()
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
-            controller.observe(draft.num_rows, counts, seconds)
+            policy.observe(draft, counts, seconds)
 
         sequences = emission.finish()
         past = handover.give_back()
-    stats.details = {**drafter.details(), **controller.details()}
+    stats.details = {**drafter.details(), **policy.details()}
     watch.step()
     remember_stats(model, stats)
     if not config.return_dict_in_generate:
@@ -158,21 +163,41 @@ def _root_only(state: DecodingState) -> TreeBatch:
     return TokenTree.chain(0).batch(state.batch_size, state.cache.lengths.device)
 
 
-def _adapter(method: Method, model: Any) -> str | None:
-    """Name of the method's active adapter: how drafts fare depends on it."""
+def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
+    """The method's active adapter: how drafts fare depends on it."""
     if method.adapter_config is None:
         return None
     found = None
     with suppress(ValueError):  # several; the drafter said so if that leaves it without one
         found = find_active(model, method.adapter_config.type_name)
-    return None if found is None else found.name
+    return found
 
 
-def _within_budget(draft: Draft, state: DecodingState) -> Draft:
-    """Mark candidates invalid that lie deeper than their row can still go."""
+def _measured(
+    model: Any, adapter: ActiveAdapter | None, batch_size: int, context: int
+) -> Callable[[], dict[int, float]]:
+    """Step times that ``hf-spec tune`` has measured; a Hub that cannot be reached has none."""
+
+    def seconds() -> dict[int, float]:
+        found = None
+        with suppress(OSError):
+            if adapter is not None:
+                found = measurements(adapter, Device.of(model), batch_size, 2**context - 1)
+        return {} if found is None else found.seconds
+
+    return seconds
+
+
+def _limits(state: DecodingState) -> list[int]:
+    """Depth of the deepest candidate that each row can still use."""
     limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
     if state.forward.reach is not None:
         limits = list(map(min, limits, state.forward.reach.room(state.cache.host_lengths)))
+    return limits
+
+
+def _within(draft: Draft, limits: Sequence[int]) -> Draft:
+    """Mark candidates invalid that lie deeper than their row can use."""
     tree = draft.tree
     if tree.max_depth <= min(limits):
         return draft

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,21 @@ from hf_spec.model.tree_forward import ProbeInputs, Pruning, TreeForward
 from modeling_patches.per_call import Changes
 
 
+class Chances(NamedTuple):
+    """How likely a draft's candidates are, on the host; they stand best first.
+
+    Attributes:
+        paths: ``(batch, nodes)`` float64 chance that all candidates down to a node are accepted: 1
+            for the root, 0 for padding, never more than the parent's.
+        parents: ``(batch, nodes)`` int64; 0 for padding.
+        depths: ``(batch, nodes)`` int64
+    """
+
+    paths: Any
+    parents: Any
+    depths: Any
+
+
 @dataclass
 class Draft:
     """Candidates for one step.
@@ -30,12 +45,17 @@ class Draft:
         distributions: ``(batch, nodes, vocab)`` q from which each candidate was sampled, after all
             logits processors; None if candidates were not sampled. Column 0 is ignored.
         probes: rows that run behind the nodes and tell the drafter of future tokens.
+        chances: how likely each candidate is; then how many are forwarded, and what probes hang
+            under them, is the policy's choice. None: all, as they are.
+        pruned: whether unlikely candidates are dropped on the way through the model.
     """
 
     tree: TreeBatch
     tokens: Tensor
     distributions: Tensor | None = None
     probes: ProbeRows | None = None
+    chances: Chances | None = None
+    pruned: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -45,7 +65,7 @@ class Draft:
     def left_with(self, survivors: Survivors) -> Draft:
         """What pruning left of it."""
         tokens = self.tokens.gather(1, survivors.nodes)
-        return Draft(survivors.tree, tokens, None, survivors.probes)
+        return Draft(survivors.tree, tokens, None, survivors.probes, pruned=True)
 
 
 class Process(Protocol):
@@ -86,8 +106,6 @@ class DecodingState:
             the model made the root's token; any states in finished rows. Of the prompt's last token
             at first. None unless the drafter wants it, or while it is not known.
         rows: which row of the call each of these is.
-        strategy: what is decoded with: the method, its options and its adapter. What a call leaves
-            for later ones is for those with the same.
     """
 
     model: Any
@@ -104,7 +122,6 @@ class DecodingState:
     probe_counts: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
     rows: list[int] = field(default_factory=list)
-    strategy: Hashable = None
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)
@@ -143,6 +160,10 @@ class Drafter(CandidateGenerator):
         wants_hidden: whether it reads ``DecodingState.hidden``.
         prune_layer: layers that run on all nodes, where some steps prune.
         drafting: with which the model runs while it drafts; None if it does not.
+        prunes: whether the model drops unlikely candidates of its drafts on their way; None: the
+            policy says so for each step.
+        distances: tokens behind the next one that probes under a node predict.
+        num_probes: of them under a node; 0: its drafts have none, or bring them along.
     """
 
     single_forward: ClassVar[bool] = True
@@ -151,6 +172,9 @@ class Drafter(CandidateGenerator):
     wants_hidden: bool = False
     prune_layer: int | None = None
     drafting: Changes | None = None
+    prunes: bool | None = False
+    distances: int = 0
+    num_probes: int = 0
 
     def __init__(self, model: Any, options: Any):
         self.model = model
@@ -158,7 +182,7 @@ class Drafter(CandidateGenerator):
 
     @property
     def pruning(self) -> Pruning | None:
-        """Leaves out nodes of the draft just proposed on their way through the model.
+        """Leaves out nodes of a draft on their way through the model, where it is to be pruned.
 
         Which ones depends on their tokens, so that such a draft must carry no distributions.
         """
@@ -181,8 +205,18 @@ class Drafter(CandidateGenerator):
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         """Called after each step with the accepted nodes per row, root first; none if finished.
 
-        ``draft`` is what was proposed, or the root alone where the loop took a plain step instead.
+        ``draft`` is what was forwarded; the root alone, without chances, where nothing was
+        proposed.
         """
+
+    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
+        """Probes under the nodes of a step's trees.
+
+        Args:
+            tree: of each row.
+            ahead: how many distances are to be predicted under each node of each row.
+        """
+        return None
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         """Called between two steps when rows that are finished have left the batch.
@@ -224,3 +258,8 @@ class Drafter(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
     ) -> None:
         """Part of the ``CandidateGenerator`` interface; stock decoding reports matches here."""
+
+
+def emitted(state: DecodingState, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens that each row emitted in the step that accepted these nodes."""
+    return [tokens[len(tokens) - len(path) :] for tokens, path in zip(state.tokens, nodes)]

@@ -35,14 +35,7 @@ class HeadDrafter(TreeDrafter):
             for name in HEAD_WEIGHTS
             if name in weights
         }
-
-    @property
-    def distances(self) -> int:
-        return len(self.weights[WEIGHTS])
-
-    @property
-    def per_distance(self) -> int:
-        return 0
+        self.distances = len(self.weights[WEIGHTS])
 
     def known(self, state: DecodingState) -> tuple[int, ...]:
         return (0 if state.hidden is None else self.distances,) * state.batch_size

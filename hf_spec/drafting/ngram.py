@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_spec.core.probes import hang
 from hf_spec.core.tree import TokenTree, TreeBatch, merge
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.drafter import Chances, DecodingState, Draft, Drafter, emitted
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 
 #: How much more a match counts per token of its n-gram.
@@ -101,7 +102,7 @@ def continuation_tree(
     max_nodes: int,
     confidence: Confidence | None = None,
     min_probability: float = 0.0,
-) -> tuple[TokenTree, list[int]]:
+) -> tuple[TokenTree, list[int], list[float]]:
     """Merge the continuations of the matches into one tree.
 
     A continuation that reaches the end of the sequence goes on with its own first tokens, so that
@@ -117,10 +118,11 @@ def continuation_tree(
         min_probability: candidates less probable than this are left out.
 
     Returns:
-        The tree and its candidates' tokens (the root's is not among them).
+        The tree, its candidates' tokens (the root's is not among them), and the probabilities of
+        its nodes, which stand best first.
     """
     if not matches or max_depth < 1:
-        return TokenTree.chain(0), []
+        return TokenTree.chain(0), [], [1.0]
     confidence = confidence or Confidence()
     chance, deeper = confidence.first(matches[0][1]), confidence.deeper
     longest = matches[0][1]
@@ -150,17 +152,16 @@ def continuation_tree(
             weight *= deeper
             parent = node
     # A parent is at least as probable as its child and stands before it, so that the best nodes
-    # form a tree.
+    # form a tree, in this order, too.
     best = sorted(range(1, len(trie)), key=lambda node: -probability[node])[:max_nodes]
     best = [node for node in best if probability[node] >= min_probability]
-    best.sort(key=lambda node: trie[node][2])
     place_of = {0: 0}
     parents, kept = [-1], []
     for node in best:
         place_of[node] = len(parents)
         parents.append(place_of[trie[node][0]])
         kept.append(trie[node][1])
-    return TokenTree.from_parents(parents), kept
+    return TokenTree.from_parents(parents), kept, [1.0, *(probability[node] for node in best)]
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,24 @@ class Limits:
     min_probability: float = 0.02
 
 
+class Found(NamedTuple):
+    """What a look-up returns.
+
+    Attributes:
+        tree: of continuations.
+        tokens: on its nodes, the root's, which is any, included.
+        chances: of its nodes, which stand best first.
+    """
+
+    tree: TokenTree
+    tokens: list[int]
+    chances: list[float]
+
+
+#: What a row has where nothing is looked up.
+NOTHING = Found(TokenTree.chain(0), [0], [1.0])
+
+
 class Retrieval:
     """N-gram look-up in one growing sequence, learning how far to trust itself."""
 
@@ -191,22 +210,52 @@ class Retrieval:
         self.index = NgramIndex(limits.min_ngram, limits.max_ngram)
         self.confidence = Confidence()
         self._longest = 0
+        self._found = NOTHING
 
-    def lookup(self, tokens: list[int], max_depth: int) -> tuple[TokenTree, list[int]]:
-        """Tree of continuations of ``tokens`` and its candidates' tokens."""
+    def lookup(self, tokens: list[int], max_depth: int) -> Found:
+        """Tree of continuations of ``tokens``."""
         limits = self.limits
         self.index.update(tokens)
         matches = self.index.matches(tokens, limits.max_matches)
         self._longest = matches[0][1] if matches else 0
-        return continuation_tree(
+        tree, candidates, chances = continuation_tree(
             tokens, matches, min(limits.max_depth, max_depth), limits.max_nodes, self.confidence,
             limits.min_probability,
         )  # fmt: skip
+        self._found = Found(tree, [tokens[-1], *candidates], chances)
+        return self._found
 
-    def observe(self, accepted: int, depth: int) -> None:
-        """Learn how many candidates of the last look-up, a tree of this depth, were accepted."""
-        if depth:
-            self.confidence.observe(self._longest, accepted, depth)
+    def observe(self, emitted: Sequence[int]) -> None:
+        """Learn from the tokens that came where the last look-up was made, once."""
+        tree, tokens, _ = self._found
+        self._found = NOTHING
+        depth = min(tree.max_depth, len(emitted))
+        if not depth:
+            return
+        child = {(tree.parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1)}
+        node, accepted = 0, 0
+        for token in emitted:
+            if (node, token) not in child:
+                break
+            node, accepted = child[node, token], accepted + 1
+        self.confidence.observe(self._longest, accepted, depth)
+
+
+def draft_of(rows: Sequence[Found], device: torch.device | str) -> Draft:
+    """A draft of trees that were made on the host."""
+    tree = TreeBatch.stack([row.tree for row in rows], device)
+    nodes = tree.num_nodes
+
+    def filled(values: Sequence[Any]) -> list[Any]:
+        return [*values, *[0] * (nodes - len(values))]
+
+    chances = Chances(
+        np.array([filled(row.chances) for row in rows], float),
+        np.array([filled([0, *row.tree.parents[1:]]) for row in rows]),
+        np.array([filled(row.tree.depths) for row in rows]),
+    )
+    tokens = torch.tensor([filled(row.tokens) for row in rows], device=device)
+    return Draft(tree, tokens, chances=chances)
 
 
 def with_retrieval(drafter: Drafter) -> Drafter:
@@ -220,8 +269,9 @@ def with_retrieval(drafter: Drafter) -> Drafter:
 class WithRetrieval(WrappedDrafter):
     """Merges look-ups into another drafter's trees (option ``retrieval=True``).
 
-    Candidates that both propose stand in the tree once. Looked-up candidates count as drawn from a
-    distribution that is certain of them, so rejection stays exact.
+    Candidates that both propose stand in the tree once, as likely as the surer of both says.
+    Looked-up candidates count as drawn from a distribution that is certain of them, so rejection
+    stays exact.
     """
 
     def start(self, state: DecodingState) -> None:
@@ -230,57 +280,76 @@ class WithRetrieval(WrappedDrafter):
 
     def propose(self, state: DecodingState) -> Draft:
         draft = self.inner.propose(state)
+        found = [
+            one.lookup(tokens, state.max_depth) if active else NOTHING
+            for one, tokens, active in zip(self.rows, state.tokens, state.active)
+        ]
         own, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
-        device = draft.tokens.device
-        trees, rows, self._found = [], [], []
-        for row, tokens in enumerate(state.tokens):
-            count = draft.tree.row_candidates[row] + 1
-            tree = TokenTree.from_parents(parents[row][:count])
-            merged, depth, found = own[row][:count], 0, set[int]()
-            if state.active[row]:
-                second, candidates = self.rows[row].lookup(tokens, state.max_depth)
-                tree, merged, places = merge(tree, merged, second, candidates)
-                depth, found = second.max_depth, set(places)
-            trees.append(tree)
-            rows.append(merged)
-            self._found.append((depth, found))
-        self._inner_draft = draft
-        nodes = max(map(len, rows))
-        padded = torch.tensor([row + [0] * (nodes - len(row)) for row in rows], device=device)
-        distributions = draft.distributions
-        if distributions is not None:
-            certain = torch.nn.functional.one_hot(padded, distributions.shape[-1])
-            certain = certain.to(distributions.dtype)
-            for row, count in enumerate(draft.tree.row_candidates):
-                certain[row, : count + 1] = distributions[row, : count + 1]
-            distributions = certain
-        stacked, probes = TreeBatch.stack(trees, device), None
-        if draft.probes is not None:
-            # None under what was found: look-ups hit in runs, so that behind one the next mostly
-            # follows, and probes under all of them would be most of the step.
-            group = draft.probes.group
-            sizes = [
-                [*held[: count + 1], *[0] * (len(tree) - count - 1)]
-                for held, count, tree in zip(draft.probes.sizes, draft.tree.row_candidates, trees)
+        counts = draft.tree.row_candidates
+        if draft.chances is not None:
+            paths = draft.chances.paths.tolist()
+            rows = [
+                _likeliest(parents[n][: count + 1], own[n][: count + 1], paths[n], found[n])
+                for n, count in enumerate(counts)
             ]
-            probes = hang(group, stacked, sizes)
-        return Draft(stacked, padded, distributions, probes)
+            return draft_of(rows, draft.tokens.device)
+        merged = [
+            merge(
+                TokenTree.from_parents(parents[n][: count + 1]), own[n][: count + 1],
+                found[n].tree, found[n].tokens[1:],
+            )[:2]
+            for n, count in enumerate(counts)
+        ]  # fmt: skip
+        return _appended(draft, merged)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        if draft.tree.num_nodes == 1:  # also where nothing was proposed
-            self.inner.observe(state, draft, nodes)
-            return
-        # The inner nodes keep their places, so an accepted path is theirs as far as it is in them.
-        inner = [
-            [node for node in path if node <= count]
-            for path, count in zip(nodes, self._inner_draft.tree.row_candidates)
-        ]
-        self.inner.observe(state, self._inner_draft, inner)
-        for row, path in enumerate(nodes):
-            depth, found = self._found[row]
-            if path:
-                self.rows[row].observe(sum(node in found for node in path), depth)
+        self.inner.observe(state, draft, nodes)
+        for one, tokens in zip(self.rows, emitted(state, nodes)):
+            one.observe(tokens)
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         super().select(state, rows)
         self.rows = [self.rows[row] for row in rows]
+
+
+def _likeliest(
+    parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float], second: Found
+) -> Found:
+    """Both trees in one, best first."""
+    first = TokenTree.from_parents(parents)
+    tree, own, places = merge(first, tokens, second.tree, second.tokens[1:])
+    surest = [*chances[: len(first)], *[0.0] * (len(tree) - len(first))]
+    for place, chance in zip(places, second.chances[1:]):
+        surest[place] = max(surest[place], chance)
+    # A parent is at least as likely as its child and stands before it, here, too.
+    order = sorted(range(len(tree)), key=lambda node: -surest[node])
+    number = {node: place for place, node in enumerate(order)}
+    sorted_parents = [-1, *(number[tree.parents[node]] for node in order[1:])]
+    return Found(
+        TokenTree.from_parents(sorted_parents), [own[node] for node in order],
+        [surest[node] for node in order],
+    )  # fmt: skip
+
+
+def _appended(draft: Draft, merged: Sequence[tuple[TokenTree, list[int]]]) -> Draft:
+    """A draft whose trees and tokens are larger: candidates that were looked up stand last."""
+    trees, rows = [tree for tree, _ in merged], [tokens for _, tokens in merged]
+    device, nodes = draft.tokens.device, max(map(len, rows))
+    padded = torch.tensor([row + [0] * (nodes - len(row)) for row in rows], device=device)
+    distributions = draft.distributions
+    if distributions is not None:
+        certain = torch.nn.functional.one_hot(padded, distributions.shape[-1])
+        certain = certain.to(distributions.dtype)
+        for row, count in enumerate(draft.tree.row_candidates):
+            certain[row, : count + 1] = distributions[row, : count + 1]
+        distributions = certain
+    stacked, probes = TreeBatch.stack(trees, device), None
+    if draft.probes is not None:
+        # None under what was found: look-ups hit in runs, so that behind one the next mostly
+        # follows, and probes under all of them would be most of the step.
+        sizes = [
+            [*held[: count + 1], *[0] * (len(tree) - count - 1)]
+            for held, count, tree in zip(draft.probes.sizes, draft.tree.row_candidates, trees)
+        ]
+        probes = hang(draft.probes.group, stacked, sizes)
+    return Draft(stacked, padded, distributions, probes)

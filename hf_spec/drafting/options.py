@@ -80,8 +80,10 @@ class StrategyOptions:
 #: What the option ``tree`` says for trees that are grown from a step's own probabilities, for those
 #: that are chosen while decoding by accuracies, and for those that ``hf-spec tune`` has chosen.
 ADAPTIVE, ONLINE, TUNED = "adaptive", "online", "tuned"
-#: Candidates of an adaptive tree, and the fewest nodes of it with probes, unless the user says.
-CANDIDATES, PROBED = 8, 4
+#: As many candidates as pay in each step.
+AUTO = "auto"
+#: Candidates where their number must not depend on time.
+CANDIDATES = 8
 
 
 def is_dynamic(tree: Any) -> bool:
@@ -112,40 +114,43 @@ class TreeOptions(StrategyOptions):
             accuracies and step times learned while decoding (ProPD, section 4.2); a list of rank
             paths, as ``TokenTree.from_paths`` takes it, with all probes under each node; or a
             dynamic tree, a list of states as ``TreeStates.to_json`` gives it.
-        candidates: of an adaptive tree; None: 8.
-        probed: nodes of an adaptive tree that have probes under them, those where a step is
-            likeliest to end; 0 for all, None: half as many as there are candidates, at least 4.
+        candidates: of an adaptive tree. ``auto``: as many as pay in each step, by its own
+            probabilities and the time that steps take; a number takes exactly so many.
+        probed: nodes of an adaptive tree of so many candidates that have probes under them, those
+            where a step is likeliest to end; None: all.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
             predicts. Dynamic trees say it themselves.
-        max_rows: most rows of a step of an online tree, its nodes and probes, per batch row; None:
-            64.
     """
 
     tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ADAPTIVE
-    candidates: int | None = None
+    candidates: int | str = AUTO
     probed: int | None = None
     max_depth: int | None = None
-    max_rows: int | None = None
 
     #: Names of static trees that the method has, the usual one first.
     trees: ClassVar[tuple[str, ...]] = ()
     #: Whether predictions take probes under the nodes; else every step knows all of them.
     hangs_probes: ClassVar[bool] = True
     #: Options that decide the trees' shape; dynamic trees take their place.
-    shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "probed", "max_depth", "max_rows")
+    shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "probed", "max_depth")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limits = {"candidates": (1, MAX_CANDIDATES), "probed": (0, MAX_NODES), "max_rows": (2, 512)}
+        limits = {"candidates": (1, MAX_CANDIDATES), "probed": (1, MAX_NODES)}
         for name, (low, high) in limits.items():
-            value, kind = getattr(self, name), ONLINE if name == "max_rows" else ADAPTIVE
-            if value is None:
+            value = getattr(self, name)
+            if value is None or value == AUTO == getattr(type(self), name):
                 continue
             check_count(name, value, low=low, high=high)
-            if self.tree != kind:
+            if self.tree != ADAPTIVE:
                 raise ValueError(
-                    f"{name}={value} is of tree={kind!r}; leave it out with another one."
+                    f"{name}={value} is of tree={ADAPTIVE!r}; leave it out with another one."
                 )
+        if self.probed is not None and self.candidates == AUTO:
+            raise ValueError(
+                f"probed={self.probed} with candidates={AUTO!r}, which places probes by value: "
+                "give a number of candidates, too, or leave it out."
+            )
         if self.probed is not None and not self.hangs_probes:
             raise ValueError(
                 f"probed={self.probed}: this strategy predicts without probes; leave it out."
@@ -171,8 +176,12 @@ class TreeOptions(StrategyOptions):
             )
 
     def untimed(self) -> dict[str, Any]:
-        static = {"tree": self.trees[0], "max_rows": None} if self.tree == ONLINE else {}
-        return {**super().untimed(), **static}
+        found = super().untimed()
+        if self.tree == ONLINE:
+            return {**found, "tree": self.trees[0]}
+        if self.tree == ADAPTIVE and self.candidates == AUTO:
+            return {**found, "candidates": CANDIDATES}
+        return found
 
     def depth(self, available: int) -> int:
         """Distances that are drafted.

@@ -41,23 +41,16 @@ class ProbeDrafter(TreeDrafter):
         super().__init__(model, options, source, weights)
         self.probe_inputs = probe_inputs
         self.group = group or ProbeGroup.causal(source.max_depth)
-        self._per_distance = len(self.group) // max(source.max_depth, 1)
-
-    @property
-    def distances(self) -> int:
-        """Tokens behind the next one that a whole group of probes predicts."""
-        return len(self.group) // self._per_distance
-
-    @property
-    def per_distance(self) -> int:
-        return self._per_distance
+        self.num_probes = len(self.group)
+        self.per_distance = self.num_probes // max(source.max_depth, 1)
+        self.distances = self.num_probes // self.per_distance
 
     def known(self, state: DecodingState) -> tuple[int, ...]:
-        return tuple(n // self._per_distance for n in state.probe_counts)
+        return tuple(n // self.per_distance for n in state.probe_counts)
 
     def states(self, state: DecodingState, depth: int) -> Tensor:
         assert state.probe_hidden is not None
-        return self.distance_states(state.probe_hidden[:, : depth * self._per_distance])
+        return self.distance_states(state.probe_hidden[:, : depth * self.per_distance])
 
     def distance_states(self, hidden: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` of final hidden states of probes, ``(batch, probes,
@@ -70,7 +63,7 @@ class ProbeDrafter(TreeDrafter):
     def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
         if not any(map(any, ahead)):
             return None
-        return hang(self.group, tree, [[n * self._per_distance for n in row] for row in ahead])
+        return hang(self.group, tree, [[n * self.per_distance for n in row] for row in ahead])
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         for some in places.split(max(AT_ONCE // len(self.group), 1)):

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.hidden_states import shapes_logits
@@ -37,8 +37,6 @@ class TreeSource:
         states: the tree of each state, the number of tokens that are predicted.
     """
 
-    #: Tokens at each distance that it looks at, at least.
-    width: int = 1
     #: Whether it goes by probabilities; else by the order of tokens alone.
     weighs: ClassVar[bool] = False
 
@@ -64,23 +62,17 @@ class TreeSource:
             known: distances that each row has predictions for.
             depth: deepest candidate that any row can use.
         """
-        states = self.states(state)
+        states = self._states
         trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
         return drafter.stand(trees, state)
 
-    def states(self, state: DecodingState) -> TreeStates:
-        """The trees of the step that begins now."""
-        return self._states
+    def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+        """A step whose candidates were the policy's choice is over.
 
-    def look(self, depth: int) -> int:
-        """Distances to predict where the tree of the step is so deep."""
-        return depth
-
-    def noted(self, predictions: Predictions, state: DecodingState) -> None:
-        """A step's predictions were made."""
-
-    def observe(self, state: DecodingState, rows: int, nodes: Sequence[Sequence[int]]) -> None:
-        """A step of so many rows is over, with these accepted nodes; a plain one, too."""
+        Args:
+            came: tokens that each row has emitted.
+            taken: candidates that were forwarded.
+        """
 
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``."""
@@ -93,9 +85,15 @@ class TreeDrafter(Drafter):
     Args:
         source: gives the trees of each step.
         weights: the adapter's parameters; its transition may be among them.
+
+    Attributes:
+        distances: tokens behind the next one that it predicts.
+        per_distance: probes for each distance; 0: predictions take no rows, and every step knows
+            them all.
     """
 
     runs_modules: ClassVar[bool] = True
+    per_distance: int = 0
 
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
@@ -111,7 +109,8 @@ class TreeDrafter(Drafter):
         self.source.start(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        self.source.observe(state, draft.num_rows, nodes)
+        if draft.chances is not None:
+            self.source.observe(emitted(state, nodes), draft.tree.num_nodes - 1)
 
     def details(self) -> dict[str, Any]:
         return self.source.details()
@@ -149,10 +148,8 @@ class TreeDrafter(Drafter):
             state: with the hidden states of the step before.
             trees: of each row, no deeper than ``depth``, from 1, and the row's predictions.
         """
-        width = max(self.source.width, 1 + max(max(tree.ranks) for tree in trees))
-        predictions = self.predict(state, self.source.look(depth), width)
-        self.source.noted(predictions, state)
-        return predictions.ranked(trees, state.root), None
+        width = 1 + max(max(tree.ranks) for tree in trees)
+        return self.predict(state, depth, width).ranked(trees, state.root), None
 
     @abstractmethod
     def known(self, state: DecodingState) -> tuple[int, ...]:
@@ -183,25 +180,6 @@ class TreeDrafter(Drafter):
     def exact(self) -> bool:
         """Whether the size of logits matters, and the model itself scales or caps them."""
         return (self.source.weighs or self.transition is not None) and shapes_logits(self.model)
-
-    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
-        """Probes under the nodes of a step's trees.
-
-        Args:
-            tree: of each row.
-            ahead: how many distances are to be predicted under each node of each row.
-        """
-        return None
-
-    @property
-    @abstractmethod
-    def distances(self) -> int:
-        """Tokens behind the next one that it predicts."""
-
-    @property
-    @abstractmethod
-    def per_distance(self) -> int:
-        """Probes for each distance; 0: predictions take no rows, and every step knows them all."""
 
     @abstractmethod
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:

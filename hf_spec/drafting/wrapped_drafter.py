@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_spec.core.probes import ProbeRows
+from hf_spec.core.tree import TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.model.tree_forward import Pruning
 
@@ -24,10 +26,12 @@ class WrappedDrafter(Drafter):
         self.probe_inputs = inner.probe_inputs
         self.wants_hidden = inner.wants_hidden
         self.prune_layer, self.drafting = inner.prune_layer, inner.drafting
+        self.prunes, self.distances = inner.prunes, inner.distances
+        self.num_probes = inner.num_probes
 
     @property
     def pruning(self) -> Pruning | None:
-        return self.inner.pruning  # it may change from step to step
+        return self.inner.pruning
 
     def start(self, state: DecodingState) -> None:
         self.inner.start(state)
@@ -37,6 +41,9 @@ class WrappedDrafter(Drafter):
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         self.inner.observe(state, draft, nodes)
+
+    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
+        return self.inner.hang(tree, ahead)
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         self.inner.select(state, rows)

@@ -9,35 +9,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState
-from hf_spec.drafting.drafter import DecodingState, Draft
-from hf_spec.drafting.options import CANDIDATES, PROBED
+from hf_spec.drafting.drafter import Chances, DecodingState, Draft
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
+from hf_spec.policy.calibration import Calibration, walk
+from hf_spec.policy.likely_paths import Array
+from hf_spec.policy.memory import alone
+
+#: Candidates that are grown for the policy to choose from: at first, and at most.
+FEWEST, MOST = 16, 64
 
 
 class Grown(NamedTuple):
-    """A batch of trees with their tokens.
+    """A batch of trees with their tokens; all have as many nodes, best first.
 
     Attributes:
-        tree: as many nodes in every row; where nothing is known all but the root are padding.
-        tokens: ``(batch, nodes)``
+        parents, depths: ``(batch, nodes)`` int64
+        tokens: ``(batch, nodes)``; any where nothing is known.
         log_probs: ``(batch, nodes)`` float32, of the path down to each node; 0 for the root, -inf
             for padding.
     """
 
-    tree: TreeBatch
+    parents: Tensor
+    depths: Tensor
     tokens: Tensor
     log_probs: Tensor
 
+    def draft(self) -> tuple[Draft, list[list[int]]]:
+        """The draft, with its chances, and its tokens on the host; one transfer for all of it."""
+        packed = torch.stack([part.double() for part in self]).cpu().numpy()
+        paths = np.exp(packed[3])
+        parents, depths, tokens = (part.astype(np.int64) for part in packed[:3])
+        chances = Chances(paths, parents * (paths > 0), depths)
+        tree = TreeBatch.of(
+            self.parents, self.depths, self.log_probs > -torch.inf,
+            np.where(paths > 0, depths, -1).tolist(),
+        )  # fmt: skip
+        return Draft(tree, self.tokens, chances=chances), tokens.tolist()
 
-def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grown:
+
+def grow(
+    predictions: Predictions,
+    root: Tensor,
+    count: int,
+    depth: int,
+    trust: Sequence[float] | None = None,
+) -> Grown:
     """The ``count`` likeliest paths of every row, as a tree; its candidates stand best first.
 
     Exact: a path is never likelier than its parent, so that the likeliest n form a tree, and no
@@ -48,10 +73,13 @@ def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grow
         root: ``(batch,)`` tokens.
         count: candidates, from 1.
         depth: deepest candidate, from 1.
+        trust: by distance, what is added to the log-probabilities.
     """
     batch, depth = len(root), min(depth, predictions.distances)
-    # Never above 0, or a child could stand before its parent.
-    after = predictions.after(root)[:, :depth].clamp(max=0)  # (batch, depth, before, width)
+    after = predictions.after(root)[:, :depth]  # (batch, depth, before, width)
+    if trust is not None and any(trust[:depth]):
+        after = after + torch.tensor(trust[:depth], device=after.device)[:, None, None].to(after)
+    after = after.clamp(max=0)  # never above, or a child could stand before its parent
     if min(predictions.known) < depth:
         known = torch.tensor(predictions.known, device=after.device)[:, None]
         missing = known <= torch.arange(depth, device=after.device)
@@ -87,9 +115,8 @@ def grow(predictions: Predictions, root: Tensor, count: int, depth: int) -> Grow
     tokens = predictions.tokens[:, :depth].flatten(1)
     tokens = tokens.gather(1, torch.cat(places, 1).gather(1, order))
     tokens[:, 0] = root
-    made = above, _levels(tuple(sizes), str(device))[order], best > -torch.inf, tokens, best
-    own_parents, own_depths, valid, own_tokens, chances = (part.to(root.device) for part in made)
-    return Grown(TreeBatch.of(own_parents, own_depths, valid), own_tokens, chances)
+    depths = _levels(tuple(sizes), str(device))[order]
+    return Grown(*(part.to(root.device) for part in (above, depths, tokens, best)))
 
 
 @lru_cache(maxsize=256)
@@ -99,30 +126,27 @@ def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
     return levels.to(device)
 
 
-def ends(grown: Grown) -> Tensor:
-    """``(batch, nodes)`` the chance that a step's accepted path ends at each node."""
-    chances = grown.log_probs.exp()
-    parents = grown.tree.parents[:, 1:].clamp(min=0)
-    return chances.scatter_add(1, parents, -chances[:, 1:])
-
-
 class AdaptiveTrees(TreeSource):
     """Each step's likeliest tree.
 
     Args:
         depth: distances that are predicted.
         probes: whether predictions come from probes under the nodes.
-        candidates: of every step; None: `CANDIDATES`.
-        probed: nodes with probes, those where a step is likeliest to end; 0: all; None: half as
-            many as candidates, at least `PROBED`.
+        candidates: exactly so many in every step; None: what the policy chooses.
+        probed: of a step of so many candidates: nodes with probes, those where it is likeliest to
+            end; None: all.
+        calibration: learned by earlier calls; None: predictions are trusted as they are.
     """
 
     def __init__(
-        self, depth: int, probes: bool, candidates: int | None = None, probed: int | None = None
-    ):
+        self, depth: int, probes: bool, candidates: int | None = None, probed: int | None = None,
+        calibration: Calibration | None = None,
+    ):  # fmt: skip
         self.depth, self.probes = depth, probes
-        self.candidates = candidates or CANDIDATES
-        self.probed = max(self.candidates // 2, PROBED) if probed is None else probed
+        self.candidates, self.calibration = candidates, calibration
+        self.probed = probed
+        self._most = FEWEST
+        self._proposed: tuple[Any, ...] = ()
 
     weighs: ClassVar[bool] = True
 
@@ -130,22 +154,73 @@ class AdaptiveTrees(TreeSource):
     def max_depth(self) -> int:
         return self.depth
 
+    def predictions(
+        self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int
+    ) -> Predictions:
+        """What paths count by."""
+        return drafter.predict(state, depth, width)
+
     def propose(
         self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int], depth: int
     ) -> Draft:
         if depth == 0:
+            self._proposed = ()
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
-            return drafter.stand([alone] * state.batch_size, state)
-        predictions = drafter.predict(state, depth, self.candidates)
-        grown = grow(predictions, state.root, self.candidates, depth)
-        probes = drafter.hang(grown.tree, self._ahead(grown)) if self.probes else None
-        return Draft(grown.tree, grown.tokens, None, probes)
+            draft = drafter.stand([alone] * state.batch_size, state)
+            if self.candidates is None:
+                only = np.zeros((state.batch_size, 1), np.int64)
+                draft.chances, draft.probes = Chances(only + 1.0, only, only), None
+            return draft
+        count = self.candidates or self._most
+        trust = None if self.calibration is None else self.calibration.log_factors
+        grown = grow(
+            self.predictions(drafter, state, depth, count), state.root, count, depth, trust
+        )
+        draft, tokens = grown.draft()
+        chances = draft.chances
+        assert chances is not None
+        if self.candidates is None:
+            self._proposed = chances.parents.tolist(), tokens, chances.paths.tolist()
+            return draft
+        probes = drafter.hang(draft.tree, self._ahead(chances)) if self.probes else None
+        return Draft(draft.tree, draft.tokens, None, probes)
 
-    def _ahead(self, grown: Grown) -> list[list[int]]:
-        """Distances to predict under each node of each row."""
-        valid, nodes = grown.tree.valid, grown.tree.num_nodes
-        if 0 < self.probed < nodes:
-            best = ends(grown).masked_fill(~valid, -1).topk(self.probed, dim=1).indices
-            valid = valid & torch.zeros_like(valid).scatter(1, best, True)
-        ahead: list[list[int]] = (valid * self.depth).tolist()
+    def _ahead(self, chances: Chances) -> list[list[int]]:
+        """Distances to predict under each node of each row, for so many candidates."""
+        probed = best_ends(chances.paths, chances.parents, self.probed or len(chances.paths[0]))
+        ahead: list[list[int]] = (probed * self.depth).tolist()
         return ahead
+
+    @alone
+    def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+        most = self._most  # twice as many where all were taken, fewer where most are left
+        self._most = min(2 * most, MOST) if taken >= most else max(most - 1, FEWEST)
+        if self.calibration is not None and self._proposed:
+            for row in zip(*self._proposed, came):
+                walk(self.calibration, *row)
+        self._proposed = ()
+
+
+def best_ends(likely: Array, parents: Array, count: int) -> Array:
+    """``(batch, nodes)`` the nodes where a step is likeliest to end, at most so many of each row.
+
+    Args:
+        likely: ``(batch, nodes)`` chance of each path; 0 for padding, which is left out.
+        parents: ``(batch, nodes)``
+    """
+    real = likely > 0
+    if count >= likely.shape[1]:
+        return real
+    ended = np.where(real, ends(likely, parents), -1.0)
+    order = np.argsort(-ended, axis=1, kind="stable")[:, :count]
+    chosen = np.zeros_like(real)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen & real
+
+
+def ends(likely: Array, parents: Array) -> Array:
+    """``(batch, nodes)`` the chance that a step's accepted path ends at each node."""
+    ended, nodes = likely.copy(), likely.shape[1]
+    rows = np.arange(len(likely))[:, None]
+    np.subtract.at(ended, (rows, parents[:, 1:nodes]), likely[:, 1:])
+    return ended

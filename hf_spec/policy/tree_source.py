@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.drafter import DecodingState
-from hf_spec.drafting.options import ADAPTIVE, ONLINE, TUNED, TreeOptions, is_dynamic
+from hf_spec.drafting.options import ADAPTIVE, AUTO, ONLINE, TUNED, TreeOptions, is_dynamic
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
-from hf_spec.policy.online_policy import OnlineTrees
-from hf_spec.policy.online_trees import MAX_ROWS
-from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, read_trees
+from hf_spec.policy.calibration import Calibration
+from hf_spec.policy.memory import recall
+from hf_spec.policy.online_trees import HitRates, OnlineTrees
+from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, measurements, read_trees
 
 #: What stands for tuned trees until the call's first step.
 ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)
@@ -54,13 +58,18 @@ def tree_source(
 
     Raises:
         ValueError: trees go deeper than the adapter predicts or have a rank that the vocabulary
-            does not have, none have been tuned or they cannot be read, or ``max_rows`` are too few
-            for a candidate.
+            does not have, none have been tuned or they cannot be read.
     """
-    if options.tree == ADAPTIVE:
-        return AdaptiveTrees(
-            options.depth(distances), bool(probes), options.candidates, options.probed
-        )
+    if options.tree in (ADAPTIVE, ONLINE):
+        depth, key = options.depth(distances), (adapter.name, str(options.tree))
+        if options.tree == ONLINE:
+            hits = recall(model, (HitRates, key, depth), lambda: _hits(model, adapter, depth))
+            return OnlineTrees(depth, bool(probes), hits)
+        if options.candidates != AUTO:
+            exactly: Any = options.candidates
+            return AdaptiveTrees(depth, bool(probes), exactly, options.probed)
+        calibration = recall(model, (Calibration, key, depth), lambda: Calibration(depth))
+        return AdaptiveTrees(depth, bool(probes), calibration=calibration)
     if options.tree == TUNED:
         path = adapter.config.file_beside(TREE_FILE)
         if path is None:
@@ -76,12 +85,21 @@ def tree_source(
         states = TreeStates.from_json(options.tree)
     else:
         depth = options.depth(distances)
-        if options.tree == ONLINE:
-            return OnlineTrees(model, adapter, depth, probes, options.max_rows or MAX_ROWS)
         tree = options.make_tree(distances)
         states = (TreeStates.uniform if probes else TreeStates.bare)(tree, depth)
     _check(states, "tree", model, distances)
     return TreeSource(states)
+
+
+def _hits(model: Any, adapter: ActiveAdapter, depth: int) -> HitRates:
+    """What was measured for the adapter, or a guess; a Hub that cannot be reached is no reason to
+    fail."""
+    found = None
+    with suppress(OSError):
+        found = measurements(adapter, Device.of(model), 1, 0)
+    if found is None:
+        return HitRates(depth)
+    return HitRates.measured(np.array(found.accuracies), depth)
 
 
 def _check(trees: TreeStates | TunedTrees, where: str, model: Any, distances: int) -> None:

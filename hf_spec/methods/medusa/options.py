@@ -12,5 +12,4 @@ class MedusaOptions(HeadOptions):
     Attributes:
         tree: ``sparse``, ``chain``, ``tuned``, ``online``, rank paths or states.
         max_depth: heads used; None takes all that the adapter has.
-        max_rows: most rows of a step of an online tree; None: 64.
     """

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
-from hf_spec.drafting.ngram import NgramIndex, Retrieval, continuation_tree
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
+from hf_spec.drafting.ngram import NOTHING, NgramIndex, Retrieval, continuation_tree, draft_of
 from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
 
 
@@ -25,23 +23,15 @@ class PromptLookupDrafter(Drafter):
         self.rows = [Retrieval(self.options) for _ in state.tokens]
 
     def propose(self, state: DecodingState) -> Draft:
-        found: list[tuple[TokenTree, list[int]]] = [
-            one.lookup(tokens, state.max_depth) if active else (TokenTree.chain(0), [])
+        found = [
+            one.lookup(tokens, state.max_depth) if active else NOTHING
             for one, tokens, active in zip(self.rows, state.tokens, state.active)
         ]
-        nodes = max(len(tree) for tree, _ in found)
-        device = state.root.device
-        padded = [
-            [tokens[-1], *candidates] + [0] * (nodes - 1 - len(candidates))
-            for tokens, (_, candidates) in zip(state.tokens, found)
-        ]
-        tree = TreeBatch.stack([tree for tree, _ in found], device)
-        return Draft(tree, torch.tensor(padded, device=device))
+        return draft_of(found, state.root.device)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        for one, path, depth in zip(self.rows, nodes, draft.tree.row_depths):
-            if path:
-                one.observe(len(path) - 1, depth)
+        for one, tokens in zip(self.rows, emitted(state, nodes)):
+            one.observe(tokens)
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]

@@ -21,7 +21,7 @@ class ProPDOptions(HeadOptions):
     """Options of ``propd`` (ProPD, section 4).
 
     Attributes:
-        tree, candidates, max_depth, max_rows: of the adapter's own heads, as ``medusa`` has them.
+        tree, candidates, max_depth: of the adapter's own heads, as ``medusa`` has them.
             ``online`` is ProPD's dynamic token tree generation (section 4.2).
         drafter: ``heads``: the adapter's own. Or another strategy with one forward per step, whose
             trees are pruned; its adapter must be active, too.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.options import ADAPTIVE, TreeOptions
+from hf_spec.drafting.options import ADAPTIVE, AUTO, TreeOptions
 
 CHAIN = "chain"
 
@@ -29,7 +29,7 @@ class SpaceOptions(TreeOptions):
         super().__post_init__()
         if self.acceptance != "rejection" or self.is_chain:
             return
-        if self.tree != ADAPTIVE or self.candidates is not None:
+        if self.tree != ADAPTIVE or self.candidates != AUTO:
             raise ValueError(
                 f"acceptance='rejection' with tree={self.tree!r}, whose candidates are not "
                 "sampled. Use tree='chain', or acceptance='match', which is exact for them."

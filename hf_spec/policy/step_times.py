@@ -72,7 +72,7 @@ class SizeTime:
 
 
 @dataclass
-class StepCost:
+class StepTimes:
     """T(i) = b0 + b1 i, seconds of a step of i rows (section 4.2.1).
 
     Drafting is averaged apart: it hardly depends on the size, and plain steps go without. All times
@@ -168,7 +168,7 @@ class StepCost:
             mean = sum(self.line)
         return mean
 
-    def seeded(self, scale: float = 1.0) -> StepCost:
+    def seeded(self, scale: float = 1.0) -> StepTimes:
         """What is expected under other conditions: the line at two sizes and a plain step, each row
         as much dearer.
 
@@ -176,14 +176,14 @@ class StepCost:
         """
         line, plain = self.line, self.plain_seconds()
         if line is None or plain is None:
-            return StepCost()
+            return StepTimes()
         slope, wide = line[1] * scale, [rows for rows in self.means if rows > 1]
         guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
-        cost = StepCost.guessed({1: plain + slope - line[1], **guess})
+        cost = StepTimes.guessed({1: plain + slope - line[1], **guess})
         return replace(cost, drafting=SizeTime(self.drafting_seconds), errors=self.errors)
 
     @classmethod
-    def guessed(cls, seconds: dict[int, float]) -> StepCost:
+    def guessed(cls, seconds: dict[int, float]) -> StepTimes:
         """Times from elsewhere, by rows, that count until steps of these sizes were observed."""
         return cls(sizes={rows: SizeTime(spent) for rows, spent in seconds.items()})
 

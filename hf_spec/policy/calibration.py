@@ -1,0 +1,74 @@
+"""How far predictions can be trusted, learned while decoding. Knows numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_spec.policy.likely_paths import Array
+
+#: Weight of a new prediction, and how many the guess stands for that they are right.
+ALPHA, GUESSED = 1 / 256, 8.0
+#: Factors stay between these: far outside, predictions say nothing.
+LEAST, MOST = 0.02, 4.0
+
+
+@dataclass
+class Calibration:
+    """By distance, how often what was predicted came, and how often it was promised to.
+
+    A prediction counts where the tokens before it have come: what it promises is the chance that
+    one of the candidates given there follows.
+
+    Args:
+        depth: distances.
+    """
+
+    depth: int
+    promised: Array = field(init=False)
+    came: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.promised = np.full(self.depth, GUESSED)
+        self.came = np.full(self.depth, GUESSED)
+
+    def observe(self, distance: int, promised: float, came: bool) -> None:
+        """A prediction at a distance, from 1."""
+        for sums, value in ((self.promised, promised), (self.came, float(came))):
+            sums[distance - 1] += value - ALPHA * sums[distance - 1]
+
+    @property
+    def log_factors(self) -> list[float]:
+        """By distance, what is added to the log-probabilities."""
+        factors = (self.came / np.maximum(self.promised, 1e-9)).clip(LEAST, MOST)
+        found: list[float] = np.log(factors).tolist()
+        return found
+
+
+def walk(
+    calibration: Calibration,
+    parents: Sequence[int],
+    tokens: Sequence[int],
+    chances: Sequence[float],
+    emitted: Sequence[int],
+) -> None:
+    """Learn from the tokens that came where a row's tree was proposed.
+
+    Args:
+        calibration: learns.
+        parents, tokens, chances: of the tree's nodes; ``chances`` of whole paths.
+        emitted: the tokens, the first being that of distance 1.
+    """
+    node = 0
+    for distance, token in enumerate(emitted, 1):
+        below = [n for n in range(1, len(parents)) if parents[n] == node and chances[n] > 0]
+        if not below or chances[node] <= 0:
+            return
+        share = sum(chances[n] for n in below) / chances[node]
+        hit = [n for n in below if tokens[n] == token]
+        calibration.observe(distance, min(share, 1.0), bool(hit))
+        if not hit:
+            return
+        node = hit[0]

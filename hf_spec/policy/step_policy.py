@@ -1,0 +1,404 @@
+"""How much to speculate, decided once for every step: candidates, probes, pruning, or a plain step.
+
+A step is worth the tokens that it is expected to emit, 1 and the sum over its tree of the
+candidates' probabilities, less what its time would have brought otherwise: rho T, rho being the
+tokens per second of late (a semi-Markov decision process of average reward; Howard, "Dynamic
+Programming and Markov Processes", 1960, chapter 7). The step of the largest worth is taken; the
+root alone is one of the choices.
+
+Where predictions come from probes, a step that ends at a node without them leaves the next one
+without predictions. What having them is worth, h tokens, is the difference between the worths of a
+step with predictions and of one without, learned while decoding; so a probe group under a node is
+worth h times the chance that the step ends there. That is PPD's dynamic sparse tree (section 5.4),
+decided anew in every step.
+
+Knows probabilities, rows and seconds; nothing of models. docs/policy.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import TreeBatch
+from hf_spec.drafting.drafter import Chances, Draft, Drafter
+from hf_spec.drafting.options import CANDIDATES, StrategyOptions
+from hf_spec.policy.adaptive_trees import best_ends, ends
+from hf_spec.policy.guard import Guard
+from hf_spec.policy.likely_paths import Array
+from hf_spec.policy.memory import alone
+from hf_spec.policy.step_times import StepTimes
+
+#: Candidates that a step may have. Few sizes, so that steps repeat, compiled ones above all.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+#: Candidates, and nodes with probes, of the first steps of a setting: a line needs two sizes, and
+#: the first step of a size warms something up.
+FIRST = ((CANDIDATES, CANDIDATES // 2),) * 3 + ((2, 2),) * 3
+#: Steps that draft between two looks at a plain one, doubling from the first to the last.
+LOOKS = (64, 1024)
+#: h before anything is known of it, and the weight of a step in it and in rho.
+WORTH, ALPHA = 1.0, 1 / 32
+#: Steps with pruning and without that are tried in turns, and steps of one kind until the other is
+#: looked at again.
+TRIED, AGAIN = 8, 256
+#: No step takes less; clocks may be coarse.
+TICK = 1e-9
+#: Decisions that are remembered, for people.
+HISTORY = 512
+
+
+def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
+    """What the option ``fallback`` means for a call.
+
+    ``auto`` stays off where what is emitted depends on which steps draft, since decisions depend on
+    time: sampling candidates draws random numbers of its own, and typical acceptance is lossy where
+    it drafts only.
+    """
+    if options.fallback != "auto":
+        return bool(options.fallback)
+    return not (do_sample and options.samples) and options.acceptance != "typical"
+
+
+@dataclass
+class Average:
+    """A ratio of sums in which newer steps count more."""
+
+    above: float = 0.0
+    below: float = 0.0
+
+    def add(self, above: float, below: float, alpha: float = ALPHA) -> None:
+        self.above += above - alpha * self.above
+        self.below += below - alpha * self.below
+
+    @property
+    def value(self) -> float | None:
+        return self.above / self.below if self.below > 0 else None
+
+
+@dataclass
+class Setting:
+    """What is known of steps of one batch size, context length and device.
+
+    Attributes:
+        times: what they take; of pruned ones, by rows before pruning.
+        rate: tokens of all rows per second.
+        kept: accepted candidates per promised one, without pruning and with it.
+        tries: sizes that the next steps must have.
+        look: steps that draft until a plain one is due.
+        turns: steps since both ways of pruning were known, or were looked at again.
+    """
+
+    times: StepTimes = field(default_factory=StepTimes)
+    pruned: StepTimes = field(default_factory=StepTimes)
+    rate: Average = field(default_factory=Average)
+    kept: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
+    tries: deque[tuple[int, int]] = field(default_factory=lambda: deque(FIRST))
+    look: int = LOOKS[0]
+    turns: int = 0
+
+    def lent(self, scale: float) -> Setting:
+        """What is expected where rows cost so many times as much."""
+        lent = Setting(self.times.seeded(scale), self.pruned.seeded(scale))
+        if lent.times.line is not None:
+            lent.tries.clear()
+        return lent
+
+
+@dataclass
+class Learned:
+    """What a strategy has shown on a model: with its options and its adapter.
+
+    Attributes:
+        guard: what it has brought.
+        settings: by batch size, context length and device.
+        worth: h.
+    """
+
+    guard: Guard = field(default_factory=Guard)
+    settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
+    worth: float = WORTH
+
+    @alone
+    def setting(
+        self, key: tuple[int, int, str], measured: Callable[[], dict[int, float]] = dict
+    ) -> Setting:
+        """That of a key; at first the nearest one lends what it knows, or times were measured."""
+        if key not in self.settings:
+            near = [one for one in self.settings if one[2] == key[2]]
+            if near:
+                best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
+                self.settings[key] = self.settings[best].lent(key[0] / best[0])
+            else:
+                self.settings[key] = Setting(StepTimes.guessed(measured()))
+        return self.settings[key]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does.
+
+    Attributes:
+        candidates: of the tree, its likeliest.
+        probed: nodes with probes.
+        pruned: whether unlikely candidates are dropped on the way.
+        promised: tokens of all rows that it is expected to emit.
+    """
+
+    candidates: int = 0
+    probed: int = 0
+    pruned: bool = False
+    promised: float = 0.0
+
+
+class StepPolicy:
+    """Decides for one call; knows what earlier calls of the model have shown.
+
+    Args:
+        stats: the call's statistics; plain steps chosen are counted there.
+        learned: of the strategy on the model; updated.
+        setting: batch size, context length and device.
+        enabled: if False, every step drafts.
+        measured: seconds by rows of a step that are known from elsewhere.
+    """
+
+    def __init__(
+        self, stats: SpecStats, learned: Learned, setting: tuple[int, int, str],
+        enabled: bool = True, measured: Callable[[], dict[int, float]] = dict,
+    ):  # fmt: skip
+        self.stats = stats
+        self.learned = learned
+        self.enabled = enabled
+        self.setting = learned.setting(setting, measured)
+        self._key = setting
+        self._plan: Plan | None = None
+        self._live = 1
+        self._before = (0.0, 0)
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._taken: Counter[tuple[int, int]] = Counter()
+        if enabled:
+            learned.guard.begin()
+
+    # -- before a step -----------------------------------------------------------------------
+
+    @alone
+    def drafts(self) -> bool:
+        """Whether the step that begins now drafts."""
+        self._plan, self._before = None, (self.stats.draft_seconds, self.stats.num_draft_forwards)
+        plain = self.enabled and (self.learned.guard.paused or self._plain_is_due())
+        self.stats.num_fallback_steps += plain
+        return not plain
+
+    def _plain_is_due(self) -> bool:
+        setting, times = self.setting, self.setting.times
+        if 1 not in times.means:  # the first of a size is not counted, so that it takes two
+            return times.steps % 3 == 2
+        if times.wide - times.sizes[1].last < setting.look:
+            return False
+        setting.look = min(2 * setting.look, LOOKS[1])
+        return True
+
+    @alone
+    def choose(
+        self, draft: Draft, drafter: Drafter, active: Sequence[bool], limits: Sequence[int]
+    ) -> Draft:
+        """The draft that the step takes: cut down, with its probes.
+
+        Args:
+            draft: what was proposed; left as it is where nothing says how likely it is.
+            drafter: hangs probes.
+            active: rows that are not finished.
+            limits: depth of the deepest candidate that each row can use.
+        """
+        self._live = sum(active)
+        chances = draft.chances
+        if chances is None:
+            whole = draft.tree.num_nodes > 1
+            pruned = whole and self._prunes(drafter.prunes, draft.num_rows, None)
+            self._plan = Plan(draft.tree.num_nodes - 1, 0, pruned)
+            return dataclasses.replace(draft, pruned=pruned)
+        deep = np.where(active, limits, -1)[:, None]
+        likely = np.where(chances.depths <= deep, chances.paths, 0.0)
+        group = drafter.num_probes
+        plan = self._best(likely, chances.parents, group, drafter.prunes)
+        self._plan = plan
+        return self._cut(draft, drafter, plan, likely)
+
+    def _best(self, likely: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
+        """The plan of the largest worth.
+
+        Args:
+            likely: ``(batch, nodes)`` chance of each path, best first.
+            parents: ``(batch, nodes)``
+            group: probes under a node that has them.
+            prunes: whether candidates are dropped on the way; None: as is best.
+        """
+        setting, times = self.setting, self.setting.times
+        sums: list[float] = likely.sum(0).tolist()
+        sums[0] = float(self._live)
+        while len(sums) > 1 and sums[-1] <= 0:
+            sums.pop()
+        most, line = len(sums) - 1, times.line
+        if setting.tries and most:
+            candidates, probed = setting.tries.popleft()
+            candidates = min(candidates, most)
+            return self._planned(candidates, min(probed, candidates + 1) if group else 0, sums)
+        if line is None or not most:
+            # Nothing is known: a look at what probes predict.
+            return self._planned(most, min(most + 1, CANDIDATES // 2) if group else 0, sums)
+        rate = setting.rate.value or self._live / max(times.plain_seconds() or line[0], TICK)
+        row, worth = rate * line[1], self.learned.worth  # tokens that a row must bring
+        total, best, candidates = 0.0, -np.inf, 0
+        for n in range(1, most + 1):
+            total += sums[n] - row - min(worth * sums[n], row * group)
+            if (n in SIZES or n == most) and total > best:
+                best, candidates = total, n
+        ended = ends(likely[:, : candidates + 1], parents)
+        gains = np.sort(ended, axis=1)[:, ::-1].sum(0).tolist()
+        probed = sum(worth * gain > row * group for gain in gains) if group else 0
+        held = sum(gains[:probed])
+        rows = 1 + candidates + probed * group
+        promised = sum(sums[: candidates + 1])
+        value = promised + worth * held * bool(group) - rate * (line[0] + line[1] * rows)
+        if group:
+            alone_ = self._live * (1 + worth) - rate * (line[0] + line[1] * (1 + group))
+            self.learned.worth += ALPHA * ((value - alone_) / self._live - worth)
+            self.learned.worth = min(max(self.learned.worth, 0.0), float(likely.shape[1]))
+        plain = times.plain_seconds()
+        if self.enabled and plain is not None and value < self._live - rate * plain:
+            return Plan(promised=float(self._live))
+        pruned = self._prunes(prunes, rows, promised)
+        return Plan(candidates, probed, pruned, promised)
+
+    def _planned(self, candidates: int, probed: int, sums: list[float]) -> Plan:
+        return Plan(candidates, probed, False, sum(sums[: candidates + 1]))
+
+    def _prunes(self, wanted: bool | None, rows: int, promised: float | None) -> bool:
+        """Whether the step drops unlikely candidates on its way."""
+        if wanted is not None:
+            return wanted
+        setting = self.setting
+        counts = [sum(one.count for one in times.sizes.values() if one.measured)
+                  for times in (setting.times, setting.pruned)]  # fmt: skip
+        if min(counts) < TRIED:
+            return counts[1] < counts[0]
+        whole, pruned = setting.times.seconds(rows), setting.pruned.seconds(rows)
+        if whole is None or pruned is None:
+            return counts[1] < counts[0]
+        # Pruning adds no tokens; a difference within noise is none.
+        without, with_ = (one.value or 1.0 for one in setting.kept)
+        lost = 1 - min(with_ / without, 1.0) if without else 0.0
+        drafted = (promised or self._live) - self._live
+        rate = setting.rate.value or 0.0
+        better = rate * (whole - pruned) > lost * drafted
+        setting.turns += 1
+        if setting.turns % AGAIN < 4:
+            return not better
+        return bool(better)
+
+    def _cut(self, draft: Draft, drafter: Drafter, plan: Plan, likely: Array) -> Draft:
+        """The draft's likeliest candidates, with probes where a step is likeliest to end."""
+        chances, nodes = draft.chances, plan.candidates + 1
+        assert chances is not None
+        tree, tokens = draft.tree, draft.tokens
+        if nodes < tree.num_nodes:
+            chances = Chances(*(part[:, :nodes] for part in chances))
+            tree, tokens = first_nodes(tree, chances), tokens[:, :nodes]
+        probes = None
+        if plan.probed:
+            under = best_ends(likely[:, :nodes], chances.parents, plan.probed)
+            probes = drafter.hang(tree, (under * drafter.distances).tolist())
+        return Draft(tree, tokens, None, probes, chances, plan.pruned)
+
+    # -- after a step ------------------------------------------------------------------------
+
+    @alone
+    def observe(self, draft: Draft, emitted: Sequence[int], seconds: float) -> None:
+        """The step is over.
+
+        Args:
+            draft: what was forwarded.
+            emitted: tokens per batch row; none for a row that was finished before.
+            seconds: that it took.
+        """
+        setting, plan = self.setting, self._plan
+        drafting = self.stats.draft_seconds - self._before[0]
+        live = [count for count in emitted if count]
+        tokens, rows = sum(live), draft.num_rows
+        times = setting.pruned if draft.pruned else setting.times
+        times.observe(rows, max(seconds - drafting, TICK), None if plan is None else drafting)
+        setting.rate.add(tokens, seconds)
+        self._taken[(draft.tree.num_nodes - 1, rows)] += 1
+        guard = self.learned.guard
+        if plan is None:
+            if self.enabled and guard.paused:
+                guard.refill()
+            return
+        if draft.tree.num_nodes > 1 and plan.promised:
+            drafted = plan.promised - self._live
+            setting.kept[draft.pruned].add(tokens - len(live), drafted)
+        expected = times.seconds(rows) if rows > 1 else None
+        plain = setting.times.plain_seconds()
+        if expected is None:
+            expected = (plain or 0.0) + drafting if rows == 1 and plain else seconds
+        self.history.append({
+            "candidates": draft.tree.num_nodes - 1, "rows": rows, "pruned": draft.pruned,
+            "promised_tokens": plan.promised or None, "tokens": tokens,
+            "promised_seconds": expected, "seconds": seconds, "batch_size": len(live),
+        })  # fmt: skip
+        if self.enabled and plain and live:
+            # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
+            guard.book(tokens / len(live), max(expected / plain, 1.0))
+
+    def move(self, setting: tuple[int, int, str]) -> None:
+        """Steps take other times from here on, as in a smaller batch."""
+        self._key = setting
+        self.setting = self.learned.setting(setting)
+
+    @alone
+    def details(self) -> dict[str, Any]:
+        """For ``SpecStats.details``: JSON types, what was chosen and what it rests on."""
+        times, line = self.setting.times, self.setting.times.line
+        plain = times.plain_seconds()
+        promised = sum(one["promised_tokens"] or 0.0 for one in self.history)
+        came = sum(one["tokens"] for one in self.history if one["promised_tokens"])
+        return {
+            "policy": {
+                "paused": self.enabled and self.learned.guard.paused,
+                "batch_size": self._key[0],
+                "plain_seconds": plain,
+                "b0": None if line is None else line[0],
+                "b1": None if line is None else line[1],
+                "drafting_seconds": times.drafting_seconds,
+                "seconds": {str(rows): spent for rows, spent in times.means.items()},
+                "prediction_worth": self.learned.worth,
+                "came_per_promised": came / promised if promised else None,
+                "median_time_error": times.median_error,
+                "steps": [
+                    {"candidates": n, "rows": rows, "count": count}
+                    for (n, rows), count in sorted(self._taken.items())
+                ],
+                "history": list(self.history),
+            }
+        }
+
+
+def first_nodes(tree: TreeBatch, chances: Chances) -> TreeBatch:
+    """The first nodes of trees whose candidates stand best first.
+
+    Args:
+        chances: of these nodes.
+    """
+    nodes = chances.paths.shape[1]
+    counts = tuple(min(count, nodes - 1) for count in tree.row_candidates)
+    depths = chances.depths.tolist()
+    row_depths = tuple(max(row[: count + 1]) for row, count in zip(depths, counts))
+    return TreeBatch(
+        tree.parents[:, :nodes], tree.depths[:, :nodes], tree.ancestors[:, :nodes, :nodes],
+        tree.valid[:, :nodes], row_depths, counts, all(depth + 1 == nodes for depth in row_depths),
+    )  # fmt: skip
