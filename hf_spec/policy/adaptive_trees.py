@@ -172,7 +172,7 @@ class AdaptiveTrees(TreeSource):
                 draft.chances, draft.probes = Chances(only + 1.0, only, only), None
             return draft
         count = self.candidates or self._most
-        trust = None if self.calibration is None else self.calibration.log_factors
+        trust = [0.0] * depth if self.calibration is None else self.calibration.log_factors
         grown = grow(
             self.predictions(drafter, state, depth, count), state.root, count, depth, trust
         )
@@ -180,7 +180,7 @@ class AdaptiveTrees(TreeSource):
         chances = draft.chances
         assert chances is not None
         if self.candidates is None:
-            self._proposed = chances.parents.tolist(), tokens, chances.paths.tolist()
+            self._proposed = trust, chances.parents.tolist(), tokens, chances.paths.tolist()
             return draft
         probes = drafter.hang(draft.tree, self._ahead(chances)) if self.probes else None
         return Draft(draft.tree, draft.tokens, None, probes)
@@ -196,8 +196,9 @@ class AdaptiveTrees(TreeSource):
         most = self._most  # twice as many where all were taken, fewer where most are left
         self._most = min(2 * most, MOST) if taken >= most else max(most - 1, FEWEST)
         if self.calibration is not None and self._proposed:
-            for row in zip(*self._proposed, came):
-                walk(self.calibration, *row)
+            trust, *rows = self._proposed
+            for parents, tokens, chances, emitted in zip(*rows, came):
+                walk(self.calibration, parents, tokens, chances, trust, emitted)
         self._proposed = ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ def walk(
     parents: Sequence[int],
     tokens: Sequence[int],
     chances: Sequence[float],
+    trust: Sequence[float],
     emitted: Sequence[int],
 ) -> None:
     """Learn from the tokens that came where a row's tree was proposed.
@@ -59,6 +61,7 @@ def walk(
     Args:
         calibration: learns.
         parents, tokens, chances: of the tree's nodes; ``chances`` of whole paths.
+        trust: the log-factors that the chances were multiplied with, by distance.
         emitted: the tokens, the first being that of distance 1.
     """
     node = 0
@@ -66,7 +69,7 @@ def walk(
         below = [n for n in range(1, len(parents)) if parents[n] == node and chances[n] > 0]
         if not below or chances[node] <= 0:
             return
-        share = sum(chances[n] for n in below) / chances[node]
+        share = sum(chances[n] for n in below) / chances[node] / math.exp(trust[distance - 1])
         hit = [n for n in below if tokens[n] == token]
         calibration.observe(distance, min(share, 1.0), bool(hit))
         if not hit:

@@ -50,7 +50,7 @@ TRIED, AGAIN = 8, 256
 #: No step takes less; clocks may be coarse.
 TICK = 1e-9
 #: Decisions that are remembered, for people.
-HISTORY = 512
+HISTORY = 128
 
 
 def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
@@ -146,13 +146,11 @@ class Plan:
     Attributes:
         candidates: of the tree, its likeliest.
         probed: nodes with probes.
-        pruned: whether unlikely candidates are dropped on the way.
-        promised: tokens of all rows that it is expected to emit.
+        promised: tokens of all rows that it is expected to emit; 0 where nobody says.
     """
 
     candidates: int = 0
     probed: int = 0
-    pruned: bool = False
     promised: float = 0.0
 
 
@@ -218,25 +216,23 @@ class StepPolicy:
         self._live = sum(active)
         chances = draft.chances
         if chances is None:
-            whole = draft.tree.num_nodes > 1
-            pruned = whole and self._prunes(drafter.prunes, draft.num_rows, None)
-            self._plan = Plan(draft.tree.num_nodes - 1, 0, pruned)
+            self._plan = plan = Plan(draft.tree.num_nodes - 1)
+            pruned = self._prunes(drafter.prunes, plan, draft.num_rows)
             return dataclasses.replace(draft, pruned=pruned)
         deep = np.where(active, limits, -1)[:, None]
         likely = np.where(chances.depths <= deep, chances.paths, 0.0)
         group = drafter.num_probes
-        plan = self._best(likely, chances.parents, group, drafter.prunes)
-        self._plan = plan
-        return self._cut(draft, drafter, plan, likely)
+        self._plan = plan = self._best(likely, chances.parents, group)
+        rows = 1 + plan.candidates + plan.probed * group
+        return self._cut(draft, drafter, plan, likely, self._prunes(drafter.prunes, plan, rows))
 
-    def _best(self, likely: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
+    def _best(self, likely: Array, parents: Array, group: int) -> Plan:
         """The plan of the largest worth.
 
         Args:
             likely: ``(batch, nodes)`` chance of each path, best first.
             parents: ``(batch, nodes)``
             group: probes under a node that has them.
-            prunes: whether candidates are dropped on the way; None: as is best.
         """
         setting, times = self.setting, self.setting.times
         sums: list[float] = likely.sum(0).tolist()
@@ -244,13 +240,12 @@ class StepPolicy:
         while len(sums) > 1 and sums[-1] <= 0:
             sums.pop()
         most, line = len(sums) - 1, times.line
-        if setting.tries and most:
-            candidates, probed = setting.tries.popleft()
+        if line is None or not most or setting.tries:
+            # Nothing is known of the line, or of what comes: then probes are looked at.
+            candidates, probed = setting.tries.popleft() if setting.tries and most else FIRST[0]
             candidates = min(candidates, most)
-            return self._planned(candidates, min(probed, candidates + 1) if group else 0, sums)
-        if line is None or not most:
-            # Nothing is known: a look at what probes predict.
-            return self._planned(most, min(most + 1, CANDIDATES // 2) if group else 0, sums)
+            probed = min(probed, candidates + 1) if group else 0
+            return Plan(candidates, probed, sum(sums[: candidates + 1]))
         rate = setting.rate.value or self._live / max(times.plain_seconds() or line[0], TICK)
         row, worth = rate * line[1], self.learned.worth  # tokens that a row must bring
         total, best, candidates = 0.0, -np.inf, 0
@@ -272,16 +267,12 @@ class StepPolicy:
         plain = times.plain_seconds()
         if self.enabled and plain is not None and value < self._live - rate * plain:
             return Plan(promised=float(self._live))
-        pruned = self._prunes(prunes, rows, promised)
-        return Plan(candidates, probed, pruned, promised)
+        return Plan(candidates, probed, promised)
 
-    def _planned(self, candidates: int, probed: int, sums: list[float]) -> Plan:
-        return Plan(candidates, probed, False, sum(sums[: candidates + 1]))
-
-    def _prunes(self, wanted: bool | None, rows: int, promised: float | None) -> bool:
-        """Whether the step drops unlikely candidates on its way."""
-        if wanted is not None:
-            return wanted
+    def _prunes(self, wanted: bool | None, plan: Plan, rows: int) -> bool:
+        """Whether the step drops unlikely candidates on its way; None: as is best."""
+        if wanted is not None or not plan.candidates:
+            return bool(wanted and plan.candidates)
         setting = self.setting
         counts = [sum(one.count for one in times.sizes.values() if one.measured)
                   for times in (setting.times, setting.pruned)]  # fmt: skip
@@ -293,7 +284,7 @@ class StepPolicy:
         # Pruning adds no tokens; a difference within noise is none.
         without, with_ = (one.value or 1.0 for one in setting.kept)
         lost = 1 - min(with_ / without, 1.0) if without else 0.0
-        drafted = (promised or self._live) - self._live
+        drafted = (plan.promised or self._live) - self._live
         rate = setting.rate.value or 0.0
         better = rate * (whole - pruned) > lost * drafted
         setting.turns += 1
@@ -301,7 +292,9 @@ class StepPolicy:
             return not better
         return bool(better)
 
-    def _cut(self, draft: Draft, drafter: Drafter, plan: Plan, likely: Array) -> Draft:
+    def _cut(
+        self, draft: Draft, drafter: Drafter, plan: Plan, likely: Array, pruned: bool
+    ) -> Draft:
         """The draft's likeliest candidates, with probes where a step is likeliest to end."""
         chances, nodes = draft.chances, plan.candidates + 1
         assert chances is not None
@@ -313,7 +306,7 @@ class StepPolicy:
         if plan.probed:
             under = best_ends(likely[:, :nodes], chances.parents, plan.probed)
             probes = drafter.hang(tree, (under * drafter.distances).tolist())
-        return Draft(tree, tokens, None, probes, chances, plan.pruned)
+        return Draft(tree, tokens, None, probes, chances, pruned)
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -339,8 +332,8 @@ class StepPolicy:
             if self.enabled and guard.paused:
                 guard.refill()
             return
-        if draft.tree.num_nodes > 1 and plan.promised:
-            drafted = plan.promised - self._live
+        if draft.tree.num_nodes > 1:
+            drafted = plan.promised - self._live if plan.promised else plan.candidates * self._live
             setting.kept[draft.pruned].add(tokens - len(live), drafted)
         expected = times.seconds(rows) if rows > 1 else None
         plain = setting.times.plain_seconds()
