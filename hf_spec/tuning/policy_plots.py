@@ -147,7 +147,7 @@ def _promises(axes: Any, policy: dict[str, Any]) -> None:
         plot_points(axes, line, color=color, label=f"{label}, mean of {WINDOW}")
     axes.set(xlabel="decision", ylabel="tokens per step and row", title="promised and emitted")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, loc="lower left")
+    axes.legend(fontsize=8, loc="lower left", framealpha=0.5)
     chosen = axes.twinx()
     sizes = [(at, one["candidates"]) for at, one in enumerate(history)]
     plot_points(chosen, sizes, ".", color="0.75", markersize=3, label="chosen")
