@@ -24,7 +24,7 @@ def plots() -> None:
       hf-spec plot search ./skip
       hf-spec plot tune ./bita
       hf-spec plot tree ./bita
-      hf-spec plot controller ./results -o controller.png
+      hf-spec plot policy ./results -o policy.png
     """
 
 
@@ -94,26 +94,26 @@ def tree_plot(
     typer.echo(f"plot: {plot_trees(entry, setting - 1, target)}")
 
 
-@plot.command("controller")
-def controller_plot(
+@plot.command("policy")
+def policy_plot(
     results: Annotated[Path, typer.Argument(help="results.json of hf-spec bench, or its folder.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The image, a PNG file.")],
 ) -> None:
-    """Draw what decoding decided for itself, from results.json.
+    """Draw what the policy decided, from results.json.
 
-    For strategies with tree="online": the size of the trees, the step times behind it, expected and
-    measured speed. For all: what the controller expected of drafting.
+    For each strategy: the sizes of the trees chosen, the step times behind them, promised and
+    emitted tokens. For all: promised and measured speedup.
 
     \b
     Examples:
-      hf-spec plot controller ./results -o controller.png
-      hf-spec plot controller ./results/results.json --output figures/medusa.png
+      hf-spec plot policy ./results -o policy.png
+      hf-spec plot policy ./results/results.json --output figures/medusa.png
     """
-    from hf_spec.tuning.controller_plots import plot_decisions, read_decisions
+    from hf_spec.tuning.policy_plots import plot_policies, read_policies
 
-    runs = read_decisions(results)
+    runs = read_policies(results)
     check_writable(output.parent)
-    typer.echo(f"plot: {plot_decisions(runs, output)}")
+    typer.echo(f"plot: {plot_policies(runs, output)}")
 
 
 def tuned(folder: Path) -> dict[str, Any]:

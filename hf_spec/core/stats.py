@@ -33,7 +33,7 @@ class SpecStats:
         accepted: row-steps that accepted a candidate at depth i.
         draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
             in the full model, in choosing what to accept, and in all the rest.
-        details: what a drafter and the controller report of themselves.
+        details: what the drafter and the policy report of themselves.
     """
 
     num_steps: int = 0

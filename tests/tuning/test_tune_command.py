@@ -77,7 +77,7 @@ NEW = {"max_new_tokens": 20, "do_sample": False}
 # -- the command -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["tune", "plot tune", "plot tree", "plot controller"])
+@pytest.mark.parametrize("words", ["tune", "plot tune", "plot tree", "plot policy"])
 def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words.split(), "--help"]) == 0
     out = capsys.readouterr().out

@@ -1,0 +1,176 @@
+"""Draws what the policy decided, from the ``results.json`` of a benchmark.
+
+A run's statistics are those of its last call: the trees it chose, the step times these rest on, and
+the tokens that it promised itself beside those that came.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_spec.bench.figures import new_figure, plot_points, save_figure
+from hf_spec.bench.report import ALL
+from hf_spec.hub.card import RESULTS
+from hf_spec.hub.folder import read_json
+
+PROMISED, MEASURED = "tab:red", "tab:blue"
+#: Decisions that a running mean is taken over.
+WINDOW = 16
+
+
+def read_policies(path: Path) -> list[dict[str, Any]]:
+    """The runs over all tasks whose statistics tell what the policy decided.
+
+    Args:
+        path: a ``results.json``, or the folder it is in.
+
+    Raises:
+        ValueError: there is none, it is none, or no run has decisions.
+    """
+    path = path / RESULTS if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there is no {str(path)!r}: run hf-spec bench --output DIR")
+    runs = read_json(path).get("runs")
+    if not isinstance(runs, list):
+        raise ValueError(f"{str(path)!r} is no result of hf-spec bench: it has no runs")
+    chosen = [one for one in runs if one["task"] == ALL and _policy(one)]
+    if not chosen:
+        raise ValueError(
+            f"{str(path)!r} has no run with a policy: the strategies are stock ones, or the file "
+            "was written by an earlier release; run hf-spec bench again"
+        )
+    return chosen
+
+
+def plot_policies(runs: list[dict[str, Any]], path: Path) -> Path:
+    """Write a PNG: a row of three panels for each run, and one panel for all runs.
+
+    Args:
+        runs: from :func:`read_policies`.
+        path: of the image.
+    """
+    return save_figure(draw_policies(runs), path)
+
+
+def draw_policies(runs: list[dict[str, Any]]) -> Any:
+    """The figure that :func:`plot_policies` writes."""
+    count = len(runs) + 1
+    figure = new_figure(13, 3.6 * count)
+    parts = figure.subfigures(count, 1, squeeze=False)[:, 0]
+    for run, part in zip(runs, parts):
+        part.suptitle(_title(run), fontsize=10)
+        left, middle, right = part.subplots(1, 3)
+        _sizes(left, _policy(run))
+        _times(middle, _policy(run))
+        _promises(right, _policy(run))
+    _speedups(parts[-1].subplots(1, 1), runs)
+    return figure
+
+
+def promised_speedup(policy: dict[str, Any]) -> float | None:
+    """What the last call's choices promised over plain decoding; None if that is not known.
+
+    Steps of a larger batch than the last one, whose plain time is not that which was kept, do not
+    count.
+    """
+    known = [
+        one for one in policy["history"]
+        if one["promised_tokens"] and 0 < one["batch_size"] <= policy["batch_size"]
+    ]  # fmt: skip
+    if not known or not policy["plain_seconds"]:
+        return None
+    tokens = sum(one["promised_tokens"] / one["batch_size"] for one in known)
+    seconds = sum(one["promised_seconds"] for one in known)
+    return float(policy["plain_seconds"] * tokens / seconds)
+
+
+def _policy(run: dict[str, Any]) -> dict[str, Any]:
+    """What the policy of a run has reported; empty if nothing."""
+    found: dict[str, Any] = (run.get("stats", {}).get("details") or {}).get("policy") or {}
+    return found
+
+
+def _title(run: dict[str, Any]) -> str:
+    policy = _policy(run)
+    parts = [f"{run['strategy']}, batch {run['batch_size']}"]
+    if policy["came_per_promised"] is not None:
+        parts.append(f"{policy['came_per_promised']:.2f} tokens came per promised one")
+    if policy["median_time_error"] is not None:
+        parts.append(f"median error of step times {policy['median_time_error']:.0%}")
+    if policy["paused"]:
+        parts.append("paused at the end")
+    return "; ".join(parts)
+
+
+def _sizes(axes: Any, policy: dict[str, Any]) -> None:
+    """How often trees of each size were taken."""
+    taken: Counter[int] = Counter()
+    for one in policy["steps"]:
+        taken[one["candidates"]] += one["count"]
+    sizes = sorted(taken)
+    axes.bar(range(len(sizes)), [taken[size] for size in sizes], color=MEASURED)
+    axes.set_xticks(range(len(sizes)), [str(size) if size else "plain" for size in sizes])
+    axes.set(xlabel="candidates", ylabel="steps", title="trees chosen")
+
+
+def _times(axes: Any, policy: dict[str, Any]) -> None:
+    """T(n), and the measured mean of each size."""
+    points = sorted((int(tokens), 1000 * spent) for tokens, spent in policy["seconds"].items())
+    wide = [one for one in points if one[0] > 1]
+    plot_points(axes, wide, "o", color=MEASURED, label="measured")
+    if policy["plain_seconds"] is not None:
+        plain = [(1, 1000 * policy["plain_seconds"])]
+        plot_points(axes, plain, "s", color="black", label="plain step")
+    if policy["b0"] is not None:
+        ends = (1, max((tokens for tokens, _ in points), default=2))
+        line = [(n, 1000 * (policy["b0"] + policy["b1"] * n)) for n in ends]
+        plot_points(axes, line, color=PROMISED, label="b0 + b1 n")
+    axes.set(xlabel="step tokens n of a row", ylabel="ms, without drafting", title="step time T(n)")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+
+
+def _promises(axes: Any, policy: dict[str, Any]) -> None:
+    """Promised beside emitted tokens per step and row, over what was chosen."""
+    history = [one for one in policy["history"] if one["batch_size"]]
+    # Only what was promised can be compared with a promise.
+    known = [(at, one) for at, one in enumerate(history) if one["promised_tokens"]]
+    for name, color, label in (
+        ("promised_tokens", PROMISED, "promised"), ("tokens", MEASURED, "emitted"),
+    ):  # fmt: skip
+        values = [one[name] / one["batch_size"] for _, one in known]
+        line = list(zip((at for at, _ in known), running_mean(values)))
+        plot_points(axes, line, color=color, label=f"{label}, mean of {WINDOW}")
+    axes.set(xlabel="decision", ylabel="tokens per step and row", title="promised and emitted")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, loc="lower left", framealpha=0.5)
+    chosen = axes.twinx()
+    sizes = [(at, one["candidates"]) for at, one in enumerate(history)]
+    plot_points(chosen, sizes, ".", color="0.75", markersize=3, label="chosen")
+    chosen.set_ylabel("candidates chosen (dots)", color="0.5")
+    chosen.set_ylim(bottom=-0.5)
+    axes.set_zorder(chosen.get_zorder() + 1)  # lines stand before dots
+    axes.patch.set_visible(False)
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Of each value and those before it, at most `WINDOW` in all."""
+    return [float(np.mean(values[max(at + 1 - WINDOW, 0) : at + 1])) for at in range(len(values))]
+
+
+def _speedups(axes: Any, runs: list[dict[str, Any]]) -> None:
+    """What the choices of the last calls promised beside the speedup that was measured."""
+    places = np.arange(len(runs))
+    promised = [promised_speedup(_policy(run)) or 0.0 for run in runs]
+    axes.bar(places - 0.13, promised, 0.26, color=PROMISED, label="promised, last call")
+    measured = [run["speedup"] for run in runs]
+    axes.bar(places + 0.13, measured, 0.26, color=MEASURED, label="measured, all calls")
+    axes.set_xticks(places, [f"{run['strategy']}, batch {run['batch_size']}" for run in runs])
+    axes.axhline(1.0, color="0.4", linestyle=":")
+    axes.set(ylabel="speedup", title="speedup")
+    axes.set_xlim(-0.6, max(len(runs), 4) - 0.4)
+    axes.legend(fontsize=8)
