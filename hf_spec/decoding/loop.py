@@ -89,7 +89,7 @@ def decode(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            hidden=prefilled.hidden,
+            hidden=prefilled.hidden, timed=switched_on(options, bool(config.do_sample)),
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
@@ -104,7 +104,7 @@ def decode(
         strategy = method.name, repr(options), adapter and adapter.name
         policy = StepPolicy(
             stats, recall(model, (Learned, strategy), Learned), (len(prompt), context, device),
-            switched_on(options, state.do_sample), _measured(model, adapter, len(prompt), context),
+            state.timed, _measured(model, adapter, len(prompt), context),
         )  # fmt: skip
         shrinking = Shrinking(state, drafter, scorer, handover)
         watch.step()

@@ -106,6 +106,7 @@ class DecodingState:
             the model made the root's token; any states in finished rows. Of the prompt's last token
             at first. None unless the drafter wants it, or while it is not known.
         rows: which row of the call each of these is.
+        timed: whether how much is drafted may depend on what steps take.
     """
 
     model: Any
@@ -122,6 +123,7 @@ class DecodingState:
     probe_counts: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
     rows: list[int] = field(default_factory=list)
+    timed: bool = False
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)

@@ -27,8 +27,9 @@ class StrategyOptions:
             tried.
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
         retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
-        fallback: take plain steps while speculation does not pay. ``auto`` does so unless what is
-            emitted depends on which steps draft (sampled candidates, ``typical``).
+        fallback: draft as much as pays, and take plain steps while nothing does. ``auto`` does so
+            unless what is emitted depends on which steps draft (sampled candidates, ``typical``).
+            False: every step drafts, and nothing depends on time.
     """
 
     acceptance: str = "auto"
@@ -115,7 +116,8 @@ class TreeOptions(StrategyOptions):
             paths, as ``TokenTree.from_paths`` takes it, with all probes under each node; or a
             dynamic tree, a list of states as ``TreeStates.to_json`` gives it.
         candidates: of an adaptive tree. ``auto``: as many as pay in each step, by its own
-            probabilities and the time that steps take; a number takes exactly so many.
+            probabilities and the time that steps take, 8 without ``fallback``; a number takes
+            exactly so many.
         probed: nodes of an adaptive tree of so many candidates that have probes under them, those
             where a step is likeliest to end; None: all.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
@@ -177,11 +179,7 @@ class TreeOptions(StrategyOptions):
 
     def untimed(self) -> dict[str, Any]:
         found = super().untimed()
-        if self.tree == ONLINE:
-            return {**found, "tree": self.trees[0]}
-        if self.tree == ADAPTIVE and self.candidates == AUTO:
-            return {**found, "candidates": CANDIDATES}
-        return found
+        return {**found, "tree": self.trees[0]} if self.tree == ONLINE else found
 
     def depth(self, available: int) -> int:
         """Distances that are drafted.

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import Chances, DecodingState, Draft
+from hf_spec.drafting.options import CANDIDATES
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.policy.calibration import Calibration, walk
@@ -132,7 +133,8 @@ class AdaptiveTrees(TreeSource):
     Args:
         depth: distances that are predicted.
         probes: whether predictions come from probes under the nodes.
-        candidates: exactly so many in every step; None: what the policy chooses.
+        candidates: exactly so many in every step; None: what the policy chooses, or `CANDIDATES`
+            where nothing may depend on time.
         probed: of a step of so many candidates: nodes with probes, those where it is likeliest to
             end; None: all.
         calibration: learned by earlier calls; None: predictions are trusted as they are.
@@ -167,11 +169,12 @@ class AdaptiveTrees(TreeSource):
             self._proposed = ()
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
             draft = drafter.stand([alone] * state.batch_size, state)
-            if self.candidates is None:
+            if state.timed and self.candidates is None:
                 only = np.zeros((state.batch_size, 1), np.int64)
                 draft.chances, draft.probes = Chances(only + 1.0, only, only), None
             return draft
-        count = self.candidates or self._most
+        exactly = self.candidates or (None if state.timed else CANDIDATES)
+        count = exactly or self._most
         trust = [0.0] * depth if self.calibration is None else self.calibration.log_factors
         grown = grow(
             self.predictions(drafter, state, depth, count), state.root, count, depth, trust
@@ -179,7 +182,7 @@ class AdaptiveTrees(TreeSource):
         draft, tokens = grown.draft()
         chances = draft.chances
         assert chances is not None
-        if self.candidates is None:
+        if exactly is None:
             self._proposed = trust, chances.parents.tolist(), tokens, chances.paths.tolist()
             return draft
         probes = drafter.hang(draft.tree, self._ahead(chances)) if self.probes else None

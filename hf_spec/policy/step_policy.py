@@ -42,6 +42,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FIRST = ((CANDIDATES, CANDIDATES // 2),) * 3 + ((2, 2),) * 3
 #: Steps that draft between two looks at a plain one, doubling from the first to the last.
 LOOKS = (64, 1024)
+#: Steps without predictions until probes are looked at though that is not worth their time.
+BLIND = (4, 256)
 #: h before anything is known of it, and the weight of a step in it and in rho.
 WORTH, ALPHA = 1.0, 1 / 32
 #: Steps with pruning and without that are tried in turns, and steps of one kind until the other is
@@ -92,6 +94,8 @@ class Setting:
         tries: sizes that the next steps must have.
         look: steps that draft until a plain one is due.
         turns: steps since both ways of pruning were known, or were looked at again.
+        blind, patience: steps without predictions since probes were looked at, and how many there
+            are until the next look where it is not worth its time.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
@@ -101,6 +105,8 @@ class Setting:
     tries: deque[tuple[int, int]] = field(default_factory=lambda: deque(FIRST))
     look: int = LOOKS[0]
     turns: int = 0
+    blind: int = 0
+    patience: int = BLIND[0]
 
     def lent(self, scale: float) -> Setting:
         """What is expected where rows cost so many times as much."""
@@ -208,14 +214,15 @@ class StepPolicy:
         """The draft that the step takes: cut down, with its probes.
 
         Args:
-            draft: what was proposed; left as it is where nothing says how likely it is.
+            draft: what was proposed; left as it is where nothing says how likely it is, and where
+                nothing may depend on time.
             drafter: hangs probes.
             active: rows that are not finished.
             limits: depth of the deepest candidate that each row can use.
         """
         self._live = sum(active)
         chances = draft.chances
-        if chances is None:
+        if chances is None or not self.enabled:
             self._plan = plan = Plan(draft.tree.num_nodes - 1)
             pruned = self._prunes(drafter.prunes, plan, draft.num_rows)
             return dataclasses.replace(draft, pruned=pruned)
@@ -240,9 +247,10 @@ class StepPolicy:
         while len(sums) > 1 and sums[-1] <= 0:
             sums.pop()
         most, line = len(sums) - 1, times.line
-        if line is None or not most or setting.tries:
-            # Nothing is known of the line, or of what comes: then probes are looked at.
-            candidates, probed = setting.tries.popleft() if setting.tries and most else FIRST[0]
+        if not most:
+            return Plan(0, int(group > 0 and self._looks(group)), float(self._live))
+        if line is None or setting.tries:
+            candidates, probed = setting.tries.popleft() if setting.tries else FIRST[0]
             candidates = min(candidates, most)
             probed = min(probed, candidates + 1) if group else 0
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
@@ -260,14 +268,36 @@ class StepPolicy:
         rows = 1 + candidates + probed * group
         promised = sum(sums[: candidates + 1])
         value = promised + worth * held * bool(group) - rate * (line[0] + line[1] * rows)
-        if group:
-            alone_ = self._live * (1 + worth) - rate * (line[0] + line[1] * (1 + group))
-            self.learned.worth += ALPHA * ((value - alone_) / self._live - worth)
-            self.learned.worth = min(max(self.learned.worth, 0.0), float(likely.shape[1]))
         plain = times.plain_seconds()
-        if self.enabled and plain is not None and value < self._live - rate * plain:
+        without = -np.inf if plain is None else self._live - rate * plain
+        if group:
+            look = self._live * (1 + worth) - rate * (line[0] + line[1] * (1 + group))
+            self.learned.worth += ALPHA * ((max(value, without) - look) / self._live - worth)
+            self.learned.worth = min(max(self.learned.worth, 0.0), float(likely.shape[1]))
+        if value < without:
+            self.stats.num_fallback_steps += 1
             return Plan(promised=float(self._live))
         return Plan(candidates, probed, promised)
+
+    def _looks(self, group: int) -> bool:
+        """Whether a step without predictions has probes, so that the next one has some.
+
+        Where that is not worth their time it is tried ever more seldom: the text may change.
+        """
+        setting, line = self.setting, self.setting.times.line
+        plain, rate = setting.times.plain_seconds(), setting.rate.value
+        if line is None or plain is None or rate is None:
+            return True
+        setting.blind += 1
+        cost = rate * (line[0] + line[1] * (1 + group) - plain)
+        if self.learned.worth * self._live > cost:
+            setting.patience = BLIND[0]
+        elif setting.blind < setting.patience:
+            return False
+        else:
+            setting.patience = min(2 * setting.patience, BLIND[1])
+        setting.blind = 0
+        return True
 
     def _prunes(self, wanted: bool | None, plan: Plan, rows: int) -> bool:
         """Whether the step drops unlikely candidates on its way; None: as is best."""

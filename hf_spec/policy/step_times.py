@@ -1,4 +1,4 @@
-"""What steps take while decoding: the times behind trees of online size (ProPD, section 4.2.1).
+"""What steps take while decoding: ProPD, section 4.2.1.
 
 Knows rows and seconds; nothing of trees or models.
 """
