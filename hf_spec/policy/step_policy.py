@@ -255,23 +255,29 @@ class StepPolicy:
             probed = min(probed, candidates + 1) if group else 0
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
         rate = setting.rate.value or self._live / max(times.plain_seconds() or line[0], TICK)
-        row, worth = rate * line[1], self.learned.worth  # tokens that a row must bring
-        total, best, candidates = 0.0, -np.inf, 0
-        for n in range(1, most + 1):
-            total += sums[n] - row - min(worth * sums[n], row * group)
-            if (n in SIZES or n == most) and total > best:
-                best, candidates = total, n
-        ended = ends(likely[:, : candidates + 1], parents)
-        gains = np.sort(ended, axis=1)[:, ::-1].sum(0).tolist()
-        probed = sum(worth * gain > row * group for gain in gains) if group else 0
-        held = sum(gains[:probed])
-        rows = 1 + candidates + probed * group
-        promised = sum(sums[: candidates + 1])
-        value = promised + worth * held * bool(group) - rate * (line[0] + line[1] * rows)
+        worth = self.learned.worth
+        curve = times.curve(1 + most + (1 + most) * group) or []
+        costs = [rate * seconds for seconds in curve]  # tokens that the time would bring
+        value, candidates, probed, promised = -np.inf, 0, 0, 0.0
+        sizes = [size for size in SIZES if size < most] + [most]
+        for size in sizes:
+            expected = sum(sums[: size + 1])
+            if not group:
+                found = expected - costs[1 + size], 0
+            else:
+                gains = np.sort(ends(likely[:, : size + 1], parents), axis=1)[:, ::-1].sum(0)
+                held = [0.0, *gains.cumsum().tolist()]
+                counts = [0, *(count for count in SIZES if count <= size), size + 1]
+                found = max(
+                    (expected + worth * held[count] - costs[1 + size + count * group], count)
+                    for count in counts
+                )
+            if found[0] > value:
+                (value, probed), candidates, promised = found, size, expected
         plain = times.plain_seconds()
         without = -np.inf if plain is None else self._live - rate * plain
         if group:
-            look = self._live * (1 + worth) - rate * (line[0] + line[1] * (1 + group))
+            look = self._live * (1 + worth) - costs[1 + group]
             self.learned.worth += ALPHA * ((max(value, without) - look) / self._live - worth)
             self.learned.worth = min(max(self.learned.worth, 0.0), float(likely.shape[1]))
         if value < without:
@@ -289,7 +295,8 @@ class StepPolicy:
         if line is None or plain is None or rate is None:
             return True
         setting.blind += 1
-        cost = rate * (line[0] + line[1] * (1 + group) - plain)
+        curve = setting.times.curve(1 + group) or []
+        cost = rate * (curve[-1] - plain)
         if self.learned.worth * self._live > cost:
             setting.patience = BLIND[0]
         elif setting.blind < setting.patience:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ OLDEST = 1000
 FIRST = 5
 #: Steps after which a size that was not taken begins anew: the machine may be another by then.
 STALE = 200
+#: Steps that the line counts for beside a size's own.
+DRAWN = 4
 #: A step counts as at most so many mean ones: a stall is no news of the size's cost.
 CLIP = 2.0
 #: Sizes whose times are kept, and predictions whose errors are.
@@ -94,6 +97,8 @@ class StepTimes:
     sizes: dict[int, SizeTime] = field(default_factory=dict)
     drafting: SizeTime = field(default_factory=SizeTime)
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
+    #: The line, and the number of steps when it was fitted.
+    _line: tuple[int, tuple[float, float] | None] | None = None
 
     def observe(self, rows: int, seconds: float, drafting: float | None = None) -> None:
         """A step is over.
@@ -136,6 +141,11 @@ class StepTimes:
         Plain steps are left out where two other sizes are known: for a single row devices often
         have a faster way, and a line through it would make all rows look dear.
         """
+        if self._line is None or self._line[0] != self.steps:
+            self._line = self.steps, self._fitted()
+        return self._line[1]
+
+    def _fitted(self) -> tuple[float, float] | None:
         means = self.means
         if len(means) < 2:
             return None
@@ -155,6 +165,31 @@ class StepTimes:
         if line is None:
             return None
         return line[0] + line[1] * rows + (self.drafting_seconds or 0.0)
+
+    def curve(self, most: int) -> list[float] | None:
+        """What steps of 0, 1, ... ``most`` rows take, drafting left out; None while unknown.
+
+        What was measured of a size, drawn to the line as far as it was measured seldom, and never
+        falling: kernels take rows in blocks, so that some rows cost nothing and others much. Past
+        the largest size that is known it goes on as the line does.
+        """
+        line = self.line
+        if line is None:
+            return None
+        means = self.means
+        if len(means) > 2:
+            means.pop(1, None)
+        rows, drawn, weights = list(means), [], []
+        for size, mean in means.items():
+            known = self.sizes[size].count
+            drawn.append((known * mean + DRAWN * (line[0] + line[1] * size)) / (known + DRAWN))
+            weights.append(known + DRAWN)
+        rising = never_falling(drawn, weights)
+        beyond = max(most, rows[-1]) + 1
+        rows.append(beyond)
+        rising.append(rising[-1] + line[1] * (beyond - rows[-2]))
+        found: list[float] = np.interp(np.arange(most + 1), rows, rising).tolist()
+        return found
 
     @property
     def drafting_seconds(self) -> float | None:
@@ -190,6 +225,20 @@ class StepTimes:
     @property
     def median_error(self) -> float | None:
         return statistics.median(self.errors) if self.errors else None
+
+
+def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The values that never fall and are closest to these, by weighted squares: neighbours in the
+    wrong order are put together until there are none (Ayer et al., 1955)."""
+    pools: list[list[float]] = []  # mean, weight and count of each
+    for value, weight in zip(values, weights):
+        pools.append([value, weight, 1])
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            mean, own, count = pools.pop()
+            last = pools[-1]
+            last[0] = (last[0] * last[1] + mean * own) / (last[1] + own)
+            last[1], last[2] = last[1] + own, last[2] + count
+    return [mean for mean, _, count in pools for _ in range(int(count))]
 
 
 def fit_line(rows: Array, seconds: Array, weights: Array) -> tuple[float, float]:
