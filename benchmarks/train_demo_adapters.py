@@ -17,14 +17,14 @@ from pathlib import Path
 from hf_spec.demo.demo import model_folder
 from hf_spec.demo.prompts import library_files
 
-SEED, PROMPTS, LINES, NEW_TOKENS = 20261122, 760, (8, 40), 128
+SEED, PROMPTS, LINES, NEW_TOKENS = 20261122, 400, (8, 40), 128
 #: Fields and options that differ from the defaults: shipped files are to be small.
 SETTINGS = {
-    "bita": ["--transition-rank", "16"],
-    "medusa": ["--transition-rank", "16"],
-    "ppd": ["--transition-rank", "16"],
-    "propd": ["--transition-rank", "16"],
-    "space": ["--transition-rank", "16", "--rank", "8"],
+    "bita": ["--transition-rank", "64"],
+    "medusa": ["--transition-rank", "64"],
+    "ppd": ["--transition-rank", "64"],
+    "propd": ["--transition-rank", "64"],
+    "space": ["--transition-rank", "64", "--rank", "8"],
 }
 
 

@@ -70,7 +70,8 @@ def decode(
     chooser = Chooser(options, scorer, bool(config.do_sample), bool(record_scores or record_logits))
     drafter = method.drafter(model, options)
     check_tree_forward(model, method.name, drafter, synced_gpus or real is not None)
-    if options.retrieval:
+    timed = switched_on(options, bool(config.do_sample))
+    if options.looks_up(timed):
         drafter = with_retrieval(drafter)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device, ranks.same)
@@ -89,7 +90,7 @@ def decode(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            hidden=prefilled.hidden, timed=switched_on(options, bool(config.do_sample)),
+            hidden=prefilled.hidden, timed=timed,
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.

@@ -26,14 +26,15 @@ class StrategyOptions:
             ``typical`` (lossy). ``auto`` is ``match``, which has been faster wherever both were
             tried.
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
-        retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree.
+        retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree. ``auto``
+            does so where the policy chooses among candidates by their probability.
         fallback: draft as much as pays, and take plain steps while nothing does. ``auto`` does so
             unless what is emitted depends on which steps draft (sampled candidates, ``typical``).
             False: every step drafts, and nothing depends on time.
     """
 
     acceptance: str = "auto"
-    retrieval: bool = False
+    retrieval: bool | str = "auto"
     fallback: bool | str = "auto"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
@@ -48,10 +49,10 @@ class StrategyOptions:
                 "acceptance='rejection': this strategy's candidates are not sampled from a "
                 "distribution. Use acceptance='match', which is exact for them."
             )
-        if not isinstance(self.retrieval, bool):
-            raise ValueError(f"retrieval={self.retrieval!r}: must be True or False.")
-        if not isinstance(self.fallback, bool) and self.fallback != "auto":
-            raise ValueError(f"fallback={self.fallback!r}: must be 'auto', True or False.")
+        for name in ("retrieval", "fallback"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value != "auto":
+                raise ValueError(f"{name}={value!r}: must be 'auto', True or False.")
         for name in ("typical_epsilon", "typical_delta"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
 
@@ -59,6 +60,14 @@ class StrategyOptions:
     def samples(self) -> bool:
         """Whether candidates are sampled where the call samples."""
         return self.acceptance == "rejection"
+
+    def looks_up(self, timed: bool) -> bool:
+        """Whether look-ups stand among the candidates.
+
+        Args:
+            timed: whether how much is drafted may depend on what steps take.
+        """
+        return self.retrieval is True
 
     def untimed(self) -> dict[str, Any]:
         """Options to change so that what is drafted does not depend on what steps take here, or on
@@ -180,6 +189,11 @@ class TreeOptions(StrategyOptions):
     def untimed(self) -> dict[str, Any]:
         found = super().untimed()
         return {**found, "tree": self.trees[0]} if self.tree == ONLINE else found
+
+    def looks_up(self, timed: bool) -> bool:
+        if self.retrieval != AUTO:
+            return bool(self.retrieval)
+        return timed and self.tree in (ADAPTIVE, ONLINE) and self.candidates == AUTO
 
     def depth(self, available: int) -> int:
         """Distances that are drafted.

@@ -37,7 +37,7 @@ class BitaOptions(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree == STRAIGHTFORWARD and self.retrieval:
+        if self.tree == STRAIGHTFORWARD and self.retrieval is True:
             raise ValueError(
                 "retrieval=True with tree='straightforward', whose one group of mask tokens is for "
                 "its own chain. Use tree='chain'."

@@ -35,7 +35,7 @@ class PromptLookupOptions(StrategyOptions):
         for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
             check_count(name, getattr(self, name), high=MAX_CANDIDATES)
         check_range("min_probability", self.min_probability, 0.0, 1.0)
-        if self.retrieval:
+        if self.retrieval is True:
             raise ValueError(
                 "retrieval=True with prompt_lookup: looking up is all that prompt_lookup does. "
                 "Leave it out."

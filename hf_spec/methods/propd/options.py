@@ -82,6 +82,12 @@ class ProPDOptions(HeadOptions):
                 found.pop(name, None)
         return found
 
+    def looks_up(self, timed: bool) -> bool:
+        if self.drafter == HEADS or self.retrieval is True:
+            return super().looks_up(timed)
+        inner = {**self.drafter_kwargs, "retrieval": self.retrieval}
+        return self.drafting_method().parse_options(inner).looks_up(timed)
+
     @property
     def other_adapters(self) -> tuple[str, ...]:
         drafts = self.drafter != HEADS and self.drafting_method().needs_adapter
