@@ -2,8 +2,8 @@
 
 The demo model answers beginnings of the standard library's code that are not in the demo's own
 prompts, and ``hf-spec train`` makes an adapter of each kind out of that, with its defaults but for
-what keeps files small. About half an hour on two cores. OUTPUT then holds ``answers`` and a folder
-per strategy; those go to ``hf_spec/demo/adapters``.
+what keeps files small and the training short. About half an hour on one core. OUTPUT then holds
+``answers`` and a folder per strategy; those go to ``hf_spec/demo/adapters``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from hf_spec.demo.demo import model_folder
 from hf_spec.demo.prompts import library_files
 
 SEED, PROMPTS, LINES, NEW_TOKENS = 20261122, 400, (8, 40), 128
-#: Fields and options that differ from the defaults: shipped files are to be small.
+#: Fields and options that differ from the defaults: files are to be small, and soon made.
+SMALL = ["--epochs", "3", "--transition-rank", "64"]
 SETTINGS = {
-    "bita": ["--transition-rank", "64"],
-    "medusa": ["--transition-rank", "64"],
-    "ppd": ["--transition-rank", "64"],
-    "propd": ["--transition-rank", "64"],
-    "space": ["--transition-rank", "64", "--rank", "8"],
+    "bita": SMALL,
+    "medusa": SMALL,
+    "ppd": SMALL,
+    "propd": SMALL,
+    "space": [*SMALL, "--rank", "8"],
 }
 
 
