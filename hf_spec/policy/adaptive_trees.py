@@ -46,8 +46,9 @@ class Grown(NamedTuple):
 
     def draft(self) -> tuple[Draft, list[list[int]]]:
         """The draft, with its chances, and its tokens on the host; one transfer for all of it."""
-        packed = torch.stack([part.double() for part in self]).cpu().numpy()
-        paths = np.exp(packed[3])
+        # Tokens are whole numbers below 2 ** 24, which float32 holds exactly.
+        packed = torch.stack([part.to(self.log_probs) for part in self]).cpu().numpy()
+        paths = np.exp(packed[3].astype(np.float64))
         parents, depths, tokens = (part.astype(np.int64) for part in packed[:3])
         chances = Chances(paths, parents * (paths > 0), depths)
         tree = TreeBatch.of(
