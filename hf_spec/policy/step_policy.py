@@ -37,9 +37,9 @@ from hf_spec.policy.step_times import StepTimes
 
 #: Candidates that a step may have. Few sizes, so that steps repeat, compiled ones above all.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: Candidates, and nodes with probes, of the first steps of a setting: a line needs two sizes, and
-#: the first step of a size warms something up.
-FIRST = ((CANDIDATES, CANDIDATES // 2),) * 3 + ((2, 2),) * 3
+#: Steps of each of the two sizes that a setting starts with: a line needs two, and the first step
+#: of a size warms something up.
+WARM_UP = 2
 #: Steps that draft between two looks at a plain one, doubling from the first to the last.
 LOOKS = (64, 1024)
 #: Steps without predictions until probes are looked at though that is not worth their time.
@@ -53,6 +53,13 @@ TRIED, AGAIN = 8, 256
 TICK = 1e-9
 #: Decisions that are remembered, for people.
 HISTORY = 128
+
+
+def first_sizes(batch_size: int) -> list[tuple[int, int]]:
+    """Candidates, and nodes with probes, of a setting's first steps: the larger the batch, the
+    fewer, since a step of many rows may cost several plain ones."""
+    wide = max(CANDIDATES // batch_size, 2)
+    return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
 
 def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
@@ -102,7 +109,7 @@ class Setting:
     pruned: StepTimes = field(default_factory=StepTimes)
     rate: Average = field(default_factory=Average)
     kept: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
-    tries: deque[tuple[int, int]] = field(default_factory=lambda: deque(FIRST))
+    tries: deque[tuple[int, int]] = field(default_factory=deque)
     look: int = LOOKS[0]
     turns: int = 0
     blind: int = 0
@@ -110,10 +117,7 @@ class Setting:
 
     def lent(self, scale: float) -> Setting:
         """What is expected where rows cost so many times as much."""
-        lent = Setting(self.times.seeded(scale), self.pruned.seeded(scale))
-        if lent.times.line is not None:
-            lent.tries.clear()
-        return lent
+        return Setting(self.times.seeded(scale), self.pruned.seeded(scale))
 
 
 @dataclass
@@ -142,6 +146,8 @@ class Learned:
                 self.settings[key] = self.settings[best].lent(key[0] / best[0])
             else:
                 self.settings[key] = Setting(StepTimes.guessed(measured()))
+            if self.settings[key].times.line is None:
+                self.settings[key].tries.extend(first_sizes(key[0]))
         return self.settings[key]
 
 
@@ -250,7 +256,8 @@ class StepPolicy:
         if not most:
             return Plan(0, int(group > 0 and self._looks(group)), float(self._live))
         if line is None or setting.tries:
-            candidates, probed = setting.tries.popleft() if setting.tries else FIRST[0]
+            queue = setting.tries or deque(first_sizes(self._key[0]))
+            candidates, probed = queue.popleft()
             candidates = min(candidates, most)
             probed = min(probed, candidates + 1) if group else 0
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
