@@ -88,9 +88,11 @@ class Setting:
     Attributes:
         times: what they take; of pruned ones, by rows before pruning.
         rate: tokens of all rows per second.
-        kept: accepted candidates per promised one, without pruning and with it.
+        kept: accepted candidates per promised one, without pruning and with it; per row and step
+            where nothing is promised.
         tries: sizes that the next steps must have.
-        look: steps that draft until a plain one is due.
+        wide: steps that drafted since a plain one.
+        look: those of them until the next one is due.
         turns: steps since both ways of pruning were known, or were looked at again.
     """
 
@@ -99,6 +101,7 @@ class Setting:
     rate: Average = field(default_factory=Average)
     kept: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
     tries: deque[tuple[int, int]] = field(default_factory=lambda: deque(FIRST))
+    wide: int = 0
     look: int = LOOKS[0]
     turns: int = 0
 
@@ -195,10 +198,10 @@ class StepPolicy:
         return not plain
 
     def _plain_is_due(self) -> bool:
-        setting, times = self.setting, self.setting.times
-        if 1 not in times.means:  # the first of a size is not counted, so that it takes two
-            return times.steps % 3 == 2
-        if times.wide - times.sizes[1].last < setting.look:
+        setting = self.setting
+        if 1 not in setting.times.means:  # the first of a size is not counted, so that it takes two
+            return (setting.times.steps + setting.pruned.steps) % 3 == 2
+        if setting.wide < setting.look:
             return False
         setting.look = min(2 * setting.look, LOOKS[1])
         return True
@@ -238,7 +241,9 @@ class StepPolicy:
             group: probes under a node that has them.
             prunes: whether candidates are dropped on the way; None: as is best.
         """
-        setting, times = self.setting, self.setting.times
+        setting = self.setting
+        times = setting.pruned if prunes else setting.times
+        plain = setting.times.plain_seconds()
         sums: list[float] = likely.sum(0).tolist()
         sums[0] = float(self._live)
         while len(sums) > 1 and sums[-1] <= 0:
@@ -247,11 +252,13 @@ class StepPolicy:
         if setting.tries and most:
             candidates, probed = setting.tries.popleft()
             candidates = min(candidates, most)
-            return self._planned(candidates, min(probed, candidates + 1) if group else 0, sums)
+            probed = min(probed, candidates + 1) if group else 0
+            return self._planned(candidates, probed, bool(prunes), sums)
         if line is None or not most:
             # Nothing is known: a look at what probes predict.
-            return self._planned(most, min(most + 1, CANDIDATES // 2) if group else 0, sums)
-        rate = setting.rate.value or self._live / max(times.plain_seconds() or line[0], TICK)
+            probed = min(most + 1, CANDIDATES // 2) if group else 0
+            return self._planned(most, probed, bool(prunes and most), sums)
+        rate = setting.rate.value or self._live / max(plain or line[0], TICK)
         row, worth = rate * line[1], self.learned.worth  # tokens that a row must bring
         total, best, candidates = 0.0, -np.inf, 0
         for n in range(1, most + 1):
@@ -269,33 +276,36 @@ class StepPolicy:
             alone_ = self._live * (1 + worth) - rate * (line[0] + line[1] * (1 + group))
             self.learned.worth += ALPHA * ((value - alone_) / self._live - worth)
             self.learned.worth = min(max(self.learned.worth, 0.0), float(likely.shape[1]))
-        plain = times.plain_seconds()
         if self.enabled and plain is not None and value < self._live - rate * plain:
             return Plan(promised=float(self._live))
         pruned = self._prunes(prunes, rows, promised)
         return Plan(candidates, probed, pruned, promised)
 
-    def _planned(self, candidates: int, probed: int, sums: list[float]) -> Plan:
-        return Plan(candidates, probed, False, sum(sums[: candidates + 1]))
+    def _planned(self, candidates: int, probed: int, pruned: bool, sums: list[float]) -> Plan:
+        return Plan(candidates, probed, pruned, sum(sums[: candidates + 1]))
 
     def _prunes(self, wanted: bool | None, rows: int, promised: float | None) -> bool:
         """Whether the step drops unlikely candidates on its way."""
         if wanted is not None:
             return wanted
         setting = self.setting
-        counts = [sum(one.count for one in times.sizes.values() if one.measured)
-                  for times in (setting.times, setting.pruned)]  # fmt: skip
-        if min(counts) < TRIED:
+        both = setting.times, setting.pruned
+        counts = [
+            sum(one.count for rows, one in times.sizes.items() if rows > 1 and one.measured)
+            for times in both
+        ]
+        means: list[Any] = [times.means.get(rows) for times in both]
+        if None in means:
+            means = [times.seconds(rows) for times in both]
+        kept: list[Any] = [one.value for one in setting.kept]
+        if None in means + kept or min(counts) < TRIED:
             return counts[1] < counts[0]
-        whole, pruned = setting.times.seconds(rows), setting.pruned.seconds(rows)
-        if whole is None or pruned is None:
-            return counts[1] < counts[0]
+        whole, pruned = means
+        without, with_ = kept
         # Pruning adds no tokens; a difference within noise is none.
-        without, with_ = (one.value or 1.0 for one in setting.kept)
-        lost = 1 - min(with_ / without, 1.0) if without else 0.0
-        drafted = (promised or self._live) - self._live
-        rate = setting.rate.value or 0.0
-        better = rate * (whole - pruned) > lost * drafted
+        drafted = self._live if promised is None else promised - self._live
+        lost = max(without - with_, 0.0) * drafted
+        better = (setting.rate.value or 0.0) * (whole - pruned) > lost
         setting.turns += 1
         if setting.turns % AGAIN < 4:
             return not better
@@ -333,14 +343,15 @@ class StepPolicy:
         times = setting.pruned if draft.pruned else setting.times
         times.observe(rows, max(seconds - drafting, TICK), None if plan is None else drafting)
         setting.rate.add(tokens, seconds)
+        setting.wide = setting.wide + 1 if rows > 1 else 0
         self._taken[(draft.tree.num_nodes - 1, rows)] += 1
         guard = self.learned.guard
         if plan is None:
             if self.enabled and guard.paused:
                 guard.refill()
             return
-        if draft.tree.num_nodes > 1 and plan.promised:
-            drafted = plan.promised - self._live
+        if draft.tree.num_nodes > 1:
+            drafted = plan.promised - self._live if plan.promised else len(live)
             setting.kept[draft.pruned].add(tokens - len(live), drafted)
         expected = times.seconds(rows) if rows > 1 else None
         plain = setting.times.plain_seconds()

@@ -27,6 +27,7 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, loop
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.methods.registry import methods
+from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.tree_source import TunedSource
 
 Tiny = Callable[..., PreTrainedModel]
@@ -443,7 +444,7 @@ def test_a_single_row_never_asks(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -
     assert set(check_same(fresh(), LOOKUP, inputs=prompt())) == {1}
 
 
-# -- drafters, statistics, the controller ------------------------------------------------------
+# -- drafters, statistics, the policy ----------------------------------------------------------
 
 
 @every_strategy
@@ -517,41 +518,20 @@ def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Mon
     assert asked == list(dict.fromkeys(sizes)) and len(asked) > 2
 
 
-def test_costs_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller moves to the costs of the smaller batch, and finds them in the next call."""
-    from hf_spec.policy import controller
-
+def test_step_times_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy moves to what is known of the smaller batch, and finds it in the next call."""
     settings: list[Any] = []
-    move = controller.Controller.move
+    move = StepPolicy.move
 
     def spy(self: Any, setting: Any) -> None:
         settings.append(setting[0])
-        old = self.costs
+        old = self.setting
         move(self, setting)
-        assert self.costs is not old and self.costs is self.history.costs[setting]
+        assert self.setting is not old and self.setting is self.learned.settings[setting]
 
-    monkeypatch.setattr(controller.Controller, "move", spy)
+    monkeypatch.setattr(StepPolicy, "move", spy)
     model = fresh("llama_tied")
     spec = {**LOOKUP, "assistant_kwargs": {"fallback": True}}
     with forwards(model) as sizes:
         model.generate(**staggered(5), **spec, **GREEDY)
     assert settings == list(dict.fromkeys(sizes))[1:]
-
-
-def test_lent_costs_are_replaced_by_own() -> None:
-    from hf_spec.policy.controller import KEPT, TRUSTED, Costs
-
-    costs = Costs()
-    for _ in range(KEPT):
-        costs.time_plain(1.0)
-        costs.add((4, 0), 2.0)
-    costs.age = 7
-    own = costs.lent()
-    assert (own.age, own.plain, own.of((4, 0))) == (0, 1.0, 2.0)
-    for _ in range(TRUSTED):
-        own.time_plain(0.5)
-        own.add((4, 0), 1.5)
-    assert own.plain == 0.5 and costs.plain == 1.0
-    for _ in range(KEPT):
-        own.add((4, 0), 1.5)
-    assert (own.of((4, 0)), costs.of((4, 0))) == (1.5, 2.0)
