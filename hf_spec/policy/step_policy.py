@@ -33,13 +33,16 @@ from hf_spec.policy.adaptive_trees import best_ends, ends
 from hf_spec.policy.guard import Guard
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
-from hf_spec.policy.step_times import StepTimes
+from hf_spec.policy.step_times import CLIP, StepTimes
 
 #: Candidates that a step may have. Few sizes, so that steps repeat, compiled ones above all.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: Candidates, and nodes with probes, of the first steps of a setting: a line needs two sizes, and
-#: the first step of a size warms something up.
-FIRST = ((CANDIDATES, CANDIDATES // 2),) * 3 + ((2, 2),) * 3
+#: Candidates, and nodes with probes, of sizes that are tried: a line needs two that are far apart.
+TRY = ((CANDIDATES, CANDIDATES // 2), (2, 2))
+#: The first steps of a setting. The first step of a size warms something up.
+FIRST = TRY[:1] * 3 + TRY[1:] * 3
+#: Steps after which both sizes are tried again, lest rows that once seemed dear stay untried.
+AFRESH = 64
 #: Steps that draft between two looks at a plain one, doubling from the first to the last.
 LOOKS = (64, 1024)
 #: h before anything is known of it, and the weight of a step in it and in rho.
@@ -91,6 +94,7 @@ class Setting:
         kept: accepted candidates per promised one, without pruning and with it; per row and step
             where nothing is promised.
         tries: sizes that the next steps must have.
+        settled: steps since there were any.
         wide: steps that drafted since a plain one.
         look: those of them until the next one is due.
         turns: steps since both ways of pruning were known, or were looked at again.
@@ -101,6 +105,7 @@ class Setting:
     rate: Average = field(default_factory=Average)
     kept: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
     tries: deque[tuple[int, int]] = field(default_factory=lambda: deque(FIRST))
+    settled: int = 0
     wide: int = 0
     look: int = LOOKS[0]
     turns: int = 0
@@ -249,7 +254,11 @@ class StepPolicy:
         while len(sums) > 1 and sums[-1] <= 0:
             sums.pop()
         most, line = len(sums) - 1, times.line
+        setting.settled += 1
+        if setting.settled > AFRESH:
+            setting.tries.extend(TRY)
         if setting.tries and most:
+            setting.settled = 0
             candidates, probed = setting.tries.popleft()
             candidates = min(candidates, most)
             probed = min(probed, candidates + 1) if group else 0
@@ -304,7 +313,8 @@ class StepPolicy:
         without, with_ = kept
         # Pruning adds no tokens; a difference within noise is none.
         drafted = self._live if promised is None else promised - self._live
-        lost = max(without - with_, 0.0) * drafted
+        noise = sum(one.above / one.below**2 for one in setting.kept) ** 0.5  # of counts
+        lost = max(without - with_ - noise, 0.0) * drafted
         better = (setting.rate.value or 0.0) * (whole - pruned) > lost
         setting.turns += 1
         if setting.turns % AGAIN < 4:
@@ -342,6 +352,7 @@ class StepPolicy:
         tokens, rows = sum(live), draft.num_rows
         times = setting.pruned if draft.pruned else setting.times
         times.observe(rows, max(seconds - drafting, TICK), None if plan is None else drafting)
+        setting.times.pace = setting.pruned.pace = times.pace  # it is the machine's
         setting.rate.add(tokens, seconds)
         setting.wide = setting.wide + 1 if rows > 1 else 0
         self._taken[(draft.tree.num_nodes - 1, rows)] += 1
@@ -352,7 +363,7 @@ class StepPolicy:
             return
         if draft.tree.num_nodes > 1:
             drafted = plan.promised - self._live if plan.promised else len(live)
-            setting.kept[draft.pruned].add(tokens - len(live), drafted)
+            setting.kept[draft.pruned].add(tokens - len(live), drafted, ALPHA / 4)
         expected = times.seconds(rows) if rows > 1 else None
         plain = setting.times.plain_seconds()
         if expected is None:
@@ -364,7 +375,8 @@ class StepPolicy:
         })  # fmt: skip
         if self.enabled and plain and live:
             # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
-            guard.book(tokens / len(live), max(expected / plain, 1.0))
+            # What the step took: estimates drift apart where one kind of step pauses for long.
+            guard.book(tokens / len(live), max(min(seconds, CLIP * expected) / plain, 1.0))
 
     def move(self, setting: tuple[int, int, str]) -> None:
         """Steps take other times from here on, as in a smaller batch."""
