@@ -182,7 +182,8 @@ class StepTimes:
             return StepTimes()
         slope, wide = line[1] * scale, [rows for rows in self.means if rows > 1]
         guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
-        cost = StepTimes.guessed({1: plain + slope - line[1], **guess})
+        alone = max(plain + slope - line[1], plain * min(scale, 1.0))
+        cost = StepTimes.guessed({1: alone, **guess})
         return replace(cost, drafting=SizeTime(self.drafting_seconds), errors=self.errors)
 
     @classmethod

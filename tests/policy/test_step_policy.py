@@ -7,7 +7,6 @@ test turns. All figures are the same on every machine.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import random
 import re
@@ -35,7 +34,6 @@ from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.likely_paths import Array, likeliest_paths
 from hf_spec.policy.memory import recall
 from hf_spec.policy.step_policy import (
-    AGAIN,
     FIRST,
     LOOKS,
     SIZES,
@@ -311,7 +309,7 @@ def test_calibration_makes_promises_harmless() -> None:
             learned, told, line(0.1), 800, seed=1, enabled=False, **settings
         )
         speeds.append(tokens / spent)
-    best = best_speed(CHANCES / 4, line(0.1))
+    assert speeds[0] > 0.8 * best_speed(CHANCES / 4, line(0.1))
     assert speeds[0] > 1.1 * speeds[1]
 
 
@@ -347,7 +345,7 @@ def test_pruning_where_it_pays(better: bool, chances: bool, monkeypatch: Any) ->
 
         monkeypatch.setattr(StepPolicy, "choose", blind)
     # Pruning saves much and loses nothing, or hardly anything and two tokens of five.
-    pruning, chosen = ((line(0.005), 1.0) if better else (line(0.04), 0.6)), []
+    pruning, chosen = ((line(0.005), 1.0) if better else (line(0.048), 0.6)), []
     for seed in range(4):
         args = Learned(), CHANCES[:, :3], line(0.05), 500
         _, _, _, policy = simulate(*args, pruning=pruning, seed=seed, enabled=False)
@@ -569,3 +567,200 @@ def test_many_threads_share_what_is_learned() -> None:
     assert not failed and len(learned.settings) == 3
     assert sum(one.times.steps for one in learned.settings.values()) == 8 * 3 * 40
     json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
+
+
+# -- the option --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["on", None, 1, 0, "True"])
+def test_bad_values_of_the_option(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"fallback={value!r}: must be 'auto', True or False"):
+        get_method("prompt_lookup").parse_options({"fallback": value})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "do_sample", "on"),
+    [
+        ("prompt_lookup", {}, False, True),
+        ("prompt_lookup", {}, True, True),  # candidates are not sampled
+        ("prompt_lookup", {"acceptance": "typical"}, False, False),
+        ("layer_skip", {}, False, True),
+        ("layer_skip", {}, True, True),
+        ("layer_skip", {"acceptance": "rejection"}, True, False),
+        ("layer_skip", {"draft_tokens": "sampled"}, True, False),
+        ("space", {"acceptance": "rejection"}, True, False),
+        ("space", {}, True, True),
+        ("layer_skip", {"acceptance": "rejection"}, False, True),  # greedy: no random numbers
+    ],
+)
+def test_auto_is_on_where_the_output_cannot_depend_on_it(
+    strategy: str, options: dict[str, Any], do_sample: bool, on: bool
+) -> None:
+    parse = get_method(strategy).parse_options
+    assert switched_on(parse(options), do_sample) == on
+    assert switched_on(parse({**options, "fallback": "auto"}), do_sample) == on
+    for chosen in (True, False):
+        assert switched_on(parse({**options, "fallback": chosen}), do_sample) == chosen
+
+
+# -- the loop ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+class Timed:
+    """Turns the clock at every forward of a model: 1 for a row, ``wide`` for several."""
+
+    def __init__(self, clock: FakeClock, wide: float):
+        self.clock, self.wide = clock, wide
+        self.rows: list[int] = []
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        # With probes a forward is given embeddings.
+        given = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+        self.rows.append(given.shape[1])
+        self.clock.now += 1.0 if self.rows[-1] == 1 else self.wide
+
+
+@pytest.fixture
+def timed(clock: FakeClock, fresh: Tiny) -> Iterator[Callable[[float], tuple[Any, Timed]]]:
+    """``timed(wide)``: a model of its own, so that nothing is remembered, and its forwards."""
+
+    def make(wide: float) -> tuple[Any, Timed]:
+        model, timing = fresh("llama_tied"), Timed(clock, wide)
+        model.register_forward_pre_hook(timing, with_kwargs=True)
+        return model, timing
+
+    return make
+
+
+def with_fallback(name: str, **options: Any) -> dict[str, Any]:
+    given = STRATEGIES.get(name, {}).get("assistant_kwargs", {})
+    return {
+        "assistant_strategy": name,
+        "assistant_kwargs": {**given, "fallback": True, **options},
+    }
+
+
+INPUTS = {"one": {"input_ids": prompt()}, "ragged": ragged()}
+#: Fills the tiny models' context of 128 positions.
+GREEDY = {"max_new_tokens": 100, "do_sample": False, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("retrieval", [False, True])
+@pytest.mark.parametrize("name", methods())
+def test_expensive_drafts_are_given_up(
+    timed: Callable[[float], tuple[Any, Timed]], name: str, retrieval: bool, inputs: str
+) -> None:
+    """A tree costs as much as 30 plain steps: whatever is accepted, drafting does not pay."""
+    options = {"retrieval": True} if retrieval and name != "prompt_lookup" else {}
+    model, timing = timed(30.0)
+    if get_method(name).needs_adapter:
+        torch.manual_seed(2)
+        model.add_adapter(get_method(name).adapter_config())
+    plain = model.generate(**INPUTS[inputs], **GREEDY)
+    timing.rows.clear()
+    out = model.generate(**INPUTS[inputs], **GREEDY, **with_fallback(name, **options))
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    stats = out.spec_stats
+    report = stats.details["policy"]
+    assert 0.3 < report["plain_seconds"] <= 1.001  # lent to smaller batches, it is a guess
+    drafted = [one for one in report["history"] if one["candidates"]]
+    assert 0 < len(drafted) < 0.2 * stats.num_steps
+    json.dumps(stats.to_dict())
+    assert stats.num_steps + stats.num_draft_forwards == len(timing.rows)
+    # Rows of one: plain steps that were chosen, empty drafts, and drafting.
+    assert timing.rows.count(1) >= stats.num_fallback_steps + stats.num_draft_forwards
+    assert sum(stats.accepted_histogram.values()) == stats.num_row_steps
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_drafting_resumes(
+    timed: Callable[[float], tuple[Any, Timed]],
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    inputs: str,
+) -> None:
+    """Drafts are wrong for 15 forwards; from then on they are the strategy's own."""
+    model, timing = timed(1.5)
+    drafter = get_method(name).drafter
+    propose = drafter.propose
+
+    def wrong_at_first(self: Any, state: Any) -> Any:
+        now, forwards = clock.now, len(timing.rows)
+        draft = propose(self, state)
+        clock.now = now  # drafting takes no time here
+        del timing.rows[forwards:]
+        if forwards < 15:
+            draft.tokens[:, 1:] = PAD  # which these models do not emit
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", wrong_at_first)
+    plain = model.generate(**INPUTS[inputs], **GREEDY).sequences
+    assert not (plain[:, 12:] == PAD).any()
+    timing.rows.clear()
+    out = model.generate(**INPUTS[inputs], **GREEDY, **with_fallback(name))
+    assert out.sequences.tolist() == plain.tolist()
+    kinds = "".join("p" if rows == 1 else "d" for rows in timing.rows[1:])
+    pause = re.search("p{15,}", kinds)
+    assert pause and "d" in kinds[: pause.start()]
+    assert kinds[pause.end() :].count("d") > 3
+
+
+def test_it_is_off_without_being_asked_for_off(
+    timed: Callable[[float], tuple[Any, Timed]],
+) -> None:
+    """``fallback=False`` drafts at every step; left out, plain steps are taken where they pay."""
+    model, _ = timed(30.0)
+    call = {"input_ids": prompt(), **GREEDY, "assistant_strategy": "prompt_lookup"}
+    off = model.generate(**call, assistant_kwargs={"fallback": False}).spec_stats
+    assert off.num_fallback_steps == 0 and not off.details["policy"]["paused"]
+    on = model.generate(**call).spec_stats
+    assert on.num_fallback_steps > 0
+    assert on.num_drafted_tokens < off.num_drafted_tokens
+    assert hf_spec.last_stats(model) is on
+
+
+def test_a_second_call_knows_the_costs(timed: Callable[[float], tuple[Any, Timed]]) -> None:
+    model, _ = timed(30.0)
+    call = {"input_ids": prompt(), **GREEDY, **with_fallback("layer_skip")}
+    first = model.generate(**call).spec_stats
+    second = model.generate(**call).spec_stats
+    assert second.num_draft_forwards < first.num_draft_forwards
+    assert second.details["policy"]["plain_seconds"] == pytest.approx(1.0)
+
+
+def test_cheap_drafts_are_kept(timed: Callable[[float], tuple[Any, Timed]]) -> None:
+    """Candidates that cost nothing: only the looks at a plain step are without drafts."""
+    model, _ = timed(1.0)
+    out = model.generate(input_ids=prompt(), **GREEDY, **with_fallback("prompt_lookup"))
+    assert out.spec_stats.num_fallback_steps <= 3
+    assert not out.spec_stats.details["policy"]["paused"]
+
+
+def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]]) -> None:
+    """One draw per emitted token at batch 1 under the match rule, whichever steps draft."""
+    for name in STRATEGIES:
+        model, _ = timed(4.0)
+        settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.7, "top_k": 0}
+        torch.manual_seed(3)
+        plain = model.generate(prompt(), **settings)
+        torch.manual_seed(3)
+        ours = model.generate(prompt(), **settings, **with_fallback(name))
+        assert ours.tolist() == plain.tolist()
+        stats = hf_spec.last_stats(model)
+        assert 0 < stats.num_fallback_steps < stats.num_steps - 1
+
+
+def test_merged_statistics_add_up() -> None:
+    one, two = SpecStats(num_fallback_steps=3), SpecStats(num_fallback_steps=4)
+    one.merge(two)
+    assert one.num_fallback_steps == one.to_dict()["num_fallback_steps"] == 7
