@@ -27,6 +27,7 @@ from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, loop
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.methods.registry import methods
+from hf_spec.policy.memory import forget
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from hf_spec.policy.tree_source import TunedSource
 
@@ -195,6 +196,7 @@ def test_processors_see_what_they_saw_in_a_batch_that_stays(
     for share in (batch.SHARE, 2.0):
         monkeypatch.setattr(batch, "SHARE", share)
         seen.append(Shown())
+        forget(model)  # how far predictions can be trusted
         with adapted(model, name, variant), forwards(model) as sizes:
             model.generate(
                 **staggered(5), **strategy(name, variant), **GREEDY,
@@ -468,6 +470,7 @@ def test_statistics_and_drafts_are_those_of_a_batch_that_stays(
     for spec in (strategy(name, variant), retrieving(name, variant)):
         for share in (1 / 8, 2.0):
             monkeypatch.setattr(batch, "SHARE", share)
+            forget(model)  # how far predictions can be trusted
             with adapted(model, name, variant):
                 out = model.generate(**staggered(16), **spec, **GREEDY)
             found.append(hf_spec.last_stats(model).to_dict())
