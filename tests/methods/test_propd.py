@@ -372,12 +372,15 @@ def test_auto_tries_steps_with_and_without(
     model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
     plain = model.generate(prompt(), **settings)
     trained_like(model)
-    for _ in range(2):
+    kinds, dropped = set(), 0
+    for _ in range(3):
         out = model.generate(prompt(), **settings, **propd(prune="auto", **options))
         assert torch.equal(out, plain)
-    stats = hf_spec.last_stats(model)
-    kinds = {one["pruned"] for one in stats.details["policy"]["history"] if one["candidates"]}
-    assert kinds == {True, False} and stats.num_pruned_tokens > 0
+        stats = hf_spec.last_stats(model)
+        steps = stats.details["policy"]["history"]
+        kinds |= {one["pruned"] for one in steps if one["candidates"]}
+        dropped += stats.num_pruned_tokens
+    assert kinds == {True, False} and dropped > 0
 
 
 @pytest.mark.parametrize("options", [{"tree": "sparse"}, {}])
