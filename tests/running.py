@@ -13,7 +13,7 @@ from modeling_patches.per_call import Changes
 def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:
     """Keywords of ``generate`` for a strategy that drafts at every step.
 
-    By default the controller decides which steps draft, and it goes by step times. On models of the
+    By default the policy decides which steps draft, and it goes by step times. On models of the
     tests' size these are noise: counts of steps would differ from run to run, and a strategy that
     is given up early would be compared with plain generation where it is plain generation.
     """

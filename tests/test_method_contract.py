@@ -192,7 +192,7 @@ def test_greedy_equals_plain(
 
 
 @every_strategy
-def test_greedy_equals_plain_where_the_controller_decides(
+def test_greedy_equals_plain_where_the_policy_decides(
     tiny: Callable[..., PreTrainedModel], name: str, variant: str
 ) -> None:
     """As the option ``fallback`` is by default: which steps draft depends on what they take."""
@@ -202,7 +202,7 @@ def test_greedy_equals_plain_where_the_controller_decides(
         for row in (None, 1):
             out = model.generate(**inputs(row), **spec, max_new_tokens=NEW, do_sample=False)
             assert out.tolist() == plain("llama", "sdpa", torch.float32, row)
-            assert "controller" in hf_spec.last_stats(model).details
+            assert hf_spec.last_stats(model).details["policy"]["steps"]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])

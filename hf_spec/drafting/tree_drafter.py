@@ -67,7 +67,7 @@ class TreeSource:
         return drafter.stand(trees, state)
 
     def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
-        """A step whose candidates were the policy's choice is over.
+        """A step is over; a plain one, too.
 
         Args:
             came: tokens that each row has emitted.
@@ -109,8 +109,7 @@ class TreeDrafter(Drafter):
         self.source.start(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        if draft.chances is not None:
-            self.source.observe(emitted(state, nodes), draft.tree.num_nodes - 1)
+        self.source.observe(emitted(state, nodes), draft.tree.num_nodes - 1)
 
     def details(self) -> dict[str, Any]:
         return self.source.details()

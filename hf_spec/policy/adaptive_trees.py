@@ -197,9 +197,11 @@ class AdaptiveTrees(TreeSource):
 
     @alone
     def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+        if not self._proposed:
+            return
         most = self._most  # twice as many where all were taken, fewer where most are left
         self._most = min(2 * most, MOST) if taken >= most else max(most - 1, FEWEST)
-        if self.calibration is not None and self._proposed:
+        if self.calibration is not None:
             trust, *rows = self._proposed
             for parents, tokens, chances, emitted in zip(*rows, came):
                 walk(self.calibration, parents, tokens, chances, trust, emitted)

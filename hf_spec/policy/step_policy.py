@@ -33,13 +33,15 @@ from hf_spec.policy.adaptive_trees import best_ends, ends
 from hf_spec.policy.guard import Guard
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
-from hf_spec.policy.step_times import StepTimes
+from hf_spec.policy.step_times import CLIP, StepTimes
 
 #: Candidates that a step may have. Few sizes, so that steps repeat, compiled ones above all.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 #: Steps of each of the two sizes that a setting starts with: a line needs two, and the first step
 #: of a size warms something up.
 WARM_UP = 2
+#: Steps after which both are tried again, lest rows that once seemed dear stay untried.
+AFRESH = 64
 #: Steps that draft between two looks at a plain one, doubling from the first to the last.
 LOOKS = (64, 1024)
 #: Steps without predictions until probes are looked at though that is not worth their time.
@@ -97,9 +99,12 @@ class Setting:
     Attributes:
         times: what they take; of pruned ones, by rows before pruning.
         rate: tokens of all rows per second.
-        kept: accepted candidates per promised one, without pruning and with it.
+        kept: accepted candidates per promised one, without pruning and with it; per row and step
+            where nothing is promised.
         tries: sizes that the next steps must have.
-        look: steps that draft until a plain one is due.
+        settled: steps since there were any.
+        wide: steps that drafted since a plain one.
+        look: those of them until the next one is due.
         turns: steps since both ways of pruning were known, or were looked at again.
         blind, patience: steps without predictions since probes were looked at, and how many there
             are until the next look where it is not worth its time.
@@ -110,6 +115,8 @@ class Setting:
     rate: Average = field(default_factory=Average)
     kept: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
     tries: deque[tuple[int, int]] = field(default_factory=deque)
+    settled: int = 0
+    wide: int = 0
     look: int = LOOKS[0]
     turns: int = 0
     blind: int = 0
@@ -205,10 +212,10 @@ class StepPolicy:
         return not plain
 
     def _plain_is_due(self) -> bool:
-        setting, times = self.setting, self.setting.times
-        if 1 not in times.means:  # the first of a size is not counted, so that it takes two
-            return times.steps % 3 == 2
-        if times.wide - times.sizes[1].last < setting.look:
+        setting = self.setting
+        if 1 not in setting.times.means:  # the first of a size is not counted, so that it takes two
+            return (setting.times.steps + setting.pruned.steps) % 3 == 2
+        if setting.wide < setting.look:
             return False
         setting.look = min(2 * setting.look, LOOKS[1])
         return True
@@ -235,19 +242,22 @@ class StepPolicy:
         deep = np.where(active, limits, -1)[:, None]
         likely = np.where(chances.depths <= deep, chances.paths, 0.0)
         group = drafter.num_probes
-        self._plan = plan = self._best(likely, chances.parents, group)
+        self._plan = plan = self._best(likely, chances.parents, group, drafter.prunes)
         rows = 1 + plan.candidates + plan.probed * group
         return self._cut(draft, drafter, plan, likely, self._prunes(drafter.prunes, plan, rows))
 
-    def _best(self, likely: Array, parents: Array, group: int) -> Plan:
+    def _best(self, likely: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
         """The plan of the largest worth.
 
         Args:
             likely: ``(batch, nodes)`` chance of each path, best first.
             parents: ``(batch, nodes)``
             group: probes under a node that has them.
+            prunes: whether the step drops candidates on its way; None: that is chosen after this.
         """
-        setting, times = self.setting, self.setting.times
+        setting = self.setting
+        times = setting.pruned if prunes else setting.times
+        plain = setting.times.plain_seconds()
         sums: list[float] = likely.sum(0).tolist()
         sums[0] = float(self._live)
         while len(sums) > 1 and sums[-1] <= 0:
@@ -255,13 +265,17 @@ class StepPolicy:
         most, line = len(sums) - 1, times.line
         if not most:
             return Plan(0, int(group > 0 and self._looks(group)), float(self._live))
-        if line is None or setting.tries:
-            queue = setting.tries or deque(first_sizes(self._key[0]))
-            candidates, probed = queue.popleft()
+        setting.settled += 1
+        if setting.settled > AFRESH or line is None and not setting.tries:
+            setting.tries.extend(first_sizes(self._key[0])[:2])
+        if setting.tries:
+            setting.settled = 0
+            candidates, probed = setting.tries.popleft()
             candidates = min(candidates, most)
             probed = min(probed, candidates + 1) if group else 0
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
-        rate = setting.rate.value or self._live / max(times.plain_seconds() or line[0], TICK)
+        assert line is not None
+        rate = setting.rate.value or self._live / max(plain or line[0], TICK)
         worth = self.learned.worth
         curve = times.curve(1 + most + (1 + most) * group) or []
         costs = [rate * seconds for seconds in curve]  # tokens that the time would bring
@@ -281,7 +295,6 @@ class StepPolicy:
                 )
             if found[0] > value:
                 (value, probed), candidates, promised = found, size, expected
-        plain = times.plain_seconds()
         without = -np.inf if plain is None else self._live - rate * plain
         if group:
             look = self._live * (1 + worth) - costs[1 + group]
@@ -318,19 +331,24 @@ class StepPolicy:
         if wanted is not None or not plan.candidates:
             return bool(wanted and plan.candidates)
         setting = self.setting
-        counts = [sum(one.count for one in times.sizes.values() if one.measured)
-                  for times in (setting.times, setting.pruned)]  # fmt: skip
-        if min(counts) < TRIED:
+        both = setting.times, setting.pruned
+        counts = [
+            sum(one.count for rows, one in times.sizes.items() if rows > 1 and one.measured)
+            for times in both
+        ]
+        means: list[Any] = [times.means.get(rows) for times in both]
+        if None in means:
+            means = [times.seconds(rows) for times in both]
+        kept: list[Any] = [one.value for one in setting.kept]
+        if None in means + kept or min(counts) < TRIED:
             return counts[1] < counts[0]
-        whole, pruned = setting.times.seconds(rows), setting.pruned.seconds(rows)
-        if whole is None or pruned is None:
-            return counts[1] < counts[0]
+        whole, pruned = means
+        without, with_ = kept
         # Pruning adds no tokens; a difference within noise is none.
-        without, with_ = (one.value or 1.0 for one in setting.kept)
-        lost = 1 - min(with_ / without, 1.0) if without else 0.0
-        drafted = (plan.promised or self._live) - self._live
-        rate = setting.rate.value or 0.0
-        better = rate * (whole - pruned) > lost * drafted
+        drafted = plan.promised - self._live if plan.promised else self._live
+        noise = sum(one.above / one.below**2 for one in setting.kept) ** 0.5  # of counts
+        lost = max(without - with_ - noise, 0.0) * drafted
+        better = (setting.rate.value or 0.0) * (whole - pruned) > lost
         setting.turns += 1
         if setting.turns % AGAIN < 4:
             return not better
@@ -369,7 +387,9 @@ class StepPolicy:
         tokens, rows = sum(live), draft.num_rows
         times = setting.pruned if draft.pruned else setting.times
         times.observe(rows, max(seconds - drafting, TICK), None if plan is None else drafting)
+        setting.times.pace = setting.pruned.pace = times.pace  # it is the machine's
         setting.rate.add(tokens, seconds)
+        setting.wide = setting.wide + 1 if rows > 1 else 0
         self._taken[(draft.tree.num_nodes - 1, rows)] += 1
         guard = self.learned.guard
         if plan is None:
@@ -377,8 +397,8 @@ class StepPolicy:
                 guard.refill()
             return
         if draft.tree.num_nodes > 1:
-            drafted = plan.promised - self._live if plan.promised else plan.candidates * self._live
-            setting.kept[draft.pruned].add(tokens - len(live), drafted)
+            drafted = plan.promised - self._live if plan.promised else len(live)
+            setting.kept[draft.pruned].add(tokens - len(live), drafted, ALPHA / 4)
         expected = times.seconds(rows) if rows > 1 else None
         plain = setting.times.plain_seconds()
         if expected is None:
@@ -390,7 +410,8 @@ class StepPolicy:
         })  # fmt: skip
         if self.enabled and plain and live:
             # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
-            guard.book(tokens / len(live), max(expected / plain, 1.0))
+            # What the step took: estimates drift apart where one kind of step pauses for long.
+            guard.book(tokens / len(live), max(min(seconds, CLIP * expected) / plain, 1.0))
 
     def move(self, setting: tuple[int, int, str]) -> None:
         """Steps take other times from here on, as in a smaller batch."""

@@ -28,8 +28,10 @@ OLDEST = 1000
 FIRST = 5
 #: Steps after which a size that was not taken begins anew: the machine may be another by then.
 STALE = 200
+#: Stands for a line that is to be fitted.
+UNKNOWN = object()
 #: Steps that the line counts for beside a size's own.
-DRAWN = 4
+DRAWN = 16
 #: A step counts as at most so many mean ones: a stall is no news of the size's cost.
 CLIP = 2.0
 #: Sizes whose times are kept, and predictions whose errors are.
@@ -97,8 +99,8 @@ class StepTimes:
     sizes: dict[int, SizeTime] = field(default_factory=dict)
     drafting: SizeTime = field(default_factory=SizeTime)
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
-    #: The line, and the number of steps when it was fitted.
-    _line: tuple[int, tuple[float, float] | None] | None = None
+    #: The line at a pace of 1, until the next step is observed.
+    _line: Any = UNKNOWN
 
     def observe(self, rows: int, seconds: float, drafting: float | None = None) -> None:
         """A step is over.
@@ -116,11 +118,15 @@ class StepTimes:
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
         size = self.sizes.setdefault(rows, SizeTime())
-        expected = size.mean if size.measured else None
-        size.add(seconds / self.pace, self.wide)
+        expected, line = size.mean if size.measured else None, self.line
+        if expected is None and line is not None:  # a stall is no news of a new size, either
+            size.add(min(seconds, CLIP * (line[0] + line[1] * rows)) / self.pace, self.wide)
+        else:
+            size.add(seconds / self.pace, self.wide)
         if expected and seconds > 0:
             change = seconds / (self.pace * expected)
             self.pace *= min(max(change, 1 / CLIP), CLIP) ** PACE_ALPHA
+        self._line = UNKNOWN
 
     def _note_error(self, rows: int, seconds: float) -> None:
         known = rows in self.sizes and self.sizes[rows].measured
@@ -141,12 +147,15 @@ class StepTimes:
         Plain steps are left out where two other sizes are known: for a single row devices often
         have a faster way, and a line through it would make all rows look dear.
         """
-        if self._line is None or self._line[0] != self.steps:
-            self._line = self.steps, self._fitted()
-        return self._line[1]
+        if self._line is UNKNOWN:
+            self._line = self._fitted()
+        if self._line is None:
+            return None
+        return self.pace * self._line[0], self.pace * self._line[1]
 
     def _fitted(self) -> tuple[float, float] | None:
-        means = self.means
+        """The line at a pace of 1."""
+        means = {i: one.mean for i, one in sorted(self.sizes.items()) if one.mean is not None}
         if len(means) < 2:
             return None
         if len(means) > 2:
@@ -171,7 +180,7 @@ class StepTimes:
 
         What was measured of a size, drawn to the line as far as it was measured seldom, and never
         falling: kernels take rows in blocks, so that some rows cost nothing and others much. Past
-        the largest size that is known it goes on as the line does.
+        the smallest and the largest size that are known it goes on as the line does.
         """
         line = self.line
         if line is None:
@@ -181,13 +190,14 @@ class StepTimes:
             means.pop(1, None)
         rows, drawn, weights = list(means), [], []
         for size, mean in means.items():
-            known = self.sizes[size].count
+            age = min(self.wide - self.sizes[size].last, OLDEST)
+            known = self.sizes[size].count * math.exp(-DECAY * age)
             drawn.append((known * mean + DRAWN * (line[0] + line[1] * size)) / (known + DRAWN))
             weights.append(known + DRAWN)
         rising = never_falling(drawn, weights)
         beyond = max(most, rows[-1]) + 1
-        rows.append(beyond)
-        rising.append(rising[-1] + line[1] * (beyond - rows[-2]))
+        ends = (max(rising[0] - line[1] * rows[0], 0.0), rising[-1] + line[1] * (beyond - rows[-1]))
+        rows, rising = [0, *rows, beyond], [ends[0], *rising, ends[1]]
         found: list[float] = np.interp(np.arange(most + 1), rows, rising).tolist()
         return found
 
@@ -211,10 +221,11 @@ class StepTimes:
         """
         line, plain = self.line, self.plain_seconds()
         if line is None or plain is None:
-            return StepTimes()
+            return StepTimes() if plain is None else StepTimes.guessed({1: plain})
         slope, wide = line[1] * scale, [rows for rows in self.means if rows > 1]
         guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
-        cost = StepTimes.guessed({1: plain + slope - line[1], **guess})
+        alone = max(plain + slope - line[1], plain * min(scale, 1.0))
+        cost = StepTimes.guessed({1: alone, **guess})
         return replace(cost, drafting=SizeTime(self.drafting_seconds), errors=self.errors)
 
     @classmethod

@@ -229,13 +229,14 @@ def test_trees_that_were_made_on_the_device(seed: int) -> None:
     rng = random.Random(seed)
     trees = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
     nodes = max(map(len, trees)) + rng.randint(0, 2)
-    parents, depths, valid = [], [], []
+    parents, depths, valid, real = [], [], [], []
     for tree in trees:
         more = nodes - len(tree)
+        real.append([*tree.depths, *[-1] * more])
         parents.append([*tree.parents, *(rng.randrange(nodes) for _ in range(more))])
         depths.append([*tree.depths, *(rng.randint(0, 9) for _ in range(more))])
         valid.append([True] * len(tree) + [False] * more)
-    batch = TreeBatch.of(*map(torch.tensor, (parents, depths, valid)))
+    batch = TreeBatch.of(*map(torch.tensor, (parents, depths, valid)), real)
     assert (batch.batch_size, batch.num_nodes) == (len(trees), nodes)
     assert batch.max_depth == max(tree.max_depth for tree in trees)
     assert not batch.is_chain or all(tree.is_chain for tree in trees)

@@ -343,13 +343,13 @@ def test_plain_steps_keep_the_hidden_state(
     fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that do not draft stand between those that do; these draft at their full depth."""
-    from hf_spec.policy.controller import Controller
+    from hf_spec.policy.step_policy import StepPolicy
 
     model = fresh()
     trained_like(model)
     expected = run(model)
     turns = iter([True, False, False] * 100)
-    monkeypatch.setattr(Controller, "speculate", lambda self: next(turns))
+    monkeypatch.setattr(StepPolicy, "drafts", lambda self: next(turns))
     drafted: list[int] = []
     observe = methods()["medusa"].drafter.observe
 
@@ -358,7 +358,8 @@ def test_plain_steps_keep_the_hidden_state(
         observe(self, state, draft, nodes)
 
     monkeypatch.setattr(methods()["medusa"].drafter, "observe", noted)
-    assert run(model, assistant_strategy="medusa") == expected
+    spec = {"assistant_strategy": "medusa", "assistant_kwargs": {"candidates": 8}}
+    assert run(model, **spec) == expected
     assert drafted[:6] == [9, 1, 1, 9, 1, 1]
 
 

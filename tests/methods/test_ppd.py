@@ -303,8 +303,7 @@ DYNAMIC: list[dict[str, Any]] = [
 def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
     def states(distances: int, **options: Any) -> TreeStates:
         none: Any = None  # static trees need no adapter
-        found = tree_source(PPDOptions(**options), tiny("llama"), none, distances, probes=1)
-        return found.states(none)
+        return tree_source(PPDOptions(**options), tiny("llama"), none, distances, probes=1)._states
 
     static = states(3, tree="static")
     assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}

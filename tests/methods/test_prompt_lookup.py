@@ -150,7 +150,7 @@ def test_the_tree_holds_the_most_probable_continuations(
     rng, confidence = random.Random(seed), learned(seed)
     tokens = sequence(rng, rng.randint(2, 40), rng.choice([1, 2, 4]))
     matches = rescan(tokens, 1, 4, limit=8)
-    tree, candidates = continuation_tree(
+    tree, candidates, chances = continuation_tree(
         tokens, matches, max_depth, max_nodes, confidence, min_probability=floor
     )
     paths = token_paths(tree, candidates)
@@ -166,8 +166,9 @@ def test_the_tree_holds_the_most_probable_continuations(
         if len(path) > 1:
             assert path[:-1] in paths
             assert weights[path[:-1]] > weights[path]
-    kept = sorted((weights[path] for path in paths), reverse=True)
-    assert kept == pytest.approx(likely[: len(kept)])
+    # Best first, and each node is said to be as probable as it is.
+    assert chances == pytest.approx([1.0, *(weights[path] for path in paths)])
+    assert chances[1:] == pytest.approx(likely[: len(paths)])
 
 
 def test_a_tree_needs_no_confidence_to_start_with() -> None:
@@ -184,7 +185,7 @@ def test_equally_probable_nodes_still_form_a_tree() -> None:
     for _ in range(1000):
         confidence.observe(1, 5, 5)
     assert confidence.deeper == 1.0
-    tree, candidates = continuation_tree([1, 2, 3, 1], [(1, 1)], 6, 3, confidence)
+    tree, candidates, _ = continuation_tree([1, 2, 3, 1], [(1, 1)], 6, 3, confidence)
     assert (tree, candidates) == (TokenTree.chain(3), [2, 3, 1])
 
 
@@ -213,7 +214,7 @@ def test_what_was_right_to_the_end_is_trusted_further_than_what_broke_off() -> N
 
 
 def test_no_matches_give_the_root_alone() -> None:
-    assert continuation_tree([1, 2, 3], [], 5, 5) == (TokenTree.chain(0), [])
+    assert continuation_tree([1, 2, 3], [], 5, 5) == (TokenTree.chain(0), [], [1.0])
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])
@@ -221,21 +222,21 @@ def test_a_loop_is_continued_at_any_depth(period: int) -> None:
     loop = [7, 8, 9][:period]
     tokens = [1, 2, *loop * 3]
     matches = index_of(tokens).matches(tokens, 1)
-    tree, candidates = continuation_tree(tokens, matches, 10, 10)
+    tree, candidates, _ = continuation_tree(tokens, matches, 10, 10)
     assert tree == TokenTree.chain(10)
     assert candidates == (loop * 10)[:10]
 
 
 def test_agreeing_continuations_share_their_start() -> None:
     tokens = [5, 1, 2, 3, 5, 1, 2, 4, 5]
-    tree, candidates = continuation_tree(tokens, [(5, 1), (1, 1)], 3, 10)
+    tree, candidates, _ = continuation_tree(tokens, [(5, 1), (1, 1)], 3, 10)
     assert token_paths(tree, candidates) == [(1,), (1, 2), (1, 2, 4), (1, 2, 3)]
 
 
 def test_longer_matches_weigh_more_than_several_shorter_ones() -> None:
     tokens = [4, 3, 8, 3, 9, 6, 3, 9, 4, 3]
     index = index_of(tokens)
-    tree, candidates = continuation_tree(tokens, index.matches(tokens, 8), 1, 1)
+    tree, candidates, _ = continuation_tree(tokens, index.matches(tokens, 8), 1, 1)
     assert candidates == [8]  # once after (4, 3), while 9 follows 3 twice
 
 
@@ -266,24 +267,34 @@ def test_rows_are_drafted_for_themselves() -> None:
         assert draft.tokens.dtype == torch.long
         assert draft.tokens.shape == (4, draft.tree.num_nodes)
         assert draft.tokens[:, 0].tolist() == state.root.tolist()
-        counts = []
+        counts, came = [], []
         for row, tokens in enumerate(rows):
             matches = rescan(tokens, 1, 4, 8) if active[row] else []
-            tree, candidates = continuation_tree(
+            tree, candidates, chances = continuation_tree(
                 tokens, matches, 4, 7, confidences[row], one.options.min_probability
             )
             n = len(tree)
             assert draft.tree.parents[row, :n].tolist() == list(tree.parents)
             assert draft.tokens[row, 1:n].tolist() == candidates
             assert int(draft.tree.valid[row].sum()) == n
-            accepted = rng.randint(0, tree.max_depth)
-            counts.append(accepted + 1 if active[row] else 0)
-            if active[row] and n > 1:
-                confidences[row].observe(matches[0][1], accepted, tree.max_depth)
-        one.observe(state, draft, [range(count) for count in counts])
-        for tokens, count in zip(rows, counts):
-            tokens += sequence(rng, count, 3)
+            assert draft.chances.paths[row, :n].tolist() == chances
+            assert draft.chances.depths[row, :n].tolist() == list(tree.depths)
+            assert draft.chances.parents[row, 1:n].tolist() == list(tree.parents[1:])
+            assert not draft.chances.paths[row, n:].any()
+            paths = [(), *token_paths(tree, candidates)]
+            emitted = [*rng.choice(paths), rng.randrange(3)] if active[row] else []
+            right = max(k for k in range(len(emitted) + 1) if tuple(emitted[:k]) in paths)
+            if n > 1:
+                depth = min(tree.max_depth, len(emitted))
+                confidences[row].observe(matches[0][1], right, depth)
+            counts.append(len(emitted))
+            came.append(emitted)
+        for tokens, emitted in zip(rows, came):
+            tokens += emitted
         state = state_of(rows, active, max_depth=4)
+        one.observe(state, draft, [range(count) for count in counts])
+        for own, confidence in zip(one.rows, confidences):
+            assert vars(own.confidence) == vars(confidence)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 50])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +20,10 @@ from hf_spec.adapters.active import find_active
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.heads import heads_loss
+from hf_spec.drafting.options import CANDIDATES
 from hf_spec.methods.propd.early_head import EarlyPruning, early_states
 from hf_spec.methods.propd.options import ProPDOptions
 from hf_spec.methods.registry import methods
-from hf_spec.policy import memory
-from hf_spec.policy.switch import Switch
 
 NEW = 16
 
@@ -304,14 +302,17 @@ def test_every_tree_drafter(
     trained_like(model)
     names = [name for name in ("drafter", "propd") if name in model.peft_config]
     model.set_adapter(names)
-    options = {"drafter": drafter, "prune_criterion": criterion, **more}
+    # As many candidates in every step, so that those of look-ups are counted beside them.
+    inner = {"drafter_kwargs": {"candidates": 8}} if drafter in types else {}
+    options = {"drafter": drafter, "prune_criterion": criterion, **inner, **more}
     assert run(model, **propd(**options)) == plain
-    assert hf_spec.last_stats(model).num_pruned_tokens > 0
-    without = hf_spec.last_stats(model).num_drafted_tokens
+    stats = hf_spec.last_stats(model)
+    assert stats.num_pruned_tokens > 0
+    without = stats.num_drafted_tokens / stats.num_row_steps
     assert run(model, **propd(**options, retrieval=True)) == plain
     stats = hf_spec.last_stats(model)
     assert stats.num_pruned_tokens > 0, "looked-up candidates are pruned, too"
-    assert drafter == "prompt_lookup" or stats.num_drafted_tokens > without
+    assert drafter == "prompt_lookup" or stats.num_drafted_tokens / stats.num_row_steps > without
     assert run(model, **propd(drafter=drafter, prune=False)) == plain
     assert hf_spec.last_stats(model).num_pruned_tokens == 0
 
@@ -364,86 +365,48 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
 # -- whether it pays ---------------------------------------------------------------------------
 
 
-def simulate(chooser: Switch, steps: int, seconds: dict[bool, float], seed: int = 0) -> float:
-    """Share of steps that prune; noise delays one step in ten to three times its time."""
-    rng, pruned = random.Random(seed), 0
-    for _ in range(steps):
-        prunes = chooser.prunes()
-        late = 3.0 if rng.random() < 0.1 else 1.0
-        tokens = sum(rng.random() < 0.6 for _ in range(3)) + 1
-        chooser.observe(prunes, seconds[prunes] * late * rng.uniform(0.95, 1.1), tokens)
-        pruned += prunes
-    return pruned / steps
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_switch_finds_what_pays(seed: int) -> None:
-    for better in (True, False):
-        chooser = Switch()
-        assert chooser.pays is None
-        times = {better: 1.0, not better: 1.15}
-        simulate(chooser, 400, times, seed)
-        assert chooser.pays is better
-        share = simulate(chooser, 1000, times, seed + 1)
-        assert (share if better else 1 - share) > 0.95
-
-
-def test_the_switch_follows_a_change() -> None:
-    chooser = Switch()
-    simulate(chooser, 400, {True: 1.0, False: 1.3})
-    simulate(chooser, 2500, {True: 1.3, False: 1.0})
-    assert chooser.pays is False
-
-
-def switches(model: PreTrainedModel) -> dict[Any, Switch]:
-    left = memory._left[model]
-    return {key: one for key, one in left.items() if isinstance(one, Switch)}
-
-
-def test_auto_remembers_what_it_tried(fresh: Callable[..., PreTrainedModel]) -> None:
-    model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
-    plain = model.generate(prompt(), **settings)
-    trained_like(model)
-    auto = propd(prune="auto", tree="sparse")
-    assert torch.equal(model.generate(prompt(), **settings, **auto), plain)
-    stats = hf_spec.last_stats(model)
-    assert stats.num_pruned_tokens > 0 and "pruning_pays" in stats.details
-    known = switches(model)  # by batch size, length and rows
-    chosen = [one for one in known.values() if one.pays is not None]
-    assert chosen, "both kinds were tried, and one was chosen"
-    steps = sum(kind.steps for one in known.values() for kind in one.kinds.values())
-    model.generate(prompt(), **settings, **auto)
-    assert switches(model) == known
-    again = sum(kind.steps for one in known.values() for kind in one.kinds.values())
-    assert again > steps
-
-
-def test_auto_weighs_looked_up_candidates_like_others(
-    fresh: Callable[..., PreTrainedModel],
+@pytest.mark.parametrize("options", [{"tree": "sparse"}, {}, {"retrieval": True}])
+def test_auto_tries_steps_with_and_without(
+    fresh: Callable[..., PreTrainedModel], options: dict[str, Any]
 ) -> None:
-    """Also where the heads propose none, and with the tokens that look-ups bring."""
     model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
     plain = model.generate(prompt(), **settings)
     trained_like(model)
-    root = {"paths": [], "probes": [0]}
-    # All candidates stay, so that steps are the same whichever kind the clock prefers.
-    auto = propd(prune="auto", prune_top_k=VOCAB, tree=[root, root], retrieval=True)
-    assert torch.equal(model.generate(prompt(), **settings, **auto), plain)
-    kinds = [one.kinds for one in switches(model).values()]
-    assert all(sum(kind[way].steps for kind in kinds) for way in (True, False))
-    assert max(kind[way].tokens for kind in kinds for way in (True, False)) > 1
+    kinds, dropped = set(), 0
+    for _ in range(3):
+        out = model.generate(prompt(), **settings, **propd(prune="auto", **options))
+        assert torch.equal(out, plain)
+        stats = hf_spec.last_stats(model)
+        steps = stats.details["policy"]["history"]
+        kinds |= {one["pruned"] for one in steps if one["candidates"]}
+        dropped += stats.num_pruned_tokens
+    assert kinds == {True, False} and dropped > 0
+
+
+@pytest.mark.parametrize("options", [{"tree": "sparse"}, {}])
+@pytest.mark.parametrize("prune", [True, False])
+def test_what_is_asked_for_is_done_in_every_step(
+    fresh: Callable[..., PreTrainedModel], prune: bool, options: dict[str, Any]
+) -> None:
+    model = fresh("llama")
+    trained_like(model)
+    run(model, **propd(prune=prune, **options))
+    steps = hf_spec.last_stats(model).details["policy"]["history"]
+    assert {one["pruned"] for one in steps if one["candidates"]} == {prune}
 
 
 def test_checkpoints_are_compared_without_a_clock() -> None:
     """Whatever steps take where they are trained."""
-    assert ProPDOptions().untimed() == {"prune": True, "fallback": False}
-    assert ProPDOptions(tree="online", max_rows=16).untimed() == {
-        "tree": "sparse", "max_rows": None, "prune": True, "fallback": False,
+    always = {"fallback": False, "candidates": CANDIDATES}
+    assert ProPDOptions().untimed() == {"prune": True, **always}
+    assert ProPDOptions(candidates=5).untimed() == {"prune": True, "fallback": False}
+    assert ProPDOptions(tree="online").untimed() == {
+        "tree": "sparse", "prune": True, "fallback": False,
     }  # fmt: skip
     assert ProPDOptions(tree="chain", prune=False).untimed() == {"fallback": False}
-    around = ProPDOptions(drafter="bita", drafter_kwargs={"tree": "online", "max_rows": 16})
+    around = ProPDOptions(drafter="bita", drafter_kwargs={"tree": "online"})
     assert around.untimed() == {
-        "prune": True, "fallback": False, "drafter_kwargs": {"tree": "efficient", "max_rows": None},
+        "prune": True, "fallback": False, "drafter_kwargs": {"tree": "efficient"},
     }  # fmt: skip
     for name, method in methods().items():
         options = {"skip_mlp": [1]} if name == "layer_skip" else {}

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
 from hf_spec.drafting import predictions
+from hf_spec.drafting.drafter import Draft
 from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
-from hf_spec.policy.adaptive_trees import Grown, ends, grow
+from hf_spec.policy.adaptive_trees import Grown, best_ends, ends, grow
 
 Path = tuple[int, ...]
 HIDDEN, RANK = 5, 3
@@ -65,19 +66,24 @@ def naive(
     return found
 
 
-def paths_of(grown: Grown, row: int) -> dict[Path, float]:
+def paths_of(grown: Grown | Draft, row: int) -> dict[Path, float]:
     """Token paths of a row's candidates, and the chances that they are said to have."""
-    parents, tokens = grown.tree.parents[row].tolist(), grown.tokens[row].tolist()
+    draft = grown.draft()[0] if isinstance(grown, Grown) else grown
+    parents, tokens = draft.tree.parents[row].tolist(), draft.tokens[row].tolist()
     paths: list[Path] = [()]
-    for node in range(1, grown.tree.row_candidates[row] + 1):
+    for node in range(1, draft.tree.row_candidates[row] + 1):
         assert parents[node] < node
         paths.append((*paths[parents[node]], tokens[node]))
-        assert grown.tree.depths[row, node] == len(paths[-1])
-    chances = grown.log_probs[row].tolist()
+        assert draft.tree.depths[row, node] == len(paths[-1])
+    if draft.chances is None:
+        return dict.fromkeys(paths[1:], 0.0)
+    chances = draft.chances.paths[row].tolist()
     assert chances == sorted(chances, reverse=True)
-    assert chances[0] == 0 and set(chances[len(paths) :]) <= {-math.inf}
+    assert chances[0] == 1 and not any(chances[len(paths) :])
+    assert draft.chances.parents[row, 1 : len(paths)].tolist() == parents[1 : len(paths)]
+    assert draft.chances.depths[row, : len(paths)].tolist() == [len(path) for path in paths]
     assert len(set(paths)) == len(paths)
-    return dict(zip(paths[1:], chances[1:]))
+    return dict(zip(paths[1:], map(math.log, chances[1 : len(paths)])))
 
 
 def predict(
@@ -137,7 +143,8 @@ def test_rows_that_know_less(with_transition: bool) -> None:
     logits, states, roots, transition = example(5, 3, 20, with_transition)
     known = (3, 0, 1, 2, 3)
     grown = grow(predict(logits, 8, known, transition, states), roots, 8, 3)
-    assert grown.tree.row_depths[1] == grown.tree.row_candidates[1] == 0
+    tree = grown.draft()[0].tree
+    assert tree.row_depths[1] == tree.row_candidates[1] == 0
     for row in range(5):
         some = slice(row, row + 1)
         alone = predict(logits[some], 8, known[some], transition, states[some])
@@ -157,9 +164,10 @@ def test_tokens_that_are_impossible() -> None:
     logits[1, :, 5:8] = 0.0
     grown = grow(predict(logits, 8), torch.tensor([4, 4]), 8, 2)
     assert set(paths_of(grown, 0)) == {(2,), (3,), (2, 2), (2, 3), (3, 2), (3, 3)}
-    assert grown.tree.row_candidates == (6, 8)
+    tree = grown.draft()[0].tree
+    assert tree.row_candidates == (6, 8)
     assert set(paths_of(grown, 1)) >= {(5,), (6,), (7,)}
-    assert grown.tree.valid[0].tolist() == [True] * 7 + [False] * 2
+    assert tree.valid[0].tolist() == [True] * 7 + [False] * 2
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 7, 30])
@@ -177,8 +185,9 @@ def test_certain_tokens() -> None:
     for count in (1, 2, 4):
         grown = grow(predict(logits, count), torch.tensor([0]), count, 4)
         assert grown.tokens[0].tolist() == [0, 3, 1, 3, 5][: count + 1]
-        assert grown.tree.parents[0].tolist() == [-1, 0, 1, 2, 3][: count + 1]
-        assert grown.tree.is_chain and not grown.log_probs.any()
+        tree = grown.draft()[0].tree
+        assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3][: count + 1]
+        assert tree.is_chain and not grown.log_probs.any()
 
 
 def test_numbers_that_have_overflown() -> None:
@@ -187,7 +196,7 @@ def test_numbers_that_have_overflown() -> None:
     logits[0, 0, 4], logits[1, 1] = torch.nan, torch.inf
     grown = grow(predict(logits, 6), torch.tensor([1, 2, 3]), 6, 2)
     assert grown.tokens[:, 0].tolist() == [1, 2, 3]
-    assert grown.tree.row_candidates == (6, 6, 6)
+    assert grown.draft()[0].tree.row_candidates == (6, 6, 6)
     for row in range(3):
         paths_of(grown, row)
     assert paths_of(grown, 2).keys() == naive(logits[2], logits[2], 3, None, 6, 2).keys()
@@ -200,7 +209,8 @@ def test_where_a_step_ends() -> None:
     """A path ends at a node with the node's chance less those of its children."""
     logits, states, roots, transition = example(4, 3, 20, True)
     grown = grow(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
-    found = ends(grown)
+    chances = grown.draft()[0].chances
+    found = ends(chances.paths, chances.parents)
     for row in range(4):
         paths = {(): 0.0, **paths_of(grown, row)}
         for node, (path, log_p) in enumerate(paths.items()):
@@ -210,6 +220,37 @@ def test_where_a_step_ends() -> None:
             assert float(found[row, node]) == pytest.approx(math.exp(log_p) - below, abs=1e-9)
         assert not found[row, len(paths) :].any()
         assert float(found[row].sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_the_likeliest_ends(count: int) -> None:
+    logits, states, roots, transition = example(4, 3, 20, True)
+    grown = grow(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
+    chances = grown.draft()[0].chances
+    found = ends(chances.paths, chances.parents)
+    chosen = best_ends(chances.paths, chances.parents, count)
+    for row in range(4):
+        real = [node for node in range(9) if chances.paths[row, node] > 0]
+        best = sorted(real, key=lambda node: -found[row, node])[:count]
+        assert chosen[row].nonzero()[0].tolist() == sorted(best)
+
+
+@pytest.mark.parametrize("with_transition", [False, True])
+def test_trust_moves_all_tokens_of_a_distance(with_transition: bool) -> None:
+    """As if the predictions had said so; no token becomes more than certain."""
+    logits, states, roots, transition = example(2, 3, 20, with_transition)
+    made = predict(logits, 20, None, transition, states)
+    trust = [math.log(0.5), 0.0, math.log(0.25)]
+    plain, moved = (grow(made, roots, 60, 3, one) for one in (None, trust))
+    for row in range(2):
+        before, after = paths_of(plain, row), paths_of(moved, row)
+        both = before.keys() & after.keys()
+        assert len(both) > 10 and {len(path) for path in both} >= {1, 2}
+        for path in both:
+            assert after[path] == pytest.approx(before[path] + sum(trust[: len(path)]), abs=1e-5)
+        assert max(map(len, before)) >= max(map(len, after))
+    certain = grow(made, roots, 8, 3, [50.0, 50.0, 50.0])
+    assert certain.log_probs.max() == 0
 
 
 # -- in decoding ---------------------------------------------------------------------------------
@@ -236,8 +277,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
             room = min(3, state.max_depth)
             rest = (int(state.root[row]), Transition.of(weights, model), 6, room)
             expected = naive(logits[row].double(), states[row], *rest) if room > 0 else {}
-            chances = torch.zeros(draft.tokens.shape)
-            found = paths_of(Grown(draft.tree, draft.tokens, chances), row)
+            found = paths_of(draft, row)
             assert found.keys() == expected.keys()
             checked.append(len(found))
         return draft
@@ -254,11 +294,10 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
 @pytest.mark.parametrize(
     ("options", "nodes", "probed"),
     [
-        ({}, 9, 4),
-        ({"probed": 0}, 9, 9),
-        ({"probed": 1}, 9, 1),
-        ({"probed": 100}, 9, 9),
-        ({"candidates": 20}, 21, 10),
+        ({"candidates": 8}, 9, 9),
+        ({"candidates": 8, "probed": 1}, 9, 1),
+        ({"candidates": 8, "probed": 4}, 9, 4),
+        ({"candidates": 8, "probed": 100}, 9, 9),
         ({"candidates": 2}, 3, 3),
     ],
 )
@@ -287,10 +326,15 @@ def test_rows_of_a_step(
     ("name", "options", "message"),
     [
         ("bita", {"candidates": 0}, r"candidates=0: must be a whole number from 1"),
-        ("bita", {"probed": -1}, r"probed=-1: must be a whole number from 0"),
+        ("bita", {"candidates": 3, "probed": 0}, r"probed=0: must be a whole number from 1"),
+        ("bita", {"probed": 3}, r"probed=3 with candidates='auto', which places probes by value"),
         ("ppd", {"tree": "static", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
         ("ppd", {"tree": "online", "probed": 3}, r"probed=3 is of tree='adaptive'"),
-        ("medusa", {"probed": 3}, r"probed=3: this strategy predicts without probes"),
+        (
+            "medusa",
+            {"candidates": 3, "probed": 3},
+            r"probed=3: this strategy predicts",
+        ),
         ("space", {"acceptance": "rejection", "candidates": 3}, r"tree='adaptive', whose cand"),
     ],
 )

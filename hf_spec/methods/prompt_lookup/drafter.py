@@ -24,7 +24,9 @@ class PromptLookupDrafter(Drafter):
 
     def propose(self, state: DecodingState) -> Draft:
         found = [
-            one.lookup(tokens, state.max_depth) if active else NOTHING
+            one.lookup(tokens, state.max_depth)
+            if active
+            else NOTHING._replace(tokens=tokens[-1:])  # which a finished row may still cache
             for one, tokens, active in zip(self.rows, state.tokens, state.active)
         ]
         return draft_of(found, state.root.device)

@@ -1,0 +1,775 @@
+"""The policy against planted probabilities and step times, and in the real loop.
+
+No time is measured: simulated steps take what the test says, and the real loop a clock that the
+test turns. All figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PAD, STRATEGIES, prompt, ragged
+from fake_clock import FakeClock
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.drafting.drafter import Draft
+from hf_spec.drafting.ngram import NOTHING, Found, draft_of
+from hf_spec.methods.registry import get_method, methods
+from hf_spec.policy import memory, step_policy
+from hf_spec.policy.calibration import Calibration, walk
+from hf_spec.policy.likely_paths import Array, likeliest_paths
+from hf_spec.policy.memory import recall
+from hf_spec.policy.step_policy import (
+    LOOKS,
+    SIZES,
+    TRIED,
+    Average,
+    Learned,
+    StepPolicy,
+    first_sizes,
+    switched_on,
+)
+from hf_spec.policy.step_times import StepTimes
+
+Tiny = Callable[..., PreTrainedModel]
+Seconds = Callable[[int], float]
+HERE = (1, 8, "cpu")
+
+# -- planted probabilities ---------------------------------------------------------------------
+
+#: Chances of a trained adapter's ranks, by distance.
+CHANCES = np.array([0.6, 0.45, 0.35, 0.25])[:, None] * np.array(
+    [1.0, 0.3, 0.12, 0.08, 0.05] + [0.02] * 5
+)
+
+
+def found(table: Array, count: int = 40, root: int = 0) -> Found:
+    """The likeliest paths; a node's token is its rank."""
+    paths, chances = likeliest_paths(table, count)
+    return Found(
+        TokenTree.in_order(paths), [root, *(path[-1] for path in paths)], [1.0, *chances.tolist()]
+    )
+
+
+def random_table(rng: np.random.Generator) -> Array:
+    depth = rng.integers(1, 5)
+    return rng.dirichlet(np.full(6, 0.5), depth)[:, :5] * rng.uniform(0.3, 1, (depth, 1))
+
+
+class Probing:
+    """A drafter with so many probes under a node, that notes where they hang."""
+
+    def __init__(self, num_probes: int = 0, prunes: bool | None = False):
+        self.num_probes = self.distances = num_probes
+        self.prunes = prunes
+        self.under: list[list[int]] = []
+
+    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
+        self.under = [[node for node, n in enumerate(row) if n] for row in ahead]
+        return hang(ProbeGroup.causal(self.num_probes), tree, ahead)
+
+
+def line(slope: float) -> Seconds:
+    return lambda rows: 1.0 - slope + slope * rows
+
+
+def knowing(seconds: Seconds, rate: float | None = None, **fields: Any) -> Learned:
+    """What is learned of steps that take so long, with nothing left to try."""
+    one = Learned(**fields)
+    setting = one.setting(HERE)
+    setting.times, setting.pruned = (
+        StepTimes.guessed({rows: seconds(rows) for rows in (1, 5, 20)}) for _ in range(2)
+    )
+    setting.tries.clear()
+    if rate is not None:
+        setting.rate = Average(rate, 1.0)
+    return one
+
+
+def ends_of(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
+    """The chance that a step ends at each node, one at a time."""
+    return [
+        chance - sum(chances[n] for n in range(1, len(parents)) if parents[n] == node)
+        for node, chance in enumerate(chances)
+    ]
+
+
+def worths(
+    rows: Sequence[Found], seconds: Seconds, rate: float, worth: float, group: int
+) -> dict[tuple[int, int], float]:
+    """E + h Q - rho T by candidates and nodes with probes, one plan at a time."""
+    most = max(len(row.tree) for row in rows) - 1
+    values = {}
+    for n in {*(size for size in SIZES if size < most), most}:
+        tokens = sum(sum(row.chances[: n + 1]) for row in rows)
+        ended = [
+            sorted(ends_of(row.tree.parents[: n + 1], row.chances[: n + 1]), reverse=True)
+            for row in rows
+        ]
+        for probed in range(n + 2) if group else [0]:
+            held = sum(sum(row[:probed]) for row in ended) if group else 0
+            spent = seconds(1 + n + probed * group)
+            values[n, probed] = tokens + worth * held - rate * spent
+    return values
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("group", [0, 1, 3])
+def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
+    """Against all sizes; where probes hang, sizes are weighed with those that pay at once."""
+    rng, kinds, shares = np.random.default_rng(0), set(), []
+    for _ in range(150):
+        rows = [found(random_table(rng)) for _ in range(batch)]
+        seconds, plain = line(10 ** rng.uniform(-3, -0.5)), rng.uniform(0.5, 1)
+        rate, worth = batch * rng.uniform(0.5, 2.5), rng.uniform(0, 3)
+        learned = knowing(seconds, rate, worth=worth)
+        learned.setting(HERE).times.sizes[1].mean = plain
+        drafter = Probing(group)
+        policy = StepPolicy(SpecStats(), learned, HERE)
+        whole = draft_of(rows, "cpu")
+        draft = policy.choose(whole, drafter, [True] * batch, [9] * batch)
+        values = worths(rows, seconds, rate, worth, group)
+        value, best = batch - rate * plain, max(values.values())
+        chosen = draft.tree.num_nodes - 1
+        kinds.add(bool(chosen))
+        if not chosen:
+            # A plain step is taken only where it is worth more than what would be drafted.
+            assert draft.probes is None and value > best - 0.03 * batch * (group > 0)
+            continue
+        probed = max(map(len, drafter.under)) if draft.probes is not None else 0
+        assert values[chosen, probed] > value - 1e-9
+        shares.append((best - values[chosen, probed]) / batch)
+        assert torch.equal(draft.tokens, whole.tokens[:, : chosen + 1])
+        for part, of in zip(draft.chances, whole.chances):
+            assert (part == of[:, : chosen + 1]).all()
+    assert kinds == {True, False}
+    # Tokens per row that are missing to the best plan.
+    assert max(shares) < (0.06 if group else 1e-9) and np.mean(shares) < 0.002
+
+
+# -- simulations -------------------------------------------------------------------------------
+
+
+def simulate(
+    learned: Learned,
+    table: Array,
+    seconds: Seconds,
+    steps: int,
+    *,
+    real: Array | None = None,
+    batch: int = 1,
+    group: int = 0,
+    drafting: float = 0.02,
+    noise: float = 0.1,
+    seed: int = 0,
+    pruning: tuple[Seconds, float] | None = None,
+    calibration: Calibration | None = None,
+    enabled: bool = True,
+    setting: tuple[int, int, str] | None = None,
+) -> tuple[list[int], int, float, StepPolicy]:
+    """A call of so many steps; one in a hundred stalls.
+
+    Args:
+        table: promised chances of each rank, by distance; ``real``: those that come.
+        pruning: seconds of pruned steps, and the chance that one accepts candidates at all.
+        calibration: corrects what is promised, and learns.
+
+    Returns:
+        Candidates of each step; tokens, on average of those that could come, and seconds without
+        noise; and the policy.
+    """
+    rng, stats = random.Random(seed), SpecStats()
+    truth = table if real is None else real
+    real = truth.cumsum(1)
+    products = [np.prod([truth[d, rank] for d, rank in enumerate(path)])
+                for path in likeliest_paths(table, 40)[0]]  # fmt: skip
+    average = np.cumsum([1.0, *products])
+    drafter: Any = Probing(group, None if pruning else False)
+    policy = StepPolicy(stats, learned, setting or (batch, *HERE[1:]), enabled)
+    rows, known = [found(table)] * batch, True
+    offered, nothing = draft_of(rows, "cpu"), draft_of([NOTHING] * batch, "cpu")
+    sizes, tokens, total = [], 0, 0.0
+    for _ in range(steps):
+        draft = Draft(nothing.tree, nothing.tokens)
+        if calibration is not None:
+            trust = calibration.log_factors
+            trusted = (table * np.exp(trust)[:, None]).clip(max=1)
+            rows = [found(trusted / np.maximum(trusted.sum(1, keepdims=True), 1))] * batch
+            offered = draft_of(rows, "cpu")
+        if drafts := policy.drafts():
+            stats.draft_seconds += drafting
+            whole = offered if known else nothing
+            draft = policy.choose(whole, drafter, [True] * batch, [9] * batch)
+        whole_step = pruning[0] if pruning and draft.pruned else seconds
+        spent = whole_step(draft.num_rows) + drafting * drafts
+        counts, ended, parents = [], 0, draft.tree.parents.tolist()
+        for row in range(batch):
+            came = [int((rng.random() >= distance).sum()) for distance in real]
+            child = {(above, token): n for n, (above, token) in
+                     enumerate(zip(parents[row], draft.tokens[row].tolist())) if n}  # fmt: skip
+            node = depth = 0
+            if not (pruning and draft.pruned and rng.random() >= pruning[1]):
+                while depth < len(came) and (node, came[depth]) in child:
+                    node, depth = child[node, came[depth]], depth + 1
+            counts.append(depth + 1)
+            ended = node
+            if calibration is not None and drafts:
+                walk(calibration, rows[row].tree.parents, rows[row].tokens,
+                     rows[row].chances, trust, came)  # fmt: skip
+        if group:  # one row: the next step has predictions where this one ended at probes
+            known = draft.probes is not None and ended in drafter.under[0]
+        stall = 10.0 if rng.random() < 0.01 else 1.0
+        policy.observe(draft, counts, spent * rng.lognormvariate(0.0, noise) * stall)
+        sizes.append(draft.tree.num_nodes - 1)
+        by_chance = pruning is not None or calibration is not None
+        tokens += sum(counts) if by_chance else batch * average[sizes[-1]]
+        total += spent
+    return sizes, tokens, total, policy
+
+
+def best_speed(table: Array, seconds: Seconds, batch: int = 1, group: int = 0) -> float:
+    """Tokens per second of the best constant plan: as many candidates and probes in all steps."""
+    one, speeds = found(table), [batch / seconds(1)]
+    for n in range(1, len(one.tree)):
+        tokens, parents = sum(one.chances[: n + 1]), one.tree.parents[: n + 1]
+        ended = sorted(ends_of(parents, one.chances[: n + 1]), reverse=True)
+        for probed in range(1, n + 2) if group else [0]:
+            spent = seconds(1 + n + probed * group) + 0.02
+            # Steps without predictions, for each with them.
+            lost = 1 - sum(ended[:probed]) if group else 0.0
+            alone = seconds(1 + group) + 0.02
+            speeds.append(batch * (tokens + lost) / (spent + lost * alone))
+    return max(speeds)
+
+
+@pytest.mark.parametrize("group", [0, 1, 3])
+@pytest.mark.parametrize("slope", [0.001, 0.01, 0.03, 0.1])
+def test_the_speed_of_the_best_size_is_reached(slope: float, group: int) -> None:
+    """All but a few per cent: noise hides what rows cost, and both sizes are tried now and then."""
+    tokens = spent = 0.0
+    for seed in range(2):
+        learned = Learned()
+        simulate(learned, CHANCES, line(slope), 200, group=group, seed=seed)
+        _, came, took, _ = simulate(learned, CHANCES, line(slope), 500, group=group, seed=seed + 50)
+        tokens, spent = tokens + came, spent + took
+    share = tokens / spent / best_speed(CHANCES, line(slope), 1, group)
+    assert share > (0.96 if slope == 0.01 else 0.93)
+
+
+def test_a_batch_reaches_it_too() -> None:
+    learned = Learned()
+    simulate(learned, CHANCES, line(0.05), 200, batch=4)
+    _, tokens, spent, _ = simulate(learned, CHANCES, line(0.05), 400, batch=4, seed=1)
+    assert tokens / spent > 0.96 * best_speed(CHANCES, line(0.05), 4)
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1])
+def test_what_never_comes_costs_little(slope: float) -> None:
+    """Promises that are never kept: the guard's pauses."""
+    for group in (0, 2):
+        tokens = spent = 0.0
+        for seed in range(2):
+            args = Learned(), CHANCES, line(slope), 1500
+            sizes, came, took, _ = simulate(*args, real=0 * CHANCES, group=group, seed=seed)
+            assert any(sizes)
+            tokens, spent = tokens + came, spent + took
+        assert tokens / spent > 0.97
+
+
+def test_without_the_guard_every_step_drafts() -> None:
+    learned = Learned()
+    sizes, _, _, policy = simulate(
+        learned, CHANCES, line(0.5), 300, real=0 * CHANCES, enabled=False
+    )
+    assert min(sizes) > 0
+    assert policy.stats.num_fallback_steps == 0 and not policy.details()["policy"]["paused"]
+    assert learned.guard == type(learned.guard)()
+
+
+def test_calibration_makes_promises_harmless() -> None:
+    """Heads that promise twice as much as comes are as good as those that promise what comes."""
+    told = np.clip(2 * CHANCES, 0, 1)
+    speeds = []
+    for calibration in (Calibration(len(CHANCES)), None):
+        learned, settings = Learned(), {"real": CHANCES / 4, "calibration": calibration}
+        simulate(learned, told, line(0.02), 600, **settings)
+        _, tokens, spent, _ = simulate(learned, told, line(0.02), 800, seed=1, **settings)
+        speeds.append(tokens / spent)
+    assert speeds[0] > 0.92 * best_speed(CHANCES / 4, line(0.02))
+    assert speeds[0] > 1.05 * speeds[1]
+
+
+@pytest.mark.parametrize(("slope", "later"), [(0.01, 0.04), (0.04, 0.01), (0.02, 0.16)])
+def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
+    tokens = spent = 0.0
+    for seed in range(4):
+        learned = Learned()
+        simulate(learned, CHANCES, line(slope), 400, seed=seed)
+        simulate(learned, CHANCES, line(later), 300, seed=seed + 50)
+        _, came, took, _ = simulate(learned, CHANCES, line(later), 300, seed=seed + 100)
+        tokens, spent = tokens + came, spent + took
+    assert tokens / spent > 0.9 * best_speed(CHANCES, line(later))
+
+
+def test_sizes_differ_from_machine_to_machine() -> None:
+    taken = []
+    for slope in (0.002, 0.02, 0.2):
+        sizes, *_ = simulate(Learned(), CHANCES, line(slope), 300)
+        taken.append(float(np.median(sizes[100:])))
+    assert taken[0] >= 2 * taken[1] >= 4 * taken[2], taken
+
+
+@pytest.mark.parametrize("better", [True, False])
+@pytest.mark.parametrize("chances", [True, False])
+def test_pruning_where_it_pays(better: bool, chances: bool, monkeypatch: Any) -> None:
+    """Both ways are tried; also where nothing says how likely candidates are."""
+    if not chances:
+        choose = StepPolicy.choose
+
+        def blind(self: Any, draft: Draft, *args: Any) -> Draft:
+            return choose(self, Draft(draft.tree, draft.tokens), *args)
+
+        monkeypatch.setattr(StepPolicy, "choose", blind)
+    monkeypatch.setattr(step_policy, "HISTORY", 500)
+    # Pruning saves much and loses nothing, or hardly anything and two tokens of five.
+    pruning, chosen = ((line(0.005), 1.0) if better else (line(0.048), 0.6)), []
+    for seed in range(4):
+        args = Learned(), CHANCES[:, :3], line(0.05), 500
+        _, _, _, policy = simulate(*args, pruning=pruning, seed=seed, enabled=False)
+        kinds = [one["pruned"] for one in policy.history if one["candidates"]]
+        assert set(kinds[: 4 * TRIED]) == {True, False}
+        chosen += kinds[100:]
+    assert chosen.count(better) > 0.65 * len(chosen)
+
+
+@pytest.mark.parametrize("prunes", [True, False])
+@pytest.mark.parametrize("promised", [True, False])
+def test_pruning_as_it_is_asked_for(prunes: bool, promised: bool) -> None:
+    """From the first step on; plain steps are timed beside it."""
+    policy, drafter = StepPolicy(SpecStats(), Learned(), HERE), Probing(0, prunes)
+    whole = draft_of([found(CHANCES, 8)], "cpu")
+    if not promised:
+        whole = Draft(whole.tree, whole.tokens)
+    for _ in range(30):
+        if policy.drafts():
+            draft = policy.choose(whole, drafter, [True], [9])
+            assert draft.pruned is prunes and draft.tree.num_nodes > 1
+            policy.observe(draft, [3], 1.2)
+        else:
+            policy.observe(Draft(*PLAIN), [1], 1.0)
+    assert policy.setting.times.plain_seconds() == 1.0
+    assert policy.stats.num_fallback_steps == 2
+    assert policy.learned.guard.balance > 1.5
+
+
+# -- single steps ------------------------------------------------------------------------------
+
+#: The tree and the tokens of a plain step.
+PLAIN = (TokenTree.chain(0).batch(1, "cpu"), torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_probes_hang_where_the_step_is_likeliest_to_end() -> None:
+    rng = np.random.default_rng(1)
+    counts = set()
+    for _ in range(40):
+        row = found(random_table(rng))
+        learned = knowing(line(0.02), 1.5, worth=(worth := rng.uniform(0.2, 3)))
+        drafter = Probing(2)
+        policy = StepPolicy(SpecStats(), learned, HERE)
+        draft = policy.choose(draft_of([row], "cpu"), drafter, [True], [9])
+        n = draft.tree.num_nodes
+        if n == 1:
+            continue
+        ended = ends_of(row.tree.parents[:n], row.chances[:n])
+        best = sorted(range(n), key=lambda node: -ended[node])
+        under = drafter.under[0] if draft.probes is not None else []
+        assert under == sorted(best[: len(under)])
+        paying = sum(worth * chance > 1.5 * 0.02 * 2 for chance in ended)
+        near = [0, *(size for size in SIZES if size < n), n]  # as many as pay, in few sizes
+        assert len(under) in near
+        assert max(size for size in near if size <= paying) <= len(under)
+        assert len(under) <= min(size for size in near if size >= paying)
+        assert draft.num_rows == n + 2 * len(under)
+        counts.add(len(under))
+    assert len(counts) > 4
+
+
+def test_finished_rows_and_limits_count_for_nothing() -> None:
+    """A candidate that no row can use is not forwarded."""
+    rows = [found(CHANCES), found(0.9 * CHANCES)]
+    for active, limits, alone in (
+        ([True, False], [9, 9], rows[0]),
+        ([False, True], [0, 9], rows[1]),
+    ):
+        sizes = []
+        for one, on, most in ((rows, active, limits), ([alone], [True], [9])):
+            policy = StepPolicy(SpecStats(), knowing(line(0.05), 1.5), HERE)
+            draft = policy.choose(draft_of(one, "cpu"), Probing(), on, most)
+            sizes.append(draft.tree.num_nodes)
+        assert sizes[0] == sizes[1] > 2
+    policy = StepPolicy(SpecStats(), knowing(line(0.0001), 1.5), HERE)
+    draft = policy.choose(draft_of([found(CHANCES)], "cpu"), Probing(), [True], [1])
+    used = draft.chances.depths[0] == 1
+    assert used[-1] and used.sum() == 10 == len(CHANCES[0])
+
+
+def best_of(table: Array, seconds: Seconds, details: dict[str, Any]) -> int:
+    """Candidates of the largest worth at the rate so far."""
+    row = found(table)
+    rate = details["history"][-1]["tokens"] / details["history"][-1]["seconds"]
+    values = worths([row], seconds, rate, 0.0, 0)
+    return max(values, key=lambda plan: values[plan])[0]
+
+
+def test_the_first_steps() -> None:
+    """Two sizes are tried, and two plain steps timed among them; then steps go by their worth."""
+    policy, sizes = StepPolicy(SpecStats(), Learned(), HERE), []
+    whole = draft_of([found(CHANCES)], "cpu")
+    for _ in range(12):
+        draft = Draft(*PLAIN)
+        if policy.drafts():
+            draft = policy.choose(whole, Probing(), [True], [9])
+        sizes.append(draft.tree.num_nodes - 1)
+        policy.observe(draft, [2], line(0.03)(draft.num_rows))
+    first = [candidates for candidates, _ in first_sizes(1)]
+    assert [size for size in sizes[:6] if size] == first
+    assert sizes.count(0) == policy.stats.num_fallback_steps == 2
+    details = policy.details()["policy"]
+    assert details["b1"] == pytest.approx(0.03) and details["plain_seconds"] == pytest.approx(1.0)
+    assert set(sizes[6:]) == {best_of(CHANCES, line(0.03), details)}
+
+
+def test_plain_steps_are_looked_at_less_and_less() -> None:
+    learned, gaps, since = knowing(line(0.03)), [], 0
+    policy = StepPolicy(SpecStats(), learned, HERE)
+    whole = draft_of([found(CHANCES)], "cpu")
+    while len(gaps) < 7:
+        if policy.drafts():
+            draft, since = policy.choose(whole, Probing(), [True], [9]), since + 1
+            policy.observe(draft, [3], line(0.03)(draft.num_rows))
+        else:
+            gaps, since = [*gaps, since], 0
+            policy.observe(Draft(*PLAIN), [1], 1.0)
+    assert gaps == [min(LOOKS[0] * 2**n, LOOKS[1]) for n in range(7)]
+
+
+def test_a_stall_is_not_held_against_a_strategy() -> None:
+    learned = knowing(line(0.03))
+    policy = StepPolicy(SpecStats(), learned, HERE)
+    whole = draft_of([found(CHANCES)], "cpu")
+    before = learned.guard.balance
+    assert policy.drafts()
+    policy.observe(policy.choose(whole, Probing(), [True], [9]), [1], 500.0)
+    assert -2 < learned.guard.balance - before < 0
+
+
+def test_tokens_of_a_batch_are_counted_per_unfinished_row() -> None:
+    learned = knowing(line(0.0))
+    policy = StepPolicy(SpecStats(), learned, HERE)
+    whole = draft_of([found(CHANCES)] * 3, "cpu")
+    assert policy.drafts()
+    draft = policy.choose(whole, Probing(), [True, False, True], [9] * 3)
+    before = learned.guard.balance
+    policy.observe(draft, [3, 0, 1], 1.5)
+    assert learned.guard.balance == before + 2 - 1.5
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def test_a_later_call_starts_from_what_was_learned() -> None:
+    learned = Learned()
+    sizes, _, _, before = simulate(learned, CHANCES, line(0.03), 300)
+    again, _, _, after = simulate(learned, CHANCES, line(0.03), 30, seed=1)
+    assert after.setting is before.setting
+    assert 2 not in again[:5] and again.count(0) <= 1 and sum(again) > 20 * np.median(sizes) / 2
+    assert after.stats.num_fallback_steps <= 1
+
+
+def test_another_batch_size_starts_from_the_nearest() -> None:
+    learned = Learned()
+    for batch, seconds in ((2, line(0.01)), (8, line(0.04))):
+        simulate(learned, CHANCES, seconds, 150, batch=batch)
+    lent = learned.setting((6, 8, "cpu"))
+    near = learned.settings[8, 8, "cpu"]
+    assert not lent.tries
+    assert lent.times.line[1] == pytest.approx(near.times.line[1] * 6 / 8)
+    assert list(learned.setting((6, 8, "gpu")).tries) == first_sizes(6)  # nothing is known of it
+    assert learned.setting((6, 8, "cpu")) is lent
+
+
+def test_measured_times_stand_for_those_to_come() -> None:
+    learned = Learned()
+    asked = []
+    for _ in range(2):
+        setting = learned.setting(HERE, lambda: asked.append(1) or {1: 1.0, 9: 1.4})
+    assert setting.times.line == pytest.approx((0.95, 0.05)) and len(asked) == 1
+
+
+def test_what_is_remembered_goes_with_the_model() -> None:
+    class Model:
+        """Something that can be remembered."""
+
+    gc.collect()
+    model, before = Model(), len(memory._left)
+    one = recall(model, (Learned, "s"), Learned)
+    assert recall(model, (Learned, "s"), Learned) is one
+    assert recall(model, (Learned, "t"), Learned) is not one
+    assert len(memory._left) == before + 1
+    del model
+    gc.collect()
+    assert len(memory._left) == before
+
+
+def test_threads_wait_for_each_other() -> None:
+    """What is remembered is changed by one thread at a time."""
+    inside, leave, order = threading.Event(), threading.Event(), []
+
+    @memory.alone
+    def first() -> None:
+        inside.set()
+        leave.wait(10)
+        order.append("first")
+
+    one = threading.Thread(target=first)
+    one.start()
+    assert inside.wait(10)
+    two = threading.Thread(target=lambda: order.append(Learned().setting(HERE).turns))
+    two.start()
+    two.join(0.1)
+    assert two.is_alive() and not order
+    leave.set()
+    one.join(10), two.join(10)
+    assert order == ["first", 0]
+
+
+def test_many_threads_share_what_is_learned() -> None:
+    learned, failed = Learned(), []
+
+    def calls(seed: int) -> None:
+        try:
+            for n in range(3):
+                setting = (1, 8 + (seed + n) % 3, "cpu")
+                simulate(learned, CHANCES, line(0.03), 40, seed=seed, setting=setting)
+        except Exception as error:  # told below, in the test's own thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failed and len(learned.settings) == 3
+    assert sum(one.times.steps for one in learned.settings.values()) == 8 * 3 * 40
+    json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
+
+
+# -- the option --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["on", None, 1, 0, "True"])
+def test_bad_values_of_the_option(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"fallback={value!r}: must be 'auto', True or False"):
+        get_method("prompt_lookup").parse_options({"fallback": value})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "do_sample", "on"),
+    [
+        ("prompt_lookup", {}, False, True),
+        ("prompt_lookup", {}, True, True),  # candidates are not sampled
+        ("prompt_lookup", {"acceptance": "typical"}, False, False),
+        ("layer_skip", {}, False, True),
+        ("layer_skip", {}, True, True),
+        ("layer_skip", {"acceptance": "rejection"}, True, False),
+        ("layer_skip", {"draft_tokens": "sampled"}, True, False),
+        ("space", {"acceptance": "rejection"}, True, False),
+        ("space", {}, True, True),
+        ("layer_skip", {"acceptance": "rejection"}, False, True),  # greedy: no random numbers
+    ],
+)
+def test_auto_is_on_where_the_output_cannot_depend_on_it(
+    strategy: str, options: dict[str, Any], do_sample: bool, on: bool
+) -> None:
+    parse = get_method(strategy).parse_options
+    assert switched_on(parse(options), do_sample) == on
+    assert switched_on(parse({**options, "fallback": "auto"}), do_sample) == on
+    for chosen in (True, False):
+        assert switched_on(parse({**options, "fallback": chosen}), do_sample) == chosen
+
+
+# -- the loop ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+class Timed:
+    """Turns the clock at every forward of a model: 1 for a row, ``wide`` for several."""
+
+    def __init__(self, clock: FakeClock, wide: float):
+        self.clock, self.wide = clock, wide
+        self.rows: list[int] = []
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        # With probes a forward is given embeddings.
+        given = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+        self.rows.append(given.shape[1])
+        self.clock.now += 1.0 if self.rows[-1] == 1 else self.wide
+
+
+@pytest.fixture
+def timed(clock: FakeClock, fresh: Tiny) -> Iterator[Callable[[float], tuple[Any, Timed]]]:
+    """``timed(wide)``: a model of its own, so that nothing is remembered, and its forwards."""
+
+    def make(wide: float) -> tuple[Any, Timed]:
+        model, timing = fresh("llama_tied"), Timed(clock, wide)
+        model.register_forward_pre_hook(timing, with_kwargs=True)
+        return model, timing
+
+    return make
+
+
+def with_fallback(name: str, **options: Any) -> dict[str, Any]:
+    given = STRATEGIES.get(name, {}).get("assistant_kwargs", {})
+    return {
+        "assistant_strategy": name,
+        "assistant_kwargs": {**given, "fallback": True, **options},
+    }
+
+
+INPUTS = {"one": {"input_ids": prompt()}, "ragged": ragged()}
+#: Fills the tiny models' context of 128 positions.
+GREEDY = {"max_new_tokens": 100, "do_sample": False, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("retrieval", [False, True])
+@pytest.mark.parametrize("name", methods())
+def test_expensive_drafts_are_given_up(
+    timed: Callable[[float], tuple[Any, Timed]], name: str, retrieval: bool, inputs: str
+) -> None:
+    """A tree costs as much as 30 plain steps: whatever is accepted, drafting does not pay."""
+    options = {"retrieval": True} if retrieval and name != "prompt_lookup" else {}
+    model, timing = timed(30.0)
+    if get_method(name).needs_adapter:
+        torch.manual_seed(2)
+        model.add_adapter(get_method(name).adapter_config())
+    plain = model.generate(**INPUTS[inputs], **GREEDY)
+    timing.rows.clear()
+    out = model.generate(**INPUTS[inputs], **GREEDY, **with_fallback(name, **options))
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    stats = out.spec_stats
+    report = stats.details["policy"]
+    assert 0.3 < report["plain_seconds"] <= 1.001  # lent to smaller batches, it is a guess
+    drafted = [one for one in report["history"] if one["candidates"]]
+    assert 0 < len(drafted) < 0.2 * stats.num_steps
+    json.dumps(stats.to_dict())
+    assert stats.num_steps + stats.num_draft_forwards == len(timing.rows)
+    # Rows of one: plain steps that were chosen, empty drafts, and drafting.
+    assert timing.rows.count(1) >= stats.num_fallback_steps + stats.num_draft_forwards
+    assert sum(stats.accepted_histogram.values()) == stats.num_row_steps
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_drafting_resumes(
+    timed: Callable[[float], tuple[Any, Timed]],
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    inputs: str,
+) -> None:
+    """Drafts are wrong for 15 forwards; from then on they are the strategy's own."""
+    model, timing = timed(1.5)
+    drafter = get_method(name).drafter
+    propose = drafter.propose
+
+    def wrong_at_first(self: Any, state: Any) -> Any:
+        now, forwards = clock.now, len(timing.rows)
+        draft = propose(self, state)
+        clock.now = now  # drafting takes no time here
+        del timing.rows[forwards:]
+        if forwards < 15:
+            draft.tokens[:, 1:] = PAD  # which these models do not emit
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", wrong_at_first)
+    plain = model.generate(**INPUTS[inputs], **GREEDY).sequences
+    assert not (plain[:, 12:] == PAD).any()
+    timing.rows.clear()
+    out = model.generate(**INPUTS[inputs], **GREEDY, **with_fallback(name))
+    assert out.sequences.tolist() == plain.tolist()
+    kinds = "".join("p" if rows == 1 else "d" for rows in timing.rows[1:])
+    pause = re.search("p{15,}", kinds)
+    assert pause and "d" in kinds[: pause.start()]
+    assert kinds[pause.end() :].count("d") > 3
+
+
+def test_it_is_off_without_being_asked_for_off(
+    timed: Callable[[float], tuple[Any, Timed]],
+) -> None:
+    """``fallback=False`` drafts at every step; left out, plain steps are taken where they pay."""
+    model, _ = timed(30.0)
+    call = {"input_ids": prompt(), **GREEDY, "assistant_strategy": "prompt_lookup"}
+    off = model.generate(**call, assistant_kwargs={"fallback": False}).spec_stats
+    assert off.num_fallback_steps == 0 and not off.details["policy"]["paused"]
+    on = model.generate(**call).spec_stats
+    assert on.num_fallback_steps > 0
+    assert on.num_drafted_tokens < off.num_drafted_tokens
+    assert hf_spec.last_stats(model) is on
+
+
+def test_a_second_call_knows_the_costs(timed: Callable[[float], tuple[Any, Timed]]) -> None:
+    model, _ = timed(30.0)
+    call = {"input_ids": prompt(), **GREEDY, **with_fallback("layer_skip")}
+    first = model.generate(**call).spec_stats
+    second = model.generate(**call).spec_stats
+    assert second.num_draft_forwards < first.num_draft_forwards
+    assert second.details["policy"]["plain_seconds"] == pytest.approx(1.0)
+
+
+def test_cheap_drafts_are_kept(timed: Callable[[float], tuple[Any, Timed]]) -> None:
+    """Candidates that cost nothing: only the looks at a plain step are without drafts."""
+    model, _ = timed(1.0)
+    out = model.generate(input_ids=prompt(), **GREEDY, **with_fallback("prompt_lookup"))
+    assert out.spec_stats.num_fallback_steps <= 3
+    assert not out.spec_stats.details["policy"]["paused"]
+
+
+def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]]) -> None:
+    """One draw per emitted token at batch 1 under the match rule, whichever steps draft."""
+    for name in STRATEGIES:
+        model, _ = timed(4.0)
+        settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.7, "top_k": 0}
+        torch.manual_seed(3)
+        plain = model.generate(prompt(), **settings)
+        torch.manual_seed(3)
+        ours = model.generate(prompt(), **settings, **with_fallback(name))
+        assert ours.tolist() == plain.tolist()
+        stats = hf_spec.last_stats(model)
+        assert 0 < stats.num_fallback_steps < stats.num_steps - 1
+
+
+def test_merged_statistics_add_up() -> None:
+    one, two = SpecStats(num_fallback_steps=3), SpecStats(num_fallback_steps=4)
+    one.merge(two)
+    assert one.num_fallback_steps == one.to_dict()["num_fallback_steps"] == 7

@@ -1,0 +1,185 @@
+"""What steps take: every formula by brute force or by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hf_spec.policy.step_times import (
+    CLIP,
+    DECAY,
+    FIRST,
+    PACE_ALPHA,
+    SIZES,
+    STALE,
+    TIME_ALPHA,
+    SizeTime,
+    StepTimes,
+    fit_line,
+)
+
+
+def test_the_line_is_that_of_least_squares() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        rows = generator.choice(64, size=6, replace=False) + 1.0
+        seconds = 3.0 + 0.05 * rows + 0.1 * generator.standard_normal(6)
+        weights = generator.uniform(0.01, 1, 6)
+        root = np.sqrt(weights)
+        table = np.stack([np.ones(6), rows], 1) * root[:, None]
+        expected = np.linalg.lstsq(table, seconds * root, rcond=None)[0]
+        assert fit_line(rows, seconds, weights) == pytest.approx(tuple(expected))
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "expected"),
+    [
+        ([4, 16], [2.0, 1.0], (1.5, 0.0)),  # larger steps are not faster
+        ([1, 2], [1.0, 4.0], (0.0, 1.8)),  # nothing takes less than no time: (1 + 8) / (1 + 4)
+    ],
+)
+def test_lines_make_sense(rows: list, seconds: list, expected: tuple[float, float]) -> None:
+    found = fit_line(np.array(rows, float), np.array(seconds), np.ones(2))
+    assert found == pytest.approx(expected)
+
+
+def test_times_by_hand() -> None:
+    """Cold, five for the median, then averages that no stall carries away."""
+    size = SizeTime()
+    size.add(90.0)
+    assert size.mean is None
+    means = []
+    for seconds in (30.0, 2.0, 3.0, 1.0, 4.0):
+        size.add(seconds)
+        means.append(size.mean)
+    assert means == [30.0, 2.0, 3.0, 2.0, 3.0] and len(size.first) == FIRST
+    size.add(4.0)
+    alpha = 1 / (FIRST + 1)  # a plain mean while that weighs more
+    assert alpha > TIME_ALPHA and size.mean == pytest.approx((1 - alpha) * 3.0 + alpha * 4.0)
+    before = size.mean
+    size.add(1000.0)
+    assert size.mean == pytest.approx(before * (1 + (CLIP - 1) / (FIRST + 2)))
+
+
+def test_old_steps_of_a_size_count_less() -> None:
+    """A size that is tried every 50 steps forgets as fast as one that is always taken."""
+    size = SizeTime()
+    for step in range(FIRST + 1):
+        size.add(1.0, step)
+    assert size.count == FIRST
+    size.add(1.5, FIRST + 50)
+    count = FIRST * math.exp(-50 * DECAY) + 1
+    assert size.mean == pytest.approx(1.0 + 0.5 / count) and count < 1 / TIME_ALPHA
+    size.add(9.0, FIRST + 51 + STALE)  # begins anew
+    assert size.mean == 9.0
+
+
+def test_the_pace_by_hand() -> None:
+    """Half as fast for a while: sizes keep what is known, and predictions follow."""
+    times = StepTimes()
+    for rows, seconds in ((4, 1.0), (8, 2.0)):
+        for _ in range(3):
+            times.observe(rows, seconds, 0.1)
+    assert times.pace == 1.0
+    times.observe(8, 4.0, 0.1)
+    assert times.pace == pytest.approx(2**PACE_ALPHA)
+    times.observe(8, 100.0, 0.1)  # a stall counts as twice the mean
+    assert times.pace == pytest.approx(2 ** (2 * PACE_ALPHA))
+    times = StepTimes()
+    for rows, seconds in ((4, 1.0), (8, 2.0)):
+        for _ in range(3):
+            times.observe(rows, seconds, 0.1)
+    for _ in range(40):
+        times.observe(8, 4.0, 0.2)
+    assert times.means[8] == pytest.approx(4.0, rel=1e-3)
+    assert times.seconds(4) == pytest.approx(2.2, rel=0.2)  # though it was not seen since
+    assert times.drafting_seconds == pytest.approx(0.2, rel=0.1)
+    times.observe(64, 32.0, 0.2)  # unknown sizes say nothing of the pace
+    assert times.means[8] == pytest.approx(4.0, rel=1e-3)
+
+
+def test_old_sizes_count_less() -> None:
+    times = StepTimes()
+    for rows, seconds in ((4, 1.0), (8, 2.0), (16, 1.5)):
+        for _ in range(3):
+            times.observe(rows, seconds)
+    ages = np.array([6, 3, 0])
+    expected = fit_line(np.array([4.0, 8, 16]), np.array([1.0, 2, 1.5]), np.exp(-DECAY * ages))
+    assert times.line == pytest.approx(expected)
+    assert times.seconds(10) == pytest.approx(expected[0] + 10 * expected[1])
+
+
+def test_nothing_is_known_of_a_line_through_one_size() -> None:
+    times = StepTimes()
+    for _ in range(5):
+        times.observe(8, 1.0, 0.1)
+    assert times.line is times.seconds(8) is times.plain_seconds() is times.median_error is None
+    for _ in range(2):
+        times.observe(1, 0.9)  # plain
+    assert times.plain_seconds() == 0.9
+    assert times.seconds(8) == pytest.approx(1.0 + 0.1)  # drafting is part of what drafts
+
+
+def test_a_fast_way_for_single_rows_does_not_bend_the_line() -> None:
+    times = StepTimes()
+    for rows, seconds in ((1, 0.5), (4, 1.4), (9, 1.9)):
+        for _ in range(3):
+            times.observe(rows, seconds)
+    assert times.line == pytest.approx((1.0, 0.1)) and times.plain_seconds() == 0.5
+
+
+def test_errors_are_those_of_predictions() -> None:
+    """Made before the step was seen, drafting included."""
+    times = StepTimes()
+    for rows, seconds in ((2, 1.0), (10, 2.0)):
+        for _ in range(3):
+            times.observe(rows, seconds, 0.5)
+    assert list(times.errors) == [0.0]  # the third step of ten rows: both sizes are known
+    times.observe(10, 3.5, 0.5)
+    assert times.errors[-1] == pytest.approx(1.5 / 4.0)
+    assert times.median_error == pytest.approx(0.75 / 4.0)
+
+
+def test_few_sizes_are_kept() -> None:
+    times = StepTimes()
+    for rows in range(1, SIZES + 10):
+        for _ in range(2):
+            times.observe(rows, 1.0 + rows)
+    assert len(times.sizes) == SIZES and min(times.sizes) == 10
+
+
+def test_what_is_expected_of_larger_batches() -> None:
+    times = StepTimes.guessed({4: 2.0, 8: 3.0})
+    times.drafting.mean = 0.25
+    seeded = times.seeded(4.0)
+    assert seeded.line == pytest.approx((1.0, 1.0))
+    assert seeded.seconds(8) == pytest.approx(9.25)
+    for _ in range(2):
+        seeded.observe(8, 7.0)
+    assert seeded.means[8] == 7.0  # the guess gives way
+    assert StepTimes().seeded().line is None
+
+
+def test_a_measured_plain_step_is_expected_of_other_conditions() -> None:
+    """Not the line's: devices often have a faster way for a single row."""
+    times = StepTimes.guessed({1: 0.5, 4: 1.4, 9: 1.9})  # 1.0 + 0.1 i, but for one row
+    same, larger = times.seeded(), times.seeded(3.0)
+    assert same.plain_seconds() == pytest.approx(0.5) and same.line == pytest.approx((1.0, 0.1))
+    assert larger.plain_seconds() == pytest.approx(0.7)
+    assert larger.line == pytest.approx((1.0, 0.3))
+
+
+def test_a_stall_says_nothing_of_a_new_size() -> None:
+    """Where others are known: it counts as twice what they make expect."""
+    times = StepTimes.guessed({4: 1.4, 9: 1.9})  # 1.0 + 0.1 i
+    for seconds in (9.0, 50.0):  # the first is left out
+        times.observe(20, seconds)
+    assert times.sizes[20].mean == pytest.approx(CLIP * 3.0)
+
+
+def test_plain_steps_of_smaller_batches_take_their_share_at_least() -> None:
+    """Also where rows are so dear that the line falls below nothing."""
+    times = StepTimes.guessed({1: 1.0, 4: 120.0, 8: 240.0})
+    assert times.seeded(0.5).plain_seconds() == pytest.approx(0.5)
