@@ -20,7 +20,6 @@ from hf_spec.adapters.active import find_active
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.heads import heads_loss
-from hf_spec.drafting.options import CANDIDATES
 from hf_spec.methods.propd.early_head import EarlyPruning, early_states
 from hf_spec.methods.propd.options import ProPDOptions
 from hf_spec.methods.registry import methods
@@ -397,7 +396,7 @@ def test_what_is_asked_for_is_done_in_every_step(
 
 def test_checkpoints_are_compared_without_a_clock() -> None:
     """Whatever steps take where they are trained."""
-    always = {"fallback": False, "candidates": CANDIDATES}
+    always = {"fallback": False}
     assert ProPDOptions().untimed() == {"prune": True, **always}
     assert ProPDOptions(candidates=5).untimed() == {"prune": True, "fallback": False}
     assert ProPDOptions(tree="online").untimed() == {
