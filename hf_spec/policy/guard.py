@@ -15,7 +15,7 @@ from dataclasses import dataclass
 START = 1.5
 #: Most that the account holds. What pays outlasts its bad stretches with it; more would delay the
 #: answer when acceptance ends in mid-output.
-FULL = 6.0
+FULL = 4.0
 #: Most that it can be in debt: what takes longer is something being compiled rather than a step.
 DEBT = 8.0
 #: What it must hold for another try after a setback, and at the start of a new call, whose text may

@@ -144,7 +144,7 @@ def test_what_pays_is_left_alone(strategy: Strategy) -> None:
 def test_acceptance_that_begins_late_is_found_and_one_that_ends_is_noticed() -> None:
     good, bad = Strategy(1.2, 0.7, 15), Strategy(1.2)
     ideal = 512 / (256 + 256 / good.speed)
-    assert speedup(lambda at: good if at >= 256 else bad, 4, 512) > 0.81 * ideal
+    assert speedup(lambda at: good if at >= 256 else bad, 4, 512) > 0.83 * ideal
     assert (
         speedup(lambda at: good if at < 256 else bad, 4, 512) > 0.89 * ideal
     )  # the account, and the tries that patience adds
