@@ -28,8 +28,9 @@ from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import states_at
 from hf_spec.model.tree_forward import TreeOutput
+from hf_spec.policy.learned import Learned
 from hf_spec.policy.memory import recall
-from hf_spec.policy.step_policy import Learned, StepPolicy, switched_on
+from hf_spec.policy.step_policy import StepPolicy, switched_on
 from hf_spec.policy.tuned_trees import Device, measurements
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,26 +28,17 @@ import numpy as np
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TreeBatch
 from hf_spec.drafting.drafter import Chances, Draft, Drafter
-from hf_spec.drafting.options import CANDIDATES, StrategyOptions
+from hf_spec.drafting.options import StrategyOptions
 from hf_spec.policy.adaptive_trees import best_ends, ends
-from hf_spec.policy.guard import Guard
+from hf_spec.policy.learned import ALPHA, BLIND, LOOKS, Learned, first_sizes
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
-from hf_spec.policy.step_times import CLIP, StepTimes
+from hf_spec.policy.step_times import CLIP
 
 #: Candidates that a step may have. Few sizes, so that steps repeat, compiled ones above all.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: Steps of each of the two sizes that a setting starts with: a line needs two, and the first step
-#: of a size warms something up.
-WARM_UP = 2
 #: Steps after which both are tried again, lest rows that once seemed dear stay untried.
 AFRESH = 64
-#: Steps that draft between two looks at a plain one, doubling from the first to the last.
-LOOKS = (64, 1024)
-#: Steps without predictions until probes are looked at though that is not worth their time.
-BLIND = (4, 256)
-#: h before anything is known of it, and the weight of a step in it and in rho.
-WORTH, ALPHA = 1.0, 1 / 32
 #: Steps with pruning and without that are tried in turns, and steps of one kind until the other is
 #: looked at again.
 TRIED, AGAIN = 8, 256
@@ -55,13 +46,6 @@ TRIED, AGAIN = 8, 256
 TICK = 1e-9
 #: Decisions that are remembered, for people.
 HISTORY = 128
-
-
-def first_sizes(batch_size: int) -> list[tuple[int, int]]:
-    """Candidates, and nodes with probes, of a setting's first steps: the larger the batch, the
-    fewer, since a step of many rows may cost several plain ones."""
-    wide = max(CANDIDATES // batch_size, 2)
-    return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
 
 def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
@@ -74,88 +58,6 @@ def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
     if options.fallback != "auto":
         return bool(options.fallback)
     return not (do_sample and options.samples) and options.acceptance != "typical"
-
-
-@dataclass
-class Average:
-    """A ratio of sums in which newer steps count more."""
-
-    above: float = 0.0
-    below: float = 0.0
-
-    def add(self, above: float, below: float, alpha: float = ALPHA) -> None:
-        self.above += above - alpha * self.above
-        self.below += below - alpha * self.below
-
-    @property
-    def value(self) -> float | None:
-        return self.above / self.below if self.below > 0 else None
-
-
-@dataclass
-class Setting:
-    """What is known of steps of one batch size, context length and device.
-
-    Attributes:
-        times: what they take; of pruned ones, by rows before pruning.
-        rate: tokens of all rows per second.
-        kept: accepted candidates per promised one, without pruning and with it; per row and step
-            where nothing is promised.
-        tries: sizes that the next steps must have.
-        settled: steps since there were any.
-        wide: steps that drafted since a plain one.
-        look: those of them until the next one is due.
-        turns: steps since both ways of pruning were known, or were looked at again.
-        blind, patience: steps without predictions since probes were looked at, and how many there
-            are until the next look where it is not worth its time.
-    """
-
-    times: StepTimes = field(default_factory=StepTimes)
-    pruned: StepTimes = field(default_factory=StepTimes)
-    rate: Average = field(default_factory=Average)
-    kept: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
-    tries: deque[tuple[int, int]] = field(default_factory=deque)
-    settled: int = 0
-    wide: int = 0
-    look: int = LOOKS[0]
-    turns: int = 0
-    blind: int = 0
-    patience: int = BLIND[0]
-
-    def lent(self, scale: float) -> Setting:
-        """What is expected where rows cost so many times as much."""
-        return Setting(self.times.seeded(scale), self.pruned.seeded(scale))
-
-
-@dataclass
-class Learned:
-    """What a strategy has shown on a model: with its options and its adapter.
-
-    Attributes:
-        guard: what it has brought.
-        settings: by batch size, context length and device.
-        worth: h.
-    """
-
-    guard: Guard = field(default_factory=Guard)
-    settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
-    worth: float = WORTH
-
-    @alone
-    def setting(
-        self, key: tuple[int, int, str], measured: Callable[[], dict[int, float]] = dict
-    ) -> Setting:
-        """That of a key; at first the nearest one lends what it knows, or times were measured."""
-        if key not in self.settings:
-            near = [one for one in self.settings if one[2] == key[2]]
-            if near:
-                best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
-                self.settings[key] = self.settings[best].lent(key[0] / best[0])
-            else:
-                self.settings[key] = Setting(StepTimes.guessed(measured()))
-            if self.settings[key].times.line is None:
-                self.settings[key].tries.extend(first_sizes(key[0]))
-        return self.settings[key]
 
 
 @dataclass(frozen=True)

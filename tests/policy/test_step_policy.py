@@ -31,18 +31,10 @@ from hf_spec.drafting.ngram import NOTHING, Found, draft_of
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
+from hf_spec.policy.learned import LOOKS, Average, Learned, first_sizes
 from hf_spec.policy.likely_paths import Array, likeliest_paths
 from hf_spec.policy.memory import recall
-from hf_spec.policy.step_policy import (
-    LOOKS,
-    SIZES,
-    TRIED,
-    Average,
-    Learned,
-    StepPolicy,
-    first_sizes,
-    switched_on,
-)
+from hf_spec.policy.step_policy import SIZES, TRIED, StepPolicy, switched_on
 from hf_spec.policy.step_times import StepTimes
 
 Tiny = Callable[..., PreTrainedModel]
