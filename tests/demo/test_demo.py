@@ -94,9 +94,7 @@ def test_the_shipped_model_and_adapters(tmp_path, capsys):
     names = {row["strategy"] for row in data["runs"]}
     adapters = read_adapters(map(str, demo.adapter_folders()))
     assert names >= {"plain", "prompt_lookup", *(adapter.strategy for adapter in adapters)}
-    # Adapters that fine-tune the model are compared with plain decoding of their own.
-    baselines = {row["strategy"]: row["baseline"] for row in data["runs"]}
-    assert baselines["bita"] == "plain" and baselines["space"] == "plain@space"
+    assert {row["baseline"] for row in data["runs"]} == {"plain"}  # none changes the model
     assert not any(row["diverged"] for row in data["runs"])
 
 
