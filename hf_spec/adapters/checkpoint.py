@@ -122,8 +122,12 @@ class StoredWeights:
     def _folder(self) -> Path:
         return Path(self.place, self.download.get("subfolder") or "")
 
-    def find(self, name: str) -> Path | None:
+    def find(self, name: str, ask: bool = True) -> Path | None:
         """The file of this name there, downloaded if need be; None if there is none.
+
+        Args:
+            name: of the file.
+            ask: whether the Hub is asked; else only what has been downloaded is there.
 
         Raises:
             OSError: the Hub cannot be reached, or refuses.
@@ -132,11 +136,16 @@ class StoredWeights:
             path = self._folder() / name
             return path if path.is_file() else None
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import RemoteEntryNotFoundError
+        from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
+        download = self.download if ask else {**self.download, "local_files_only": True}
         try:
-            return Path(hf_hub_download(self.place, name, **self.download))
+            return Path(hf_hub_download(self.place, name, **download))
         except RemoteEntryNotFoundError:
+            return None
+        except LocalEntryNotFoundError:
+            if ask:
+                raise
             return None
 
 

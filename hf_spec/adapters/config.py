@@ -169,10 +169,11 @@ class SpecPeftConfig(PeftConfig):
             raise source.absent()
         return None
 
-    def file_beside(self, name: str) -> Path | None:
+    def file_beside(self, name: str, ask: bool = True) -> Path | None:
         """A file that lies where the adapter was loaded from; None if there is none.
 
-        A local folder is looked into each time, the Hub is asked once.
+        A local folder is looked into each time, the Hub is asked once; not at all, but for what
+        has been downloaded, without ``ask``.
 
         Raises:
             OSError: the Hub cannot be reached, or refuses.
@@ -180,8 +181,8 @@ class SpecPeftConfig(PeftConfig):
         home: Any = self._home
         if home is None:
             return None
-        if os.path.isdir(home.place):
-            found: Path | None = home.find(name)
+        if os.path.isdir(home.place) or not ask:
+            found: Path | None = home.find(name, ask)
             return found
         known = self._downloaded or {}
         if name not in known:

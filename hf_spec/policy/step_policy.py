@@ -97,7 +97,7 @@ class StepPolicy:
         self._key = setting
         self._plan: Plan | None = None
         self._live = 1
-        self._before = (0.0, 0)
+        self._before = 0.0  # seconds of drafting
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._taken: Counter[tuple[int, int]] = Counter()
         if enabled:
@@ -108,7 +108,7 @@ class StepPolicy:
     @alone
     def drafts(self) -> bool:
         """Whether the step that begins now drafts."""
-        self._plan, self._before = None, (self.stats.draft_seconds, self.stats.num_draft_forwards)
+        self._plan, self._before = None, self.stats.draft_seconds
         plain = self.enabled and (self.learned.guard.paused or self._plain_is_due())
         self.stats.num_fallback_steps += plain
         return not plain
@@ -284,7 +284,7 @@ class StepPolicy:
             seconds: that it took.
         """
         setting, plan = self.setting, self._plan
-        drafting = self.stats.draft_seconds - self._before[0]
+        drafting = self.stats.draft_seconds - self._before
         live = [count for count in emitted if count]
         tokens, rows = sum(live), draft.num_rows
         times = setting.pruned if draft.pruned else setting.times

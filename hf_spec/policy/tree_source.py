@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -61,14 +60,15 @@ def tree_source(
             does not have, none have been tuned or they cannot be read.
     """
     if options.tree in (ADAPTIVE, ONLINE):
-        depth, key = options.depth(distances), (adapter.name, str(options.tree))
+        depth = options.depth(distances)
+        key = adapter.config.type_name, adapter.name, depth
         if options.tree == ONLINE:
-            hits = recall(model, (HitRates, key, depth), lambda: _hits(model, adapter, depth))
+            hits = recall(model, (HitRates, key), lambda: _hits(model, adapter, depth))
             return OnlineTrees(depth, bool(probes), hits)
         if options.candidates != AUTO:
             exactly: Any = options.candidates
             return AdaptiveTrees(depth, bool(probes), exactly, options.probed)
-        calibration = recall(model, (Calibration, key, depth), lambda: Calibration(depth))
+        calibration = recall(model, (Calibration, key), lambda: Calibration(depth))
         return AdaptiveTrees(depth, bool(probes), calibration=calibration)
     if options.tree == TUNED:
         path = adapter.config.file_beside(TREE_FILE)
@@ -92,11 +92,8 @@ def tree_source(
 
 
 def _hits(model: Any, adapter: ActiveAdapter, depth: int) -> HitRates:
-    """What was measured for the adapter, or a guess; a Hub that cannot be reached is no reason to
-    fail."""
-    found = None
-    with suppress(OSError):
-        found = measurements(adapter, Device.of(model), 1, 0)
+    """What was measured for the adapter, or a guess."""
+    found = measurements(adapter, Device.of(model), 1, 0)
     if found is None:
         return HitRates(depth)
     return HitRates.measured(np.array(found.accuracies), depth)

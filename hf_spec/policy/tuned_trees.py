@@ -11,6 +11,8 @@ import functools
 import json
 import logging
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,13 +267,14 @@ def measurements(
 ) -> Measurements | None:
     """Those of the nearest entry of the ``tree.json`` beside an adapter; None if there are none.
 
-    Raises:
-        ValueError: the file cannot be read.
+    They are a guess to start from: the Hub is not asked for them, and a file that cannot be read
+    has none.
     """
-    path = adapter.config.file_beside(TREE_FILE)
-    if path is None:
-        return None
-    entries = [one for one in read_trees(path).entries if one.accuracies is not None]
+    path = adapter.config.file_beside(TREE_FILE, ask=False)
+    entries: Sequence[TunedDevice] = ()
+    with suppress(OSError, ValueError):
+        entries = () if path is None else read_trees(path).entries
+    entries = [one for one in entries if one.accuracies is not None]
     if not entries:
         return None
     entry = min(entries, key=lambda one: device.distance(one.device))
