@@ -93,6 +93,30 @@ class TreeOutput(NamedTuple):
     survivors: Survivors | None = None
 
 
+class StepTokens(NamedTuple):
+    """What a forward runs over: some nodes of a tree, and probes behind them.
+
+    Attributes:
+        ids: ``(batch, nodes)`` of these nodes.
+        depths: ``(batch, nodes + probes)``
+        visible: ``(batch, nodes + probes, slots)`` bool, what each sees of what stands in the
+            slots behind the accepted tokens.
+        slot_depths: ``(batch, slots)`` depths of that.
+        kinds: ``(batch, probes)`` which of the learned embeddings each probe has; None without
+            probes.
+    """
+
+    ids: Tensor
+    depths: Tensor
+    visible: Tensor
+    slot_depths: Tensor
+    kinds: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        return self.depths.shape[1]
+
+
 @dataclass
 class _Pass:
     """What changes of the model ask of the forward that runs.
@@ -100,11 +124,13 @@ class _Pass:
     Attributes:
         nodes: rows that logits are made of; the first.
         probes: rows behind them.
+        probed: whether probes were asked for, if only none.
         choose: which rows stay; None: all.
     """
 
     nodes: int = 0
     probes: int = 0
+    probed: bool = False
     choose: Choose | None = None
 
 
@@ -186,37 +212,64 @@ class TreeForward:
         depths, ancestors = tree.depths, tree.ancestors
         if probes is not None:
             depths, ancestors = probes.depths, probes.ancestors
-        rows = depths.shape[1]
+        step = StepTokens(
+            tokens[:, first:], depths[:, first:], ancestors[:, first:], depths,
+            None if probes is None else probes.kinds,
+        )  # fmt: skip
         front = self.num_front if probes is not None and probes.num_probes else 0
-        keys = self.cache.begin(rows - first, offset=first, front=front > 0)
+        keys = self.cache.begin(step.total, offset=first, front=front > 0)
+        call = self._reaching(tree, first, probes)
+        if pruning is not None and tokens.shape[1] > 1:
+            return self._pruned(call, step, keys, tree, probes, pruning)
+        return self._forward(call, step, keys, changes)
+
+    def _forward(
+        self, call: Callable[..., Any], step: StepTokens, keys: int, changes: Changes | None = None
+    ) -> TreeOutput:
+        """The forward over an open block, all of it; tensors only, so that it can be traced.
+
+        Args:
+            call: runs the model.
+            step: what it runs over.
+            keys: slots that attention sees, those in front left out.
+            changes: see :meth:`__call__`.
+        """
+        inputs = self._inputs(step, keys)
+        if changes is not None:
+            return TreeOutput(changes.run(self._changes.run, call, **inputs).logits)
+        if step.kinds is None and not self.wants_hidden:
+            return TreeOutput(self._changes.run(call, **inputs).logits)
+        watching, seen = self._watched(step)
+        logits = watching.run(call, **inputs).logits
+        return self._output(logits, seen[0])
+
+    def _inputs(self, step: StepTokens, keys: int) -> dict[str, Any]:
+        """Of the model's forward."""
         lengths = self.cache.lengths
         positions = torch.minimum(
-            lengths[:, None] + self.position_shift + depths, self.last_position
+            lengths[:, None] + self.position_shift + step.depths, self.last_position
         )
         inputs: dict[str, Any] = {
             **self.model_kwargs,
-            "attention_mask": self._mask(
-                ancestors, first, keys, positions, probes if front else None
-            ),
+            "attention_mask": self._mask(step, keys, positions),
             "past_key_values": self.cache,
             "use_cache": True,
             "return_dict": True,
         }
         if self.takes_positions:
-            inputs["position_ids"] = positions[:, first:].to(self.device)
-        tokens = tokens[:, first:].to(self.device)
-        call = self._reaching(tree, first, probes)
-        if probes is None:
-            inputs["input_ids"] = tokens
-            if changes is not None:
-                return TreeOutput(changes.run(self._changes.run, call, **inputs).logits)
-            if not self.wants_hidden and pruning is None:
-                return TreeOutput(self._changes.run(call, **inputs).logits)
-        else:
-            embeddings = self.model.get_input_embeddings()(tokens)
-            learned = self.probe_embeddings[probes.kinds.to(self.device)]
-            inputs |= embedded(self.model, torch.cat([embeddings, learned], dim=1), tokens)
-        return self._run(call, inputs, tokens, tree, probes, pruning)
+            inputs["position_ids"] = positions.to(self.device)
+        ids = step.ids.to(self.device)
+        if step.kinds is None:
+            return inputs | {"input_ids": ids}
+        embeddings = self.model.get_input_embeddings()(ids)
+        learned = self.probe_embeddings[step.kinds.to(self.device)]
+        return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
+
+    def _output(self, logits: Tensor, hidden: Tensor, survivors: Survivors | None = None) -> Any:
+        nodes, probes = self._pass.nodes, self._pass.probes
+        behind = hidden[:, nodes : nodes + probes] if self._pass.probed else None
+        own = hidden[:, :nodes] if self.wants_hidden else None
+        return TreeOutput(logits, behind, own, survivors)
 
     def _reaching(
         self, tree: TreeBatch, first: int, probes: ProbeRows | None
@@ -248,20 +301,17 @@ class TreeForward:
             self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
 
-    def _run(
-        self, call: Callable[..., Any], inputs: dict[str, Any], tokens: Tensor, tree: TreeBatch,
-        probes: ProbeRows | None, pruning: Pruning | None,
+    def _pruned(
+        self, call: Callable[..., Any], step: StepTokens, keys: int, tree: TreeBatch,
+        probes: ProbeRows | None, pruning: Pruning,
     ) -> TreeOutput:  # fmt: skip
-        """The forward where more than the logits of all rows is wanted, or less."""
+        """The forward that drops nodes on its way."""
         left: Survivors | None = None
-        cache, running = self.cache, self._pass
-        running.nodes = tokens.shape[1]
-        running.probes = 0 if probes is None else probes.num_probes
+        cache, running, ids = self.cache, self._pass, step.ids
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal left
-            assert pruning is not None
-            alive = pruning.alive(hidden[:, : tokens.shape[1]], tokens, tree)
+            alive = pruning.alive(hidden[:, : ids.shape[1]], ids.to(self.device), tree)
             left = survive(tree, alive.to(tree.parents.device), probes)
             if left is None:
                 return None
@@ -270,21 +320,25 @@ class TreeForward:
             running.probes = left.rows.shape[1] - running.nodes
             return left.rows
 
-        changes, seen = self._watched(pruning)
-        running.choose = choose if pruning is not None and tokens.shape[1] > 1 else None
+        inputs = self._inputs(step, keys)
+        changes, seen = self._watched(step)
+        if not self._prunes:
+            # Behind averaged exits, which must see the last layer's output first.
+            early_pruning(
+                self.model, changes, pruning.layer,
+                lambda hidden: None if running.choose is None else running.choose(hidden),
+            )  # fmt: skip
+            self._prunes = True
+        running.choose = choose
         logits = changes.run(call, **inputs).logits
         running.choose = None  # nothing may hold what it belongs to until it is collected
-        hidden = seen[0]
-        rest = probes if left is None else left.probes
-        behind = None
-        if rest is not None:
-            behind = hidden[:, running.nodes : running.nodes + rest.num_probes]
-        own = hidden[:, : running.nodes] if self.wants_hidden else None
-        return TreeOutput(logits, behind, own, left)
+        return self._output(logits, seen[0], left)
 
-    def _watched(self, pruning: Pruning | None) -> tuple[Changes, list[Tensor]]:
+    def _watched(self, step: StepTokens) -> tuple[Changes, list[Tensor]]:
         """What forwards run with that give more than logits, and where final states are found."""
         running = self._pass
+        running.nodes, running.probed = step.ids.shape[1], step.kinds is not None
+        running.probes = 0 if step.kinds is None else step.kinds.shape[1]
         if self._watching is None:
             changes = Changes().update(self._changes)
 
@@ -298,58 +352,46 @@ class TreeForward:
                         changes, lambda: (running.nodes + running.probes, running.probes)
                     )
             self._watching = changes, final_hidden(self.model, changes, nodes)
-        if pruning is not None and not self._prunes:
-            # Behind averaged exits, which must see the last layer's output first.
-            early_pruning(
-                self.model, self._watching[0], pruning.layer,
-                lambda hidden: None if running.choose is None else running.choose(hidden),
-            )  # fmt: skip
-            self._prunes = True
         return self._watching
 
-    def _mask(
-        self, ancestors: Tensor, first: int, keys: int, node_positions: Tensor,
-        probes: ProbeRows | None,
-    ) -> Any:  # fmt: skip
-        """The forward's attention mask over ``keys`` slots for the rows from ``first`` on.
-
-        Where probes are given, the last rows, they see slots in front of the tokens.
-        """
+    def _mask(self, step: StepTokens, keys: int, positions: Tensor) -> Any:
+        """The forward's attention mask over ``keys`` slots; probes see those in front, too."""
         lengths = self.cache.lengths
-        batch, rows = node_positions.shape
-        visible = masks.or_(
-            masks.prefix(lengths), masks.tree_ancestors(ancestors[:, first:], lengths)
-        )
-        shape = (batch, rows - first, keys, lengths.device)
+        batch, count = positions.shape
+        visible = masks.or_(masks.prefix(lengths), masks.tree_ancestors(step.visible, lengths))
+        shape = (batch, count, keys, lengths.device)
         full = masks.build(visible, *shape)
         windows = self.attention.windows
         windowed = {size for size in windows.values() if size is not None and size < keys}
         made: dict[int | None, Tensor] = {None: full}
+        front = self.cache.front if self.cache.shows_front else 0
         if windowed or self.attention.wants_positions:
-            key_positions = self._key_positions(keys, node_positions)
-            query_positions = node_positions[:, first:]
+            key_positions = self._key_positions(step, keys)
             for size in windowed:
-                near = masks.window(size, query_positions, key_positions)
+                near = masks.window(size, positions, key_positions)
                 made[size] = full & masks.build(near, *shape)
             if self.attention.wants_positions:
-                if probes is not None:  # they stand where the sequence begins, as in prefix tuning
-                    start = self.position_shift.expand(batch, self.cache.front)
+                if front:  # they stand where the sequence begins, as in prefix tuning
+                    start = self.position_shift.expand(batch, front)
                     key_positions = torch.cat([start, key_positions], dim=1)
-                self.attention.set_positions(query_positions, key_positions)
-        if probes is not None and self.probe_inputs is not None:
-            learned = full.new_zeros((batch, 1, rows - first, self.cache.front))
-            seen = self.probe_inputs.sees_front(probes.kinds.to(full.device))
-            learned[:, 0, -probes.num_probes :, self.cache.front - self.num_front :] = seen
+                self.attention.set_positions(positions, key_positions)
+        if front and self.probe_inputs is not None and step.kinds is not None:
+            learned = full.new_zeros((batch, 1, count, front))
+            seen = self.probe_inputs.sees_front(step.kinds.to(full.device))
+            learned[:, 0, -step.kinds.shape[1] :, front - self.num_front :] = seen
             made = {size: torch.cat([learned, mask], dim=3) for size, mask in made.items()}
             full = made[None]
         return self.attention.convert(
             {kind: made.get(size, full) for kind, size in windows.items()}, self.dtype
         )
 
-    def _key_positions(self, keys: int, node_positions: Tensor) -> Tensor:
+    def _key_positions(self, step: StepTokens, keys: int) -> Tensor:
         """Token position of every slot: (batch, keys). Slots behind the tree count on."""
-        slots = torch.arange(keys, device=node_positions.device)
-        node = slots - self.cache.lengths[:, None]
-        in_tree = (node >= 0) & (node < node_positions.shape[1])
-        at_node = node_positions.gather(1, node.clamp(0, node_positions.shape[1] - 1))
+        lengths = self.cache.lengths
+        at_nodes = lengths[:, None] + self.position_shift + step.slot_depths
+        at_nodes = torch.minimum(at_nodes, self.last_position)
+        slots = torch.arange(keys, device=lengths.device)
+        node = slots - lengths[:, None]
+        in_tree = (node >= 0) & (node < at_nodes.shape[1])
+        at_node = at_nodes.gather(1, node.clamp(0, at_nodes.shape[1] - 1))
         return torch.where(in_tree, at_node, slots + self.position_shift)
