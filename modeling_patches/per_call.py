@@ -139,6 +139,21 @@ def refuse_compiled(model: nn.Module, what: str) -> None:
             )
 
 
+def foreign_hooks(model: nn.Module) -> set[str]:
+    """Names of the forward hooks on a model's modules that are not of this package."""
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    ]
+    package = __name__.partition(".")[0]
+    return {
+        getattr(hook, "__name__", type(hook).__name__)
+        for hook in hooks
+        if (getattr(hook, "__module__", None) or "").partition(".")[0] != package
+    }
+
+
 def _dispatch_before(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
     if torch.compiler.is_compiling():
         return None

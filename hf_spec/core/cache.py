@@ -21,7 +21,7 @@ have the same length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 #: Views end on multiples of this many slots: fused attention kernels want aligned mask rows.
 ALIGNMENT = 16
+#: Slots of the smallest buffers of a cache whose buffers have few sizes.
+BUCKET = 256
 
 
 class TreeLayer(CacheLayerMixin):
@@ -103,6 +105,7 @@ class TreeCache(Cache):
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
         host_lengths: the same as a list, so that no device synchronisation is needed.
         capacity: slots allocated per row, those in front left out.
+        buckets: whether it is a power of two; see :meth:`use_buckets`.
         front: slots in front of the tokens.
         tokens: the tokens whose states each row holds, where the owner knows and noted them; lets
             a later call tell how far its prompt is in this cache.
@@ -113,6 +116,7 @@ class TreeCache(Cache):
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = 0
+        self.buckets = False
         self.front = 0
         self.shows_front = False
         self.tokens: list[list[int]] | None = None
@@ -228,7 +232,7 @@ class TreeCache(Cache):
 
     def _allocate(self, sources: dict[tuple[int, str], Tensor], capacity: int) -> None:
         """One buffer per group of tensors of equal shape, dtype and device."""
-        self.capacity = _aligned(capacity)
+        self.capacity = self._rounded(capacity)
         groups: dict[tuple, list[tuple[int, str]]] = {}
         for key, tensor in sources.items():
             signature = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
@@ -254,7 +258,25 @@ class TreeCache(Cache):
         """Make room for ``slots`` slots per row; grows by doubling, so copies stay rare."""
         if slots <= self.capacity:
             return
-        self._resize(self.front, _aligned(max(slots, 2 * self.capacity)))
+        self._resize(self.front, self._rounded(max(slots, 2 * self.capacity)))
+
+    def use_buckets(self) -> None:
+        """From now on have buffers of few sizes, powers of two: compiled code is for one size."""
+        self.buckets = True
+        capacity = self._rounded(self.capacity)
+        if self._groups and capacity != self.capacity:
+            self._resize(self.front, capacity)
+
+    def _rounded(self, slots: int) -> int:
+        if not self.buckets:
+            return _aligned(slots)
+        return max(BUCKET, 1 << (slots - 1).bit_length())
+
+    def buffers(self) -> Iterator[tuple[Tensor, list[tuple[int, str]]]]:
+        """Each buffer, ``(parts, batch, kv_heads, front + capacity, head_dim)``, and the layer and
+        ``keys`` or ``values`` that its parts are."""
+        for storage, members in self._groups:
+            yield storage[:, : self.batch_size], members
 
     def _resize(self, front: int, capacity: int) -> None:
         """Move everything to buffers of this many slots in front and behind."""

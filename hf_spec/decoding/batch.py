@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.drafter import DecodingState, Drafter
+from hf_spec.model.tree_forward import bucket
 
 #: Share of the carried rows that must have finished. In the way of the others stands at most one
 #: row per finished one, and swapping two rows takes about as long as one row's share of a step
@@ -29,13 +30,18 @@ class Shrinking:
         state: of the call; its rows become fewer.
         drafter, scorer: are told.
         handover: has the last token of some rows cached before they may go.
+        halves: only go down to a power of two: compiled code is for one size.
     """
 
-    def __init__(self, state: DecodingState, drafter: Drafter, scorer: Scorer, handover: Handover):
+    def __init__(
+        self, state: DecodingState, drafter: Drafter, scorer: Scorer, handover: Handover,
+        halves: bool = False,
+    ):  # fmt: skip
         self.state = state
         self.drafter = drafter
         self.scorer = scorer
         self.handover = handover
+        self.halves = halves
         self._allowed: bool | None = None
 
     def step(self) -> bool:
@@ -43,6 +49,9 @@ class Shrinking:
         state = self.state
         ends = self.handover.ends(state.rows)
         finished = [n for n, (on, end) in enumerate(zip(state.active, ends)) if not on and not end]
+        if self.halves:
+            kept = max(state.batch_size - len(finished), 1)
+            finished = finished[: max(state.batch_size - bucket(kept), 0)]
         enough = len(finished) >= max(SHARE * state.batch_size, 1)
         if not enough or len(finished) == state.batch_size or not self.allowed:
             return False

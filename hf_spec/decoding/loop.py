@@ -17,6 +17,7 @@ from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.decoding.batch import Shrinking
 from hf_spec.decoding.choose import Choice, Chooser
+from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
@@ -74,6 +75,9 @@ def decode(
     timed = switched_on(options, bool(config.do_sample))
     if options.looks_up(timed):
         drafter = with_retrieval(drafter)
+    adapter = _adapter(method, model)
+    strategy = method.name, repr(options), adapter and adapter.name
+    graphs = graphs_for(model, config, drafter, strategy)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device, ranks.same)
 
@@ -83,7 +87,7 @@ def decode(
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
-                drafter.probe_inputs, drafter.wants_hidden,
+                drafter.probe_inputs, drafter.wants_hidden, graphs,
             )  # fmt: skip
         forward, cache = prefilled.forward, prefilled.forward.cache
         prompt = cache.host_lengths
@@ -102,13 +106,12 @@ def decode(
         if any(state.active):
             drafter.start(state)
         context, device = max(prompt).bit_length(), str(model.device)
-        adapter = _adapter(method, model)
-        strategy = method.name, repr(options), adapter and adapter.name
+        known = recall(model, (Learned, strategy, graphs is not None), Learned)
         policy = StepPolicy(
-            stats, recall(model, (Learned, strategy), Learned), (len(prompt), context, device),
-            state.timed, _measured(model, adapter, len(prompt), context),
+            stats, known, (len(prompt), context, device), state.timed,
+            _measured(model, adapter, len(prompt), context), forward.width,
         )  # fmt: skip
-        shrinking = Shrinking(state, drafter, scorer, handover)
+        shrinking = Shrinking(state, drafter, scorer, handover, graphs is not None)
         watch.step()
 
         while model._has_unfinished_sequences(
@@ -121,6 +124,8 @@ def decode(
                 continue
             if shrinking.step():
                 policy.move((state.batch_size, context, device))
+            if graphs is not None:
+                graphs.made = 0
             ends = handover.ends(state.rows)
             catch_up(state)
             drafts = policy.drafts()
@@ -145,7 +150,8 @@ def decode(
             cache.commit(kept, _moved(choice, kept))
             seconds = watch.step()
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
-            policy.observe(draft, counts, seconds)
+            if graphs is None or not graphs.made:  # compiling takes many steps' time
+                policy.observe(draft, counts, seconds)
 
         sequences = emission.finish()
         past = handover.give_back()

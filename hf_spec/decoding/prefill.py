@@ -19,6 +19,7 @@ from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.handover import Handover
 from hf_spec.drafting.drafter import DecodingState
+from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import final_hidden
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
@@ -77,8 +78,13 @@ def prefill(
     handover: Handover,
     probe_inputs: ProbeInputs | None = None,
     wants_hidden: bool = False,
+    graphs: Graphs | None = None,
 ) -> Prefilled:
-    """Run the prompt; gives a tree forward behind it."""
+    """Run the prompt; gives a tree forward behind it.
+
+    Args:
+        graphs: compiled code for forwards behind the prompt, which itself runs as the model is.
+    """
     given, emission = handover.given, handover.emission
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:
@@ -96,18 +102,21 @@ def prefill(
             )
 
     def make_forward(
-        cache: TreeCache, last: Tensor | None, inputs: ProbeInputs | None = probe_inputs
+        cache: TreeCache,
+        last: Tensor | None,
+        inputs: ProbeInputs | None = probe_inputs,
+        code: Graphs | None = graphs,
     ) -> TreeForward:
         lengths = cache.lengths
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, limit, shift, extra, inputs, wants_hidden)
+        return TreeForward(model, cache, limit, shift, extra, inputs, wants_hidden, code)
 
     mask = model_kwargs.get("attention_mask")
     if isinstance(given, TreeCache):
         cache, rows = given, _new_tokens(handover, mask, config, model)
-        logits, hidden = _extend(make_forward(cache, None, None), rows)  # a prompt has no probes
+        logits, hidden = _extend(make_forward(cache, None, None, None), rows)  # without probes
     else:
         if given is not None:
             check_packable(given)

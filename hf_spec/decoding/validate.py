@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_model
@@ -56,10 +58,11 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     if config.use_cache is False and model.generation_config.use_cache is not False:
         refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
     config.use_cache = True  # where only the model's own default is to generate without (MPT)
-    if config.cache_implementation not in (None, "dynamic"):
+    if config.cache_implementation not in (None, "dynamic", STATIC):
         refuse(
             "cache_implementation", config.cache_implementation,
-            "strategies keep a cache of their own (TreeCache).", "Leave it out.",
+            "strategies keep a cache of their own (TreeCache).",
+            f"Leave it out, or give {STATIC!r} for compiled steps.",
         )  # fmt: skip
     for option in ("output_attentions", "output_hidden_states"):
         if getattr(config, option, None):
@@ -96,6 +99,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
                 "prompt-learning adapters put virtual tokens into the cache.",
                 "Disable the adapter, or generate without a strategy.",
             )  # fmt: skip
+    ask_for_compiling(config)
 
 
 def check_request(model: Any, config: GenerationConfig, continuous: bool) -> None:
@@ -116,6 +120,6 @@ def check_request(model: Any, config: GenerationConfig, continuous: bool) -> Non
             "hold a tree. Start the server without --continuous-batching, or leave "
             "assistant_strategy out."
         )
-    validate_call(model, config, {})
+    validate_call(model, copy.copy(config), {})
     method = get_method(strategy)
     method.drafter(model, method.parse_options(config.assistant_kwargs))

@@ -57,11 +57,6 @@ class Draft:
     chances: Chances | None = None
     pruned: bool = False
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that its forward has for each batch row."""
-        return self.tokens.shape[1] + (0 if self.probes is None else self.probes.num_probes)
-
     def left_with(self, survivors: Survivors) -> Draft:
         """What pruning left of it."""
         tokens = self.tokens.gather(1, survivors.nodes)

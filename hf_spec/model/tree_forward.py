@@ -6,8 +6,9 @@ knows nothing of drafting, acceptance or generation options.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,9 @@ from hf_spec.core import mask as masks
 from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
+from hf_spec.core.slot_cache import Layout, SlotCache
 from hf_spec.core.tree import TreeBatch
+from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, taken
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.dynamic_rope import Reach
@@ -27,6 +30,9 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.low_rank import LowRank
 from modeling_patches.per_call import Changes, eager
 from modeling_patches.ranks import Ranks
+
+#: Slots of this step's tokens that a forward which runs behind some of them can see, at least.
+SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,57 @@ class StepTokens(NamedTuple):
     def total(self) -> int:
         return self.depths.shape[1]
 
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        return [part for part in self if part is not None]
+
+
+def bucket(count: int) -> int:
+    """Nodes, or probes, that a compiled forward over so many has: a power of two."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def _padded(step: StepTokens, first: int) -> StepTokens:
+    """The same with numbers of nodes and probes that come again; fillings see themselves alone.
+
+    Args:
+        first: what stands in slots before those that the forward writes.
+    """
+    nodes, batch = step.ids.shape[1], step.ids.shape[0]
+    probes = step.total - nodes
+    most, behind = bucket(nodes), bucket(probes)
+    # Tokens of this step that stand in the cache already are followed slot by slot.
+    slots = most + behind if not first else max(SLOTS, bucket(first + most))
+    places = [(slice(0, nodes), slice(0, nodes)), (slice(most, most + probes), slice(nodes, None))]
+    depths = step.depths.new_zeros(batch, most + behind)
+    visible = step.visible.new_zeros(batch, most + behind, slots)
+    visible.diagonal(first, 1, 2).fill_(True)
+    for into, part in places:
+        depths[:, into] = step.depths[:, part]
+    if first:
+        slot_depths = step.depths.new_zeros(batch, slots)
+        slot_depths[:, : first + nodes] = step.slot_depths
+        visible[:, :nodes, : first + nodes] = step.visible
+    else:
+        slot_depths = depths
+        for into, part in places:
+            for slot_into, slot_part in places:
+                visible[:, into, slot_into] = step.visible[:, part, slot_part]
+    ids = torch.nn.functional.pad(step.ids, (0, most - nodes))
+    kinds = step.kinds
+    if kinds is not None:
+        kinds = torch.nn.functional.pad(kinds, (0, behind - probes))
+    return StepTokens(ids, depths, visible, slot_depths, kinds)
+
+
+def _tensors_in(output: TreeOutput) -> tuple[Tensor, ...]:
+    parts = (output.logits, output.probe_hidden, output.node_hidden)
+    return tuple(part for part in parts if part is not None)
+
+
+def _tensors_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
 
 @dataclass
 class _Pass:
@@ -147,6 +204,7 @@ class TreeForward:
         model_kwargs: further arguments for the model's forward.
         probe_inputs: embeddings and states of the method's probes, if it has any.
         wants_hidden: give the nodes' final hidden states, too.
+        graphs: compiled code for its forwards; None: they run as the model is.
     """
 
     def __init__(
@@ -158,8 +216,10 @@ class TreeForward:
         model_kwargs: dict[str, Any] | None = None,
         probe_inputs: ProbeInputs | None = None,
         wants_hidden: bool = False,
+        graphs: Graphs | None = None,
     ):
         self.model = model
+        self.graphs = graphs
         self.cache = cache
         self.attention = TreeAttention(model)
         self.last_position = last_position[:, None]
@@ -174,6 +234,8 @@ class TreeForward:
         self.num_front = 0
         self.wants_hidden = wants_hidden
         self.reach: Reach | None = None
+        if graphs is not None:
+            cache.use_buckets()
         self._changes, self._call = self.attention.changes, eager(model)
         #: The same, and what looks into the model and prunes; made when first needed.
         self._watching: tuple[Changes, list[Tensor]] | None = None
@@ -221,6 +283,8 @@ class TreeForward:
         call = self._reaching(tree, first, probes)
         if pruning is not None and tokens.shape[1] > 1:
             return self._pruned(call, step, keys, tree, probes, pruning)
+        if self.graphs is not None and self.reach is None:
+            return self._compiled(self.graphs, call, step, keys, first, changes)
         return self._forward(call, step, keys, changes)
 
     def _forward(
@@ -242,6 +306,71 @@ class TreeForward:
         watching, seen = self._watched(step)
         logits = watching.run(call, **inputs).logits
         return self._output(logits, seen[0])
+
+    def width(self, nodes: int, probes: int) -> int:
+        """Tokens that a forward over so many nodes and probes runs over for each row."""
+        if self.graphs is None:
+            return nodes + probes
+        return bucket(nodes) + bucket(probes)
+
+    def _compiled(
+        self, graphs: Graphs, call: Callable[..., Any], step: StepTokens, keys: int, first: int,
+        changes: Changes | None,
+    ) -> TreeOutput:  # fmt: skip
+        """:meth:`_forward` by compiled code: padded to a shape that comes again."""
+        nodes, probes = step.ids.shape[1], 0 if step.kinds is None else step.kinds.shape[1]
+        padded = _padded(step, first)
+        self.cache.reserve(self.cache.max_length + first + padded.total)
+        layout, extra = Layout.of(self.cache), _tensors_of(self.model_kwargs)
+        learned = [] if step.kinds is None else self._learned()
+        names = tuple(extra)
+        small = [
+            self.cache.lengths, self.position_shift, self.last_position, *padded.tensors(),
+            *learned, *extra.values(), *([self.cache.lengths + first] if first else []),
+        ]  # fmt: skip
+        inputs = [buffer for buffer, _ in self.cache.buffers()]
+        inputs += [tensor.contiguous() for tensor in small]
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = iter(tensors)
+            buffers = [next(given) for _ in layout.members]
+            lengths, shift, last = (next(given) for _ in range(3))
+            rows = StepTokens(*(next(given) for _ in padded.tensors()))
+            own = copy.copy(self)
+            own._watching, own._prunes, own._pass = None, False, _Pass()
+            own.position_shift, own.last_position = shift, last
+            if learned:
+                own._learn([next(given) for _ in learned])
+            own.model_kwargs = {**self.model_kwargs, **{name: next(given) for name in names}}
+            start = next(given) if first else lengths
+            slots = start[:, None] + torch.arange(rows.total, device=lengths.device)
+            own.cache = SlotCache(layout, buffers, lengths, slots)
+            return _tensors_in(own._forward(call, rows, self.cache.capacity, changes))
+
+        def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            sizes = [nodes] + [probes] * (step.kinds is not None) + [nodes] * self.wants_hidden
+            return [tensor[:, :size] for tensor, size in zip(tensors, sizes)]
+
+        results = graphs.run(
+            ("its forward", layout, changes is not None, names, bool(first)), function, inputs,
+            lambda: _tensors_in(self._forward(call, step, keys, changes)), cut,
+        )  # fmt: skip
+        found = iter(results)
+        logits = next(found)
+        behind = next(found) if step.kinds is not None and changes is None else None
+        return TreeOutput(logits, behind, next(found, None))
+
+    def _learned(self) -> list[Tensor]:
+        """What stands for probes in a forward, as its inputs."""
+        assert self.probe_inputs is not None
+        seen = self.probe_inputs.front_seen
+        return [self.probe_embeddings] + ([] if seen is None else [seen])
+
+    def _learn(self, tensors: list[Tensor]) -> None:
+        """Use these in place of :meth:`_learned`."""
+        assert self.probe_inputs is not None
+        self.probe_embeddings, *seen = tensors
+        self.probe_inputs = replace(self.probe_inputs, front_seen=seen[0] if seen else None)
 
     def _inputs(self, step: StepTokens, keys: int) -> dict[str, Any]:
         """Of the model's forward."""

@@ -18,6 +18,7 @@ Knows probabilities, rows and seconds; nothing of models. docs/policy.md has the
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ from hf_spec.policy.step_times import CLIP
 
 #: Candidates that a step may have. Few sizes, so that steps repeat, compiled ones above all.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+#: The same where shapes are padded to powers of two.
+FIXED = (1, 3, 7, 15, 31, 63)
+#: Tokens of the widest step then, for each row.
+WIDEST = 64
 #: Steps after which both are tried again, lest rows that once seemed dear stay untried.
 AFRESH = 64
 #: Steps with pruning and without that are tried in turns, and steps of one kind until the other is
@@ -84,15 +89,19 @@ class StepPolicy:
         setting: batch size, context length and device.
         enabled: if False, every step drafts.
         measured: seconds by rows of a step that are known from elsewhere.
+        width: tokens that a forward over so many nodes and probes runs over; where that is more
+            than their sum, shapes come in few sizes.
     """
 
     def __init__(
         self, stats: SpecStats, learned: Learned, setting: tuple[int, int, str],
         enabled: bool = True, measured: Callable[[], dict[int, float]] = dict,
+        width: Callable[[int, int], int] = operator.add,
     ):  # fmt: skip
         self.stats = stats
         self.learned = learned
         self.enabled = enabled
+        self.width = width
         self.setting = learned.setting(setting, measured)
         self._key = setting
         self._plan: Plan | None = None
@@ -139,13 +148,13 @@ class StepPolicy:
         chances = draft.chances
         if chances is None or not self.enabled:
             self._plan = plan = Plan(draft.tree.num_nodes - 1)
-            pruned = self._prunes(drafter.prunes, plan, draft.num_rows)
+            pruned = self._prunes(drafter.prunes, plan, self._rows(draft))
             return dataclasses.replace(draft, pruned=pruned)
         deep = np.where(active, limits, -1)[:, None]
         likely = np.where(chances.depths <= deep, chances.paths, 0.0)
         group = drafter.num_probes
         self._plan = plan = self._best(likely, chances.parents, group, drafter.prunes)
-        rows = 1 + plan.candidates + plan.probed * group
+        rows = self.width(1 + plan.candidates, plan.probed * group)
         return self._cut(draft, drafter, plan, likely, self._prunes(drafter.prunes, plan, rows))
 
     def _best(self, likely: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
@@ -168,38 +177,48 @@ class StepPolicy:
         if not most:
             return Plan(0, int(group > 0 and self._looks(group)), float(self._live))
         setting.settled += 1
+        fixed = self.width(3, 0) > 3
         if setting.settled > AFRESH or line is None and not setting.tries:
             setting.tries.extend(first_sizes(self._key[0])[:2])
         if setting.tries:
             setting.settled = 0
             candidates, probed = setting.tries.popleft()
-            candidates = min(candidates, most)
+            candidates = min(candidates - fixed, most)
             probed = min(probed, candidates + 1) if group else 0
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
         assert line is not None
         rate = setting.rate.value or self._live / max(plain or line[0], TICK)
         worth = self.learned.worth
-        curve = times.curve(1 + most + (1 + most) * group) or []
+        curve = times.curve(self.width(1 + most, (1 + most) * group)) or []
         costs = [rate * seconds for seconds in curve]  # tokens that the time would bring
         value, candidates, probed, promised = -np.inf, 0, 0, 0.0
         sizes = [size for size in SIZES if size < most] + [most]
+        if fixed:
+            sizes = [size for size in FIXED if size < most] + [min(most, FIXED[-1])]
         for size in sizes:
             expected = sum(sums[: size + 1])
             if not group:
-                found = expected - costs[1 + size], 0
+                found = expected - costs[self.width(1 + size, 0)], 0
             else:
                 gains = np.sort(ends(likely[:, : size + 1], parents), axis=1)[:, ::-1].sum(0)
                 held = [0.0, *gains.cumsum().tolist()]
                 counts = [0, *(count for count in SIZES if count <= size), size + 1]
+                if fixed:  # as many probes as nodes, or twice as many
+                    nodes = self.width(1 + size, 0)
+                    counts = [min(max(n // group, 1), size + 1) for n in (nodes, 2 * nodes)]
+                    counts = [n for n in counts if self.width(1 + size, n * group) <= WIDEST]
                 found = max(
-                    (expected + worth * held[count] - costs[1 + size + count * group], count)
+                    (
+                        expected + worth * held[count] - costs[self.width(1 + size, count * group)],
+                        count,
+                    )
                     for count in counts
                 )
             if found[0] > value:
                 (value, probed), candidates, promised = found, size, expected
         without = -np.inf if plain is None else self._live - rate * plain
         if group:
-            look = self._live * (1 + worth) - costs[1 + group]
+            look = self._live * (1 + worth) - costs[self.width(1, group)]
             self.learned.worth += ALPHA * ((max(value, without) - look) / self._live - worth)
             self.learned.worth = min(max(self.learned.worth, 0.0), float(likely.shape[1]))
         if value < without:
@@ -217,7 +236,7 @@ class StepPolicy:
         if line is None or plain is None or rate is None:
             return True
         setting.blind += 1
-        curve = setting.times.curve(1 + group) or []
+        curve = setting.times.curve(self.width(1, group)) or []
         cost = rate * (curve[-1] - plain)
         if self.learned.worth * self._live > cost:
             setting.patience = BLIND[0]
@@ -286,7 +305,7 @@ class StepPolicy:
         setting, plan = self.setting, self._plan
         drafting = self.stats.draft_seconds - self._before
         live = [count for count in emitted if count]
-        tokens, rows = sum(live), draft.num_rows
+        tokens, rows = sum(live), self._rows(draft)
         times = setting.pruned if draft.pruned else setting.times
         times.observe(rows, max(seconds - drafting, TICK), None if plan is None else drafting)
         setting.times.pace = setting.pruned.pace = times.pace  # it is the machine's
@@ -314,6 +333,10 @@ class StepPolicy:
             # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
             # What the step took: estimates drift apart where one kind of step pauses for long.
             guard.book(tokens / len(live), max(min(seconds, CLIP * expected) / plain, 1.0))
+
+    def _rows(self, draft: Draft) -> int:
+        probes = 0 if draft.probes is None else draft.probes.num_probes
+        return self.width(draft.tree.num_nodes, probes)
 
     def move(self, setting: tuple[int, int, str]) -> None:
         """Steps take other times from here on, as in a smaller batch."""

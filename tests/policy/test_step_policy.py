@@ -207,7 +207,7 @@ def simulate(
             whole = offered if known else nothing
             draft = policy.choose(whole, drafter, [True] * batch, [9] * batch)
         whole_step = pruning[0] if pruning and draft.pruned else seconds
-        spent = whole_step(draft.num_rows) + drafting * drafts
+        spent = whole_step(tokens_of(draft)) + drafting * drafts
         counts, ended, parents = [], 0, draft.tree.parents.tolist()
         for row in range(batch):
             came = [int((rng.random() >= distance).sum()) for distance in real]
@@ -395,7 +395,7 @@ def test_probes_hang_where_the_step_is_likeliest_to_end() -> None:
         assert len(under) in near
         assert max(size for size in near if size <= paying) <= len(under)
         assert len(under) <= min(size for size in near if size >= paying)
-        assert draft.num_rows == n + 2 * len(under)
+        assert tokens_of(draft) == n + 2 * len(under)
         counts.add(len(under))
     assert len(counts) > 4
 
@@ -436,7 +436,7 @@ def test_the_first_steps() -> None:
         if policy.drafts():
             draft = policy.choose(whole, Probing(), [True], [9])
         sizes.append(draft.tree.num_nodes - 1)
-        policy.observe(draft, [2], line(0.03)(draft.num_rows))
+        policy.observe(draft, [2], line(0.03)(tokens_of(draft)))
     first = [candidates for candidates, _ in first_sizes(1)]
     assert [size for size in sizes[:6] if size] == first
     assert sizes.count(0) == policy.stats.num_fallback_steps == 2
@@ -452,7 +452,7 @@ def test_plain_steps_are_looked_at_less_and_less() -> None:
     while len(gaps) < 7:
         if policy.drafts():
             draft, since = policy.choose(whole, Probing(), [True], [9]), since + 1
-            policy.observe(draft, [3], line(0.03)(draft.num_rows))
+            policy.observe(draft, [3], line(0.03)(tokens_of(draft)))
         else:
             gaps, since = [*gaps, since], 0
             policy.observe(Draft(*PLAIN), [1], 1.0)

@@ -1,0 +1,101 @@
+"""A :class:`TreeCache` as a compiled graph sees it: buffers and slots as tensors.
+
+Nothing here depends on numbers that the host knows, lengths above all, so that one graph serves
+all steps over buffers of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hf_spec.core.cache import TreeCache
+
+
+class Layout(NamedTuple):
+    """Where the layers' keys and values are in the buffers; hashable.
+
+    Attributes:
+        num_layers: of the cache.
+        members: for each buffer, the layer and ``keys`` or ``values`` of each of its parts.
+        front: slots in front of the tokens.
+        shows_front: whether attention sees these.
+    """
+
+    num_layers: int
+    members: tuple[tuple[tuple[int, str], ...], ...]
+    front: int
+    shows_front: bool
+
+    @classmethod
+    def of(cls, cache: TreeCache) -> Layout:
+        """That of a cache with an open block."""
+        members = tuple(tuple(members) for _, members in cache.buffers())
+        return cls(len(cache.layers), members, cache.front, cache.shows_front)
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values ``(batch, kv_heads, front + slots, head_dim)`` of one layer.
+
+    Args:
+        front: slots that tokens are not written to, the first.
+        shown: those of them that attention sees; none or all.
+        slots: ``(batch, n)`` that the forward writes, counted behind the front.
+    """
+
+    def __init__(self, front: int, shown: int, slots: Tensor):
+        super().__init__()
+        self.hidden, self.slots = front - shown, slots + front
+        self.rows = torch.arange(len(slots), device=slots.device)[:, None]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise RuntimeError("a layer without keys was asked to keep some.")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``(batch, kv_heads, n, head_dim)`` states; return what attention sees.
+
+        Numbers that are not finite become 0, as in :class:`TreeCache`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, slots = self.rows.to(self.keys.device), self.slots.to(self.keys.device)
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            kept[rows, :, slots] = states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+        return self.keys[:, :, self.hidden :], self.values[:, :, self.hidden :]
+
+    def get_seq_length(self) -> int:
+        """Unknown. A model that computes with it is found out by a graph's trial."""
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2] - self.hidden, 0
+
+
+class SlotCache(Cache):
+    """The cache of one forward.
+
+    Args:
+        layout: of the buffers.
+        buffers: ``(parts, batch, kv_heads, front + slots, head_dim)`` each.
+        lengths: ``(batch,)`` accepted tokens.
+        slots: ``(batch, n)`` that the forward writes.
+    """
+
+    def __init__(self, layout: Layout, buffers: Sequence[Tensor], lengths: Tensor, slots: Tensor):
+        self.lengths, self.front, self.shows_front = lengths, layout.front, layout.shows_front
+        shown = layout.front if layout.shows_front else 0
+        layers = [SlotLayer(layout.front, shown, slots) for _ in range(layout.num_layers)]
+        for buffer, members in zip(buffers, layout.members):
+            for part, (index, name) in zip(buffer.unbind(0), members):
+                setattr(layers[index], name, part)
+                layers[index].is_initialized = True
+        super().__init__(layers=layers)

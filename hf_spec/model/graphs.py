@@ -1,0 +1,238 @@
+"""Compiled functions of a model: captured once for each shape, kept between calls.
+
+A function is captured by running it on tensors without data (`torch.fx`), so that all Python on its
+way, hooks and context variables too, has run and is gone; what is left are operations on tensors.
+``torch.compile`` makes code of them, without guards: what would have to be guarded is in the key
+under which the code is kept (:meth:`Graphs.get`), and the model's tensors are looked at once per
+call. Before code is used it is tried: it must give what the function gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import CompileConfig
+
+from hf_spec.core.checks import first_line
+from modeling_patches.per_call import foreign_hooks
+
+logger = logging.getLogger(__name__)
+
+#: Largest relative difference between compiled code and what it was made of that rounding explains.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+#: Gives tensors for tensors; whatever else it reads must be the same whenever its key is.
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass
+class Graph:
+    """Compiled code for one key.
+
+    Attributes:
+        code: the compiled function.
+        baked: the model's tensors that stand in it.
+    """
+
+    code: Function
+    baked: frozenset[Hashable]
+
+
+class _Kept:
+    """What is kept of a model: code by key, and what cannot be compiled."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Hashable, Graph] = {}
+        self.refused: set[Hashable] = set()
+        #: How many graphs have been made.
+        self.made = 0
+
+
+_KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+_COMPILING = threading.RLock()
+
+
+class Graphs:
+    """The compiled functions of a model, for one call.
+
+    Args:
+        model: is not changed while the call runs.
+        config: how to compile. Its ``fullgraph`` and ``dynamic`` do not matter: graphs are whole,
+            and of one shape.
+        kind: what functions depend on besides the model and their own keys.
+
+    Attributes:
+        made: graphs that this call has made since somebody set it to 0.
+    """
+
+    def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
+        self.model = model
+        with _COMPILING:
+            self._kept = _KEPT.setdefault(model, _Kept())
+        self._options = _options(config)
+        self._tensors = frozenset(map(_identity, _tensors(model)))
+        self._kind = kind, _state(model), repr(sorted(self._options.items(), key=repr))
+        self.made = 0
+        self.obstacle = _obstacle(model)
+        if self.obstacle is not None:
+            self._warn("the model", self.obstacle)
+
+    def run(
+        self, name: Hashable, function: Function, inputs: Sequence[Tensor],
+        plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """``cut(function(*inputs))`` from compiled code, or ``plain()`` where there is none.
+
+        Args:
+            name: of the function, for messages, and whatever it depends on besides its inputs'
+                shapes and what this object was made with.
+            function: may write into its inputs, if doing it twice does no harm.
+            inputs: of shapes that come again.
+            plain: gives the same without any code; the trial that code must pass.
+            cut: of the function's results what is wanted.
+        """
+        graph = self.get(name, inputs)
+        if graph is None:
+            return self._first(name, function, inputs, plain, cut)
+        return cut(graph.code(*inputs))
+
+    def get(self, name: Hashable, inputs: Sequence[Tensor]) -> Graph | None:
+        """The code for this; None if there is none yet, or it is for other weights."""
+        graph = self._kept.graphs.get(self._key(name, inputs))
+        return graph if graph is not None and graph.baked <= self._tensors else None
+
+    def _key(self, name: Hashable, inputs: Sequence[Tensor]) -> Hashable:
+        return self._kind, name, tuple(map(_shape, inputs))
+
+    def _first(
+        self, name: Hashable, function: Function, inputs: Sequence[Tensor],
+        plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """What is wanted, without code; that is made on the way."""
+        expected, kept = plain(), self._kept
+        if self.obstacle is not None or (self._kind, name) in kept.refused:
+            return expected
+        with _COMPILING:
+            if self.get(name, inputs) is not None:  # another thread was faster
+                return expected
+            try:
+                graph = self._compile(function, inputs)
+                problem = _difference(expected, cut(graph.code(*inputs)))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # anything that a model, a tracer or a compiler may raise
+                logger.debug("compiling %s", name, exc_info=True)
+                problem = f"{type(error).__name__}: {first_line(error)}"
+            self.made += 1
+            kept.made += 1
+            if problem is None:
+                kept.graphs[self._key(name, inputs)] = graph
+            else:
+                kept.refused.add((self._kind, name))
+                self._warn(str(name), problem)
+        return expected
+
+    def _compile(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
+        captured: Any = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        constants = {
+            node.target: getattr(captured, node.target)
+            for node in captured.graph.nodes
+            if node.op == "get_attr"
+        }
+        baked = {_identity(x) for x in constants.values() if isinstance(x, Tensor)}
+        options = {**self._options["options"], "guard_filter_fn": _no_guards}
+        code = torch.compile(
+            captured, fullgraph=True, dynamic=False, backend=self._options["backend"],
+            options=options,
+        )  # fmt: skip
+        return Graph(code, frozenset(baked & self._tensors))
+
+    def _warn(self, what: str, why: str) -> None:
+        seen = what, why
+        if seen not in self._kept.refused:
+            self._kept.refused.add(seen)
+            logger.warning(
+                "%s: %s is not compiled, but runs as it is: %s", type(self.model).__name__, what,
+                why,
+            )  # fmt: skip
+
+
+def _options(config: CompileConfig) -> dict[str, Any]:
+    """The arguments of ``torch.compile``; its mode is a set of options, too."""
+    options = dict(config.options or {})
+    if config.backend == "inductor" and config.mode is not None:
+        options = {**torch._inductor.list_mode_options(config.mode), **options}
+    return {"backend": config.backend, "options": options}
+
+
+def _no_guards(entries: Sequence[Any]) -> list[bool]:
+    return [False] * len(entries)
+
+
+def _shape(tensor: Tensor) -> Hashable:
+    """What code is made for; the stride of a single entry says nothing."""
+    strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    return tensor.shape, strides, tensor.dtype, tensor.device
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _identity(tensor: Tensor) -> Hashable:
+    """What code relies on that has a tensor in it; its numbers may change."""
+    try:
+        place: Any = tensor.data_ptr()
+    except RuntimeError:  # subclasses without memory of their own
+        place = None
+    return id(tensor), place, tensor.shape, tensor.dtype, tensor.device
+
+
+def _state(model: Any) -> Hashable:
+    """What the model's Python reads of it: active adapters, modes, the attention's name."""
+    adapters = tuple(
+        (tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters))
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer)
+    )
+    training = model.training and any(module.training for module in model.modules())
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    return adapters, training, attention, torch.is_inference_mode_enabled()
+
+
+def _obstacle(model: Any) -> str | None:
+    """Why nothing of a model can be compiled; None if nothing is known."""
+    places = set((getattr(model, "hf_device_map", None) or {}).values())
+    if {"cpu", "disk"} & places and len(places) > 1:
+        return "some of its weights are offloaded"
+    hooks = foreign_hooks(model)
+    if hooks:
+        return (
+            f"its modules have hooks ({', '.join(sorted(hooks))}), which compiled code leaves out"
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.is_compileable:
+        return "its quantisation cannot be compiled"
+    return None
+
+
+def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+    """How two results differ by more than rounding; None if they do not."""
+    for one, other in zip(expected, found, strict=True):
+        if not one.is_floating_point():
+            continue  # a choice between numbers that may be equal
+        scale = one.abs().max().clamp(min=1e-6)
+        error = float(((one - other).abs().max() / scale).nan_to_num(torch.inf))
+        if not error <= TOLERANCE[one.dtype]:
+            return f"compiled code gives something else (relative error {error:.2g})"
+    return None
