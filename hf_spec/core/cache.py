@@ -604,9 +604,11 @@ def check_packable(cache: Cache) -> None:
         # Subclasses of the dynamic layer other than the sliding one quantise, index or compress.
         known = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
         if not known or not (isinstance(layer, DynamicLayer) or "Dummy" in type(layer).__name__):
+            static = "Static" in type(layer).__name__
+            asks = " For compiled steps give cache_implementation='static' instead." * static
             raise ValueError(
                 f"past_key_values has a layer of type {type(layer).__name__}: rows cannot be "
-                f"rolled back there. {remedy}"
+                f"rolled back there. {remedy}{asks}"
             )
 
 

@@ -70,8 +70,9 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:, :, self.hidden :], self.values[:, :, self.hidden :]
 
     def get_seq_length(self) -> int:
-        """Unknown. A model that computes with it is found out by a graph's trial."""
-        return 0
+        """Not known, but with the forward's tokens behind it the slots are full. Models that
+        compute with it are found out by a graph's trial."""
+        return int(self.keys.shape[2] - self.hidden - self.slots.shape[1])
 
     def get_max_length(self) -> int:
         return -1

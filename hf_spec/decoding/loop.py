@@ -124,8 +124,7 @@ def decode(
                 continue
             if shrinking.step():
                 policy.move((state.batch_size, context, device))
-            if graphs is not None:
-                graphs.made = 0
+            made = graphs and graphs.made
             ends = handover.ends(state.rows)
             catch_up(state)
             drafts = policy.drafts()
@@ -150,12 +149,14 @@ def decode(
             cache.commit(kept, _moved(choice, kept))
             seconds = watch.step()
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
-            if graphs is None or not graphs.made:  # compiling takes many steps' time
+            if graphs is None or graphs.made == made:  # compiling takes many steps' time
                 policy.observe(draft, counts, seconds)
 
         sequences = emission.finish()
         past = handover.give_back()
     stats.details = {**drafter.details(), **policy.details()}
+    if graphs is not None:
+        stats.details["compiled"] = graphs.details()
     watch.step()
     remember_stats(model, stats)
     if not config.return_dict_in_generate:

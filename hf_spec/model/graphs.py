@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,8 +54,7 @@ class _Kept:
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}
         self.refused: set[Hashable] = set()
-        #: How many graphs have been made.
-        self.made = 0
+        self.warned: set[str] = set()
 
 
 _KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
@@ -71,7 +71,7 @@ class Graphs:
         kind: what functions depend on besides the model and their own keys.
 
     Attributes:
-        made: graphs that this call has made since somebody set it to 0.
+        made: graphs that this call has made, or tried to.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -84,25 +84,27 @@ class Graphs:
         self.made = 0
         self.obstacle = _obstacle(model)
         if self.obstacle is not None:
-            self._warn("the model", self.obstacle)
+            self._warn(self.obstacle)
 
     def run(
         self, name: Hashable, function: Function, inputs: Sequence[Tensor],
         plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        static: int = 0,
     ) -> Sequence[Tensor]:  # fmt: skip
         """``cut(function(*inputs))`` from compiled code, or ``plain()`` where there is none.
 
         Args:
-            name: of the function, for messages, and whatever it depends on besides its inputs'
-                shapes and what this object was made with.
+            name: what the function depends on besides its inputs' shapes and what this object was
+                made with.
             function: may write into its inputs, if doing it twice does no harm.
             inputs: of shapes that come again.
             plain: gives the same without any code; the trial that code must pass.
             cut: of the function's results what is wanted.
+            static: inputs, from the first, that stay where they are in memory from call to call.
         """
         graph = self.get(name, inputs)
         if graph is None:
-            return self._first(name, function, inputs, plain, cut)
+            return self._first(name, function, inputs, plain, cut, static)
         return cut(graph.code(*inputs))
 
     def get(self, name: Hashable, inputs: Sequence[Tensor]) -> Graph | None:
@@ -110,12 +112,19 @@ class Graphs:
         graph = self._kept.graphs.get(self._key(name, inputs))
         return graph if graph is not None and graph.baked <= self._tensors else None
 
+    def details(self) -> dict[str, Any]:
+        """For ``SpecStats.details``: graphs made by this call, those kept of the model, and why
+        some steps were not compiled."""
+        kept = self._kept
+        return {"made": self.made, "kept": len(kept.graphs), "refused": sorted(kept.warned)}
+
     def _key(self, name: Hashable, inputs: Sequence[Tensor]) -> Hashable:
         return self._kind, name, tuple(map(_shape, inputs))
 
     def _first(
         self, name: Hashable, function: Function, inputs: Sequence[Tensor],
         plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        static: int = 0,
     ) -> Sequence[Tensor]:  # fmt: skip
         """What is wanted, without code; that is made on the way."""
         expected, kept = plain(), self._kept
@@ -125,7 +134,7 @@ class Graphs:
             if self.get(name, inputs) is not None:  # another thread was faster
                 return expected
             try:
-                graph = self._compile(function, inputs)
+                graph = self._compile(function, inputs, static)
                 problem = _difference(expected, cut(graph.code(*inputs)))
             except torch.OutOfMemoryError:
                 raise
@@ -133,35 +142,38 @@ class Graphs:
                 logger.debug("compiling %s", name, exc_info=True)
                 problem = f"{type(error).__name__}: {first_line(error)}"
             self.made += 1
-            kept.made += 1
             if problem is None:
                 kept.graphs[self._key(name, inputs)] = graph
             else:
                 kept.refused.add((self._kind, name))
-                self._warn(str(name), problem)
+                self._warn(problem)
         return expected
 
-    def _compile(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
-        captured: Any = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    def _compile(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
+        with _quiet():
+            tracer = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
+            captured: Any = tracer(*inputs)
         constants = {
             node.target: getattr(captured, node.target)
             for node in captured.graph.nodes
             if node.op == "get_attr"
         }
         baked = {_identity(x) for x in constants.values() if isinstance(x, Tensor)}
-        options = {**self._options["options"], "guard_filter_fn": _no_guards}
-        code = torch.compile(
-            captured, fullgraph=True, dynamic=False, backend=self._options["backend"],
-            options=options,
-        )  # fmt: skip
+        code, backend = captured, self._options["backend"]
+        if backend != "eager":  # which runs what was captured as it is
+            for tensor in inputs[:static]:
+                torch._dynamo.mark_static_address(tensor, guard=False)
+            options = {**self._options["options"], "guard_filter_fn": _no_guards}
+            code = torch.compile(
+                captured, fullgraph=True, dynamic=False, backend=backend, options=options
+            )
         return Graph(code, frozenset(baked & self._tensors))
 
-    def _warn(self, what: str, why: str) -> None:
-        seen = what, why
-        if seen not in self._kept.refused:
-            self._kept.refused.add(seen)
+    def _warn(self, why: str) -> None:
+        if why not in self._kept.warned:
+            self._kept.warned.add(why)
             logger.warning(
-                "%s: %s is not compiled, but runs as it is: %s", type(self.model).__name__, what,
+                "%s: steps that should be compiled run as they are: %s", type(self.model).__name__,
                 why,
             )  # fmt: skip
 
@@ -172,6 +184,17 @@ def _options(config: CompileConfig) -> dict[str, Any]:
     if config.backend == "inductor" and config.mode is not None:
         options = {**torch._inductor.list_mode_options(config.mode), **options}
     return {"backend": config.backend, "options": options}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of an operation that cannot be captured: the error says it, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 def _no_guards(entries: Sequence[Any]) -> list[bool]:

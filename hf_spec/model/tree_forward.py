@@ -352,8 +352,9 @@ class TreeForward:
             return [tensor[:, :size] for tensor, size in zip(tensors, sizes)]
 
         results = graphs.run(
-            ("its forward", layout, changes is not None, names, bool(first)), function, inputs,
+            ("forward", layout, changes is not None, names, bool(first)), function, inputs,
             lambda: _tensors_in(self._forward(call, step, keys, changes)), cut,
+            static=len(layout.members),
         )  # fmt: skip
         found = iter(results)
         logits = next(found)

@@ -49,6 +49,11 @@ CHANCES = np.array([0.6, 0.45, 0.35, 0.25])[:, None] * np.array(
 )
 
 
+def tokens_of(draft: Draft) -> int:
+    """That its forward has for each row of the batch."""
+    return draft.tree.num_nodes + (0 if draft.probes is None else draft.probes.num_probes)
+
+
 def found(table: Array, count: int = 40, root: int = 0) -> Found:
     """The likeliest paths; a node's token is its rank."""
     paths, chances = likeliest_paths(table, count)
