@@ -9,6 +9,7 @@ from __future__ import annotations
 from hf_spec.adapters.active import merge_adapter, unmerge_adapter
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree
+from hf_spec.decoding.compiling import warm_up
 from hf_spec.decoding.config import SpecConfig
 from hf_spec.decoding.config import note_source as _note_source
 from hf_spec.decoding.loop import decode as _decode
@@ -63,4 +64,5 @@ __all__ = [
     "register_method",
     "strategies",
     "unmerge_adapter",
+    "warm_up",
 ]

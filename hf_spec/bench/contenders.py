@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import CompileConfig
 
 import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import get_method
 
 PLAIN_NAME = "plain"
+#: Ends the name of a contender whose steps are compiled.
+COMPILED = "+compiled"
 STOCK_LOOKUP = "transformers:prompt_lookup"
 STOCK_ASSISTED = "transformers:assisted="
 #: ``transformers:prompt_lookup`` unless ``--strategy-kwargs`` says otherwise: the number of
@@ -31,6 +35,7 @@ class Contender:
         stock: Transformers' own, so that it reports no :class:`~hf_spec.SpecStats`.
         single_row: works with a batch size of one only.
         baseline: name of the plain contender that it is compared with.
+        compiled: its steps are.
     """
 
     name: str
@@ -39,6 +44,7 @@ class Contender:
     stock: bool = False
     single_row: bool = False
     baseline: str = PLAIN_NAME
+    compiled: bool = False
 
     @property
     def lossy(self) -> bool:
@@ -47,6 +53,26 @@ class Contender:
 
 
 PLAIN = Contender(PLAIN_NAME, stock=True)
+
+
+def with_compiled(lineup: Iterable[Contender], longest: int) -> list[Contender]:
+    """The contenders, and each of them with a static cache and compiled steps; stock assistants,
+    whose caches are dynamic, only as they are.
+
+    Args:
+        longest: prompt and new tokens of the longest call: Transformers compiles for one size.
+    """
+    config = CompileConfig()
+    config._compile_all_devices = True  # Transformers' own calls, on a CPU, too
+    kwargs = {"cache_implementation": "static", "compile_config": config}
+    result = []
+    for one in lineup:
+        result.append(one)
+        if one.single_row:
+            continue
+        own = {**one.kwargs, **kwargs, **({"max_cache_len": longest} if one.stock else {})}
+        result.append(replace(one, name=f"{one.name}{COMPILED}", kwargs=own, compiled=True))
+    return result
 
 
 @dataclass(frozen=True)

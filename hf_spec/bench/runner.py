@@ -18,13 +18,15 @@ import torch
 import hf_spec
 from hf_spec.bench import report
 from hf_spec.bench.agreement import Agreement, classify
-from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names
+from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names, with_compiled
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats, synchronize
 
 #: New tokens of a warm-up call: enough for several steps of every strategy.
 WARMUP_TOKENS = 16
+#: Times that a call is repeated until it compiles nothing more: the policy tries sizes.
+MOST_COMPILING = 16
 #: What a model's own generation config may say about sampling; greedy runs drop it.
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -95,6 +97,7 @@ def run(
     generate_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     warmup: bool = True,
+    compiled: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:
     """Generate with plain decoding and every strategy, and compare.
@@ -106,6 +109,8 @@ def run(
         batch_sizes: the whole benchmark is done once for each.
         strategy_kwargs: options by strategy name; for names only.
         generate_kwargs: passed to every ``generate``, plain included; greedy without ``do_sample``.
+        compiled: all take part a second time, with a static cache and compiled steps. Calls that
+            compiled are counted apart, and repeated.
         seed: of the sampling of each batch; contenders start a batch with the same seed.
         progress: called as ``progress(calls_done, calls_in_all)``.
 
@@ -123,15 +128,16 @@ def run(
     made = contenders(names, strategy_kwargs)
     lineup = [PLAIN, *made, *(item for item in strategies if isinstance(item, Contender))]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
+    token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+    if compiled:
+        lineup = with_compiled(lineup, max(map(len, token_ids)) + max_new_tokens)
     settings = {
         **options,
         "batch_sizes": list(batch_sizes),
         "seed": seed,
         "strategies": {item.name: _plain_options(item) for item in lineup},
     }
-    result = BenchResult(list(prompts), lineup, settings)
-
-    token_ids, result.truncated_prompts = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+    result = BenchResult(list(prompts), lineup, settings, truncated_prompts=truncated)
     if result.truncated_prompts:
         result.notes.append(
             f"{result.truncated_prompts} of {len(prompts)} prompts did not fit the model's context "
@@ -175,6 +181,11 @@ def run(
                 if greedy:
                     session.compare(outcome, token_ids, taking_part)
                 result.measurements += [outcome[item.name] for item in taking_part]
+            result.notes += [
+                f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are "
+                "left out"
+                for name, (count, seconds) in session.compiling.items()
+            ]
             result.notes += [
                 f"{name} ran with its update beside the weights: {reason}"
                 for name, reason in session.unmerged.items()
@@ -229,12 +240,14 @@ class Session:
         managed: some contender has an adapter, so that adapters are switched before every call;
             otherwise those that the caller may have activated are left alone.
         unmerged: contenders whose adapter could not be merged into the weights, with the reason.
+        compiling: calls of a contender that compiled something, and their seconds.
     """
 
     model: Any
     options: dict[str, Any]
     managed: bool
     unmerged: dict[str, str] = field(default_factory=dict)
+    compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def activate(self, contender: Contender) -> None:
         """Switch to the contender's adapter, or to the bare model."""
@@ -275,17 +288,41 @@ class Session:
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
         """Seconds, new tokens per row, row-steps and statistics of one timed call."""
         self.activate(contender)
-        model, forwards = self.model, 0
-        before = hf_spec.last_stats(model)
+        model = self.model
         inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
         kwargs = {**self.options, **contender.kwargs, **overrides}
+        random = torch.get_rng_state()
+        for _ in range(MOST_COMPILING):
+            torch.set_rng_state(random)
+            seconds, sequences, forwards, stats = self._timed(contender, inputs, kwargs)
+            if not stats or not stats.details.get("compiled", {}).get("made"):
+                break
+            calls, before = self.compiling.get(contender.name, (0, 0.0))
+            self.compiling[contender.name] = calls + 1, before + seconds
+        width = inputs["input_ids"].shape[1]
+        eos = set(_eos_ids(model.generation_config))
+        rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
+        if stats is None:
+            # A finished row waits for the others; its forward passes end with its last token.
+            most = sequences.shape[1] - width if forwards is None else forwards
+            return seconds, rows, sum(min(most, len(row)) for row in rows), None
+        return seconds, rows, stats.num_row_steps, stats
+
+    def _timed(
+        self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]
+    ) -> tuple[float, torch.Tensor, int | None, SpecStats | None]:
+        """Seconds, sequences, and forwards of a stock contender or the statistics of ours."""
+        model, forwards = self.model, 0
+        before = hf_spec.last_stats(model)
 
         def count(*_: Any) -> None:
             nonlocal forwards
             forwards += 1
 
-        # Our own strategies count for themselves: they may call the model to draft, too.
-        hook = model.register_forward_hook(count) if contender.stock else None
+        # Our own strategies count for themselves: they may call the model to draft, too. Compiled
+        # code has no hooks, and a forward for each token.
+        counts = contender.stock and not contender.compiled
+        hook = model.register_forward_hook(count) if counts else None
         try:
             synchronize(model.device)
             start = time.perf_counter()
@@ -295,16 +332,12 @@ class Session:
         finally:
             if hook is not None:
                 hook.remove()
-        width = inputs["input_ids"].shape[1]
-        eos = set(_eos_ids(model.generation_config))
-        rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
         if contender.stock:
-            # A finished row waits for the others; its forward passes end with its last token.
-            return seconds, rows, sum(min(forwards, len(row)) for row in rows), None
+            return seconds, sequences, forwards if counts else None, None
         stats = hf_spec.last_stats(model)
         if stats is None or stats is before:
             raise RuntimeError("generate() left no statistics: the strategy did not run")
-        return seconds, rows, stats.num_row_steps, stats
+        return seconds, sequences, None, stats
 
     def compare(
         self,

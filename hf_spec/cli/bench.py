@@ -47,6 +47,12 @@ def bench(
     attn_implementation: Annotated[
         str | None, typer.Option(help="eager, sdpa, ...  [default: the model's]")
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Also with a static cache and compiled steps, plain included."
+        ),
+    ] = False,
     spec_bench_output: Annotated[
         Path | None,
         typer.Option(help="Also write Spec-Bench answer files, FILE-STRATEGY.jsonl (batch 1)."),
@@ -67,6 +73,7 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --do-sample --temperature 0.7 --seed 1
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
+      hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
       hf-spec bench --model LARGE --prompts P.jsonl \\
           --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
     """
@@ -106,7 +113,7 @@ def bench(
         result = run(
             loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
-            seed=seed, progress=progress,
+            seed=seed, compiled=compile, progress=progress,
         )  # fmt: skip
     target = output / "results.json"
     report.write_results(target, result, environment)

@@ -239,15 +239,16 @@ class TreeCache(Cache):
             groups.setdefault(signature, []).append(key)
         batch = len(self.host_lengths)
         for (heads, dim, dtype, device), members in groups.items():
-            shape = (len(members), batch, heads, self.front + self.capacity, dim)
+            # Rows first: a few of them look the same in memory whatever stands behind.
+            shape = (batch, len(members), heads, self.front + self.capacity, dim)
             self._groups.append((_zeros(shape, dtype, device), members))
         self._attach()
 
     def _attach(self) -> None:
         for storage, members in self._groups:
-            for view, (index, name) in zip(storage.unbind(0), members):
+            own = storage[: self.batch_size]  # parked rows stand behind
+            for view, (index, name) in zip(own.unbind(1), members):
                 layer = self.layers[index]
-                view = view[: self.batch_size]  # parked rows stand behind
                 layer.with_front[name] = view
                 view = view[:, :, self.front :]
                 setattr(layer, name, view)
@@ -273,10 +274,10 @@ class TreeCache(Cache):
         return max(BUCKET, 1 << (slots - 1).bit_length())
 
     def buffers(self) -> Iterator[tuple[Tensor, list[tuple[int, str]]]]:
-        """Each buffer, ``(parts, batch, kv_heads, front + capacity, head_dim)``, and the layer and
+        """Each buffer, ``(batch, parts, kv_heads, front + capacity, head_dim)``, and the layer and
         ``keys`` or ``values`` that its parts are."""
         for storage, members in self._groups:
-            yield storage[:, : self.batch_size], members
+            yield storage[: self.batch_size], members
 
     def _resize(self, front: int, capacity: int) -> None:
         """Move everything to buffers of this many slots in front and behind."""
@@ -429,8 +430,8 @@ class TreeCache(Cache):
     def _move(self, path: Tensor) -> None:
         depth = path.shape[1]
         uniform = min(self.host_lengths) == self.max_length
-        for buffer, _ in self._groups:
-            storage = buffer[:, : self.batch_size, :, self.front :]
+        for buffer, _ in self.buffers():
+            storage = buffer[:, :, :, self.front :]
             nodes = path.to(storage.device)
             if self.batch_size == 1:
                 start = self.max_length
@@ -439,10 +440,10 @@ class TreeCache(Cache):
             rows = self.on(storage.device, "rows")
             lengths = self.on(storage.device, "lengths")[:, None]
             steps = torch.arange(depth, device=storage.device)
-            moved = storage[:, rows, :, lengths + nodes]
+            moved = storage[rows, :, :, lengths + nodes]
             if uniform:
                 lengths = lengths[:1].expand(self.batch_size, 1)
-            storage[:, rows, :, lengths + steps] = moved
+            storage[rows, :, :, lengths + steps] = moved
 
     def rollback(self) -> None:
         """Close the block and keep nothing of it."""
@@ -494,8 +495,8 @@ class TreeCache(Cache):
         """Exchange two places of the buffers, their slots in use; front slots are all alike."""
         stop = self.front + self.max_length
         used = [storage[:, :, :, self.front : stop] for storage, _ in self._groups]
-        copying = [(part[:, one], part[:, other]) for part in used]
-        copying += [(part[:, other], part[:, one].clone()) for part in used]
+        copying = [(part[one], part[other]) for part in used]
+        copying += [(part[other], part[one].clone()) for part in used]
         places, lengths = list(self._places), list(self.host_lengths)
         for values in (places, lengths):
             values[one], values[other] = values[other], values[one]
@@ -569,7 +570,7 @@ class TreeCache(Cache):
         places = self._places or list(range(self.batch_size))
         self._places, self._parked_lengths = [], []
         for index, (storage, members) in enumerate(self._groups):
-            chosen = storage.index_select(1, indices.to(storage.device))
+            chosen = storage.index_select(0, indices.to(storage.device))
             self._groups[index] = (chosen, members)
         rows, tokens = indices.tolist(), self.tokens
         self._floor = [self._floor[places[row]] for row in rows]

@@ -86,7 +86,7 @@ class SlotCache(Cache):
 
     Args:
         layout: of the buffers.
-        buffers: ``(parts, batch, kv_heads, front + slots, head_dim)`` each.
+        buffers: ``(batch, parts, kv_heads, front + slots, head_dim)`` each.
         lengths: ``(batch,)`` accepted tokens.
         slots: ``(batch, n)`` that the forward writes.
     """
@@ -96,7 +96,7 @@ class SlotCache(Cache):
         shown = layout.front if layout.shows_front else 0
         layers = [SlotLayer(layout.front, shown, slots) for _ in range(layout.num_layers)]
         for buffer, members in zip(buffers, layout.members):
-            for part, (index, name) in zip(buffer.unbind(0), members):
+            for part, (index, name) in zip(buffer.unbind(1), members):
                 setattr(layers[index], name, part)
                 layers[index].is_initialized = True
         super().__init__(layers=layers)

@@ -6,12 +6,17 @@ compiled unless ``disable_compile`` says otherwise, elsewhere if there is a ``co
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import copy
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from transformers import CompileConfig, GenerationConfig
 
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.core.cache import BUCKET
+from hf_spec.core.checks import check_count
+from hf_spec.core.tree import TokenTree
+from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.graphs import Graphs
 
 #: Value of ``cache_implementation``.
@@ -54,3 +59,71 @@ def graphs_for(
         )
     drafter.prunes = False
     return Graphs(model, config.compile_config or CompileConfig(), (kind, drafter.kind_of_forward))
+
+
+def warm_up(
+    model: Any,
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    max_length: int = BUCKET,
+    generation_config: GenerationConfig | None = None,
+    **kwargs: Any,
+) -> int:
+    """Compile, before it is needed, what calls of a strategy with a static cache run.
+
+    Calls of the same process then compile nothing, as long as they stay within these sizes; with
+    Inductor, those of later processes compile from its cache on disk.
+
+    Args:
+        model: a causal language model.
+        batch_sizes: of the calls to come; a batch that shrinks goes through powers of two.
+        max_length: tokens of prompt and output that they have at most; there is code for every
+            power of two up to it, from 256.
+        generation_config, kwargs: as for ``generate``: the strategy, its options,
+            ``compile_config``. Without the latter ``torch.compile`` has Transformers' defaults.
+
+    Returns:
+        How many graphs were made.
+
+    Raises:
+        ValueError: a size is below 1, or what ``generate`` raises.
+    """
+    for size in batch_sizes:
+        check_count("batch_sizes", size)
+    check_count("max_length", max_length)
+    config = copy.deepcopy(generation_config or model.generation_config)
+    config._warms_up = True
+    given = {"compile_config": CompileConfig(), "do_sample": False, **kwargs}
+    made, length = 0, BUCKET
+    while True:
+        for batch_size in batch_sizes:
+            # A prompt that needs buffers of this size, and of no larger one.
+            ids = torch.ones(batch_size, max(length // 2 - 8, 8), dtype=torch.long)
+            ids = (ids + torch.arange(ids.shape[1]) % 2).to(model.device)
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids),
+                **{
+                    **given, "generation_config": config, "cache_implementation": STATIC,
+                    "max_new_tokens": 8, "eos_token_id": None, "return_dict_in_generate": True,
+                },
+            )  # fmt: skip
+            made += output.spec_stats.details.get("compiled", {}).get("made", 0)
+        if length >= max_length:
+            return made
+        length *= 2
+
+
+def warm(state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int]]) -> None:
+    """Run forwards of all these shapes behind a prompt, and forget them.
+
+    Args:
+        shapes: nodes of the tree, and those of them that have probes.
+    """
+    for nodes, probed in shapes:
+        paths = [[rank] for rank in range(nodes - 1)]
+        tree = TokenTree.from_paths(paths) if paths else TokenTree.chain(0)
+        batch = tree.batch(state.batch_size, state.root.device)
+        ahead = [[drafter.distances] * probed] * state.batch_size
+        probes = drafter.hang(batch, ahead) if probed else None
+        state.forward(state.root[:, None].expand(-1, nodes), batch, probes=probes)
+        state.cache.rollback()

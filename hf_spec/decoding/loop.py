@@ -17,7 +17,7 @@ from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.decoding.batch import Shrinking
 from hf_spec.decoding.choose import Choice, Chooser
-from hf_spec.decoding.compiling import graphs_for
+from hf_spec.decoding.compiling import graphs_for, warm
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
@@ -111,6 +111,8 @@ def decode(
             stats, known, (len(prompt), context, device), state.timed,
             _measured(model, adapter, len(prompt), context), forward.width,
         )  # fmt: skip
+        if getattr(config, "_warms_up", False):
+            warm(state, drafter, policy.shapes(drafter.num_probes))
         shrinking = Shrinking(state, drafter, scorer, handover, graphs is not None)
         watch.step()
 

@@ -202,17 +202,9 @@ class StepPolicy:
             else:
                 gains = np.sort(ends(likely[:, : size + 1], parents), axis=1)[:, ::-1].sum(0)
                 held = [0.0, *gains.cumsum().tolist()]
-                counts = [0, *(count for count in SIZES if count <= size), size + 1]
-                if fixed:  # as many probes as nodes, or twice as many
-                    nodes = self.width(1 + size, 0)
-                    counts = [min(max(n // group, 1), size + 1) for n in (nodes, 2 * nodes)]
-                    counts = [n for n in counts if self.width(1 + size, n * group) <= WIDEST]
                 found = max(
-                    (
-                        expected + worth * held[count] - costs[self.width(1 + size, count * group)],
-                        count,
-                    )
-                    for count in counts
+                    (expected + worth * held[n] - costs[self.width(1 + size, n * group)], n)
+                    for n in self._counts(size, group)
                 )
             if found[0] > value:
                 (value, probed), candidates, promised = found, size, expected
@@ -225,6 +217,28 @@ class StepPolicy:
             self.stats.num_fallback_steps += 1
             return Plan(promised=float(self._live))
         return Plan(candidates, probed, promised)
+
+    def shapes(self, group: int) -> list[tuple[int, int]]:
+        """Nodes, and those with probes, of all steps that may be chosen where shapes are padded.
+
+        Args:
+            group: probes under a node that has them.
+        """
+        found = [(1, 0), *([(1, 1)] if group else [])]
+        for size in FIXED:
+            counts = self._counts(size, group) if group else [0]
+            found += [(1 + size, count) for count in counts]
+        return found
+
+    def _counts(self, size: int, group: int) -> list[int]:
+        """Nodes with probes to choose from, of a step with so many candidates."""
+        if self.width(3, 0) == 3:
+            return [0, *(count for count in SIZES if count <= size), size + 1]
+        # As many probes as nodes, or twice as many.
+        nodes = self.width(1 + size, 0)
+        counts = [min(max(n // group, 1), size + 1) for n in (nodes, 2 * nodes)]
+        fit = [count for count in counts if self.width(1 + size, count * group) <= WIDEST]
+        return sorted(set(fit)) or [0]
 
     def _looks(self, group: int) -> bool:
         """Whether a step without predictions has probes, so that the next one has some.

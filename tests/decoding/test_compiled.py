@@ -209,6 +209,22 @@ def test_a_steady_state_compiles_nothing(fresh: Any) -> None:
     assert sum(found["made"] for found in seen) == seen[-1]["kept"]
 
 
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa", "space"])
+def test_a_warm_up(fresh: Any, name: str) -> None:
+    """Behind it nothing is compiled, whatever the policy chooses."""
+    model = adapt(fresh(), name)
+    config = CAPTURED["compile_config"]
+    options = {"assistant_strategy": name, "compile_config": config}
+    made = hf_spec.warm_up(model, batch_sizes=(1, 2), max_length=100, **options)
+    assert made and hf_spec.warm_up(model, batch_sizes=(1, 2), max_length=256, **options) == 0
+    for inputs in (prompt(), prompt(7, 2)):
+        for _ in range(3):
+            output = generate(model, inputs, max_new_tokens=60, **{**options, **CAPTURED})
+            assert compiled(output)["made"] == 0
+    with pytest.raises(ValueError, match="batch_sizes=0"):
+        hf_spec.warm_up(model, batch_sizes=(0,), **options)
+
+
 def test_weights_may_change(fresh: Any) -> None:
     """Numbers in place: the graph stays. Another tensor: it is made anew."""
     model = fresh()
