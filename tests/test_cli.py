@@ -19,6 +19,7 @@ from hf_spec.decoding.validate import check_request
 
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
+    "warmup",
     "plot search", "plot tune", "plot tree", "card", "push", "import", "export",
 ]  # fmt: skip
 
@@ -56,6 +57,30 @@ def bench(checkpoint: Path, prompts: Path, output: Path, *more: str) -> int:
             "--max-new-tokens", "12", "--output", str(output), "--device", "cpu", *more,
         ]
     )  # fmt: skip
+
+
+def test_bench_compiles(checkpoint, prompts, tmp_path, capsys):
+    code = bench(
+        checkpoint, prompts, tmp_path / "out", "--strategies", "prompt_lookup",
+        "--compile", "--backend", "eager",
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
+    assert list(everything) == [
+        "plain", "plain+compiled", "prompt_lookup", "prompt_lookup+compiled",
+    ]  # fmt: skip
+    assert all(row["identical"] == row["prompts"] == 3 for row in everything.values())
+    assert everything["plain+compiled"]["tau"] == everything["plain"]["tau"] == 1
+    assert "prompt_lookup+compiled compiled in" in printed.out
+    assert everything["prompt_lookup+compiled"]["stats"]["details"]["compiled"]["made"] == 0
+
+
+def test_warmup(checkpoint, capsys):
+    arguments = ["warmup", "--model", str(checkpoint), "--backend", "eager", "--max-length", "100"]
+    assert cli.main([*arguments, "--dtype", "float32", "--batch-size", "1,2"]) == 0
+    assert "prompt_lookup: 14 graphs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -55,14 +55,15 @@ class Contender:
 PLAIN = Contender(PLAIN_NAME, stock=True)
 
 
-def with_compiled(lineup: Iterable[Contender], longest: int) -> list[Contender]:
+def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> list[Contender]:
     """The contenders, and each of them with a static cache and compiled steps; stock assistants,
     whose caches are dynamic, only as they are.
 
     Args:
+        backend: of ``torch.compile``.
         longest: prompt and new tokens of the longest call: Transformers compiles for one size.
     """
-    config = CompileConfig()
+    config = CompileConfig(backend=backend)
     config._compile_all_devices = True  # Transformers' own calls, on a CPU, too
     kwargs = {"cache_implementation": "static", "compile_config": config}
     result = []

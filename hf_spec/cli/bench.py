@@ -53,6 +53,7 @@ def bench(
             "--compile", help="Also with a static cache and compiled steps, plain included."
         ),
     ] = False,
+    backend: opt.Backend = "inductor",
     spec_bench_output: Annotated[
         Path | None,
         typer.Option(help="Also write Spec-Bench answer files, FILE-STRATEGY.jsonl (batch 1)."),
@@ -113,7 +114,7 @@ def bench(
         result = run(
             loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
-            seed=seed, compiled=compile, progress=progress,
+            seed=seed, compiled=backend if compile else None, progress=progress,
         )  # fmt: skip
     target = output / "results.json"
     report.write_results(target, result, environment)

@@ -23,6 +23,7 @@ from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
 from hf_spec.cli.train import train
 from hf_spec.cli.tune import tune
+from hf_spec.cli.warmup import warmup
 from hf_spec.core.checks import first_line
 
 #: Set to anything to see the whole traceback of an error.
@@ -44,6 +45,7 @@ app.command()(distill)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(search)
 app.command()(tune)
+app.command()(warmup)
 app.add_typer(plot, name="plot")
 app.command()(card)
 app.command()(push)

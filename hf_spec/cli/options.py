@@ -31,6 +31,7 @@ def use_threads(threads: int | None) -> int | None:
 
 Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
 Dtype = Annotated[str, typer.Option(callback=_known, help=f"One of {', '.join(DTYPES)}.")]
+Backend = Annotated[str, typer.Option(help="What torch.compile compiles with.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]

@@ -184,6 +184,8 @@ class StepPolicy:
             setting.settled = 0
             candidates, probed = setting.tries.popleft()
             candidates = min(candidates - fixed, most)
+            if fixed and group:
+                probed = self._counts(candidates, group)[0]
             probed = min(probed, candidates + 1) if group else 0
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
         assert line is not None

@@ -29,6 +29,7 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import Draft
 from hf_spec.drafting.ngram import NOTHING, Found, draft_of
 from hf_spec.methods.registry import get_method, methods
+from hf_spec.model.tree_forward import bucket
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.learned import LOOKS, Average, Learned, first_sizes
@@ -770,3 +771,46 @@ def test_merged_statistics_add_up() -> None:
     one, two = SpecStats(num_fallback_steps=3), SpecStats(num_fallback_steps=4)
     one.merge(two)
     assert one.num_fallback_steps == one.to_dict()["num_fallback_steps"] == 7
+
+
+# -- padded shapes -----------------------------------------------------------------------------
+
+
+def padded(nodes: int, probes: int) -> int:
+    return bucket(nodes) + bucket(probes)
+
+
+@pytest.mark.parametrize("group", [0, 1, 3, 4, 6])
+def test_plans_fill_padded_shapes(group: int) -> None:
+    """What is chosen stands in `shapes`, which a warm-up goes through; no other shape comes."""
+    policy = StepPolicy(SpecStats(), Learned(), HERE, width=padded)
+    shapes = {(bucket(n), bucket(m * group)) for n, m in policy.shapes(group)}
+    assert all(nodes + probes <= 64 for nodes, probes in shapes)
+    rng = np.random.default_rng(group)
+    drafter: Any = Probing(group)
+    seen = set()
+    for _ in range(400):
+        draft = draft_of([NOTHING], "cpu")
+        if policy.drafts():
+            if rng.random() < 0.8:
+                draft = draft_of([found(random_table(rng), int(rng.integers(1, 70)))], "cpu")
+            draft = policy.choose(draft, drafter, [True], [99])
+        probes = tokens_of(draft) - draft.tree.num_nodes
+        seen.add((bucket(draft.tree.num_nodes), bucket(probes)))
+        spent = 1 + 0.02 * rng.uniform(0.1, 2) * padded(draft.tree.num_nodes, probes)
+        policy.observe(draft, [1 + int(rng.integers(draft.tree.num_nodes))], spent)
+    assert seen <= shapes and len(seen) > 2
+
+
+def test_a_tree_costs_its_bucket() -> None:
+    """Of trees that are padded to the same size the largest is taken."""
+    policy = StepPolicy(SpecStats(), Learned(), HERE, width=padded)
+    drafter: Any = Probing()
+    whole, sizes = draft_of([found(CHANCES)], "cpu"), []
+    for _ in range(200):
+        draft = draft_of([NOTHING], "cpu")
+        if policy.drafts():
+            draft = policy.choose(whole, drafter, [True], [99])
+        sizes.append(draft.tree.num_nodes)
+        policy.observe(draft, [2], 1.0 + 0.02 * padded(draft.tree.num_nodes, 0))
+    assert set(sizes) <= {1, 2, 4, 8, 16, 32, whole.tree.num_nodes} and len(set(sizes[10:])) > 1

@@ -1,0 +1,64 @@
+"""``hf-spec warmup``."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli import options as opt
+from hf_spec.cli.common import progress_bar, taking_part
+from hf_spec.model.loading import load_model
+
+
+def warmup(
+    model: opt.Model,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated.  [default: those of the adapters, else prompt_lookup]"),
+    ] = None,
+    adapter: opt.Adapters = None,
+    strategy_kwargs: opt.KwargsByName = None,
+    batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
+    max_length: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompt and output that calls have at most.")
+    ] = 1024,
+    backend: opt.Backend = "inductor",
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+) -> None:
+    """Compile what calls with cache_implementation='static' run, for later processes.
+
+    The compiler keeps its results on disk (TORCHINDUCTOR_CACHE_DIR); a later process with the same
+    model, sizes, versions and hardware loads them in seconds instead of minutes. Within a process
+    hf_spec.warm_up() does the same.
+
+    \b
+    Examples:
+      hf-spec warmup --model Qwen/Qwen3-0.6B
+      hf-spec warmup --model M --adapter ./medusa --batch-size 1,8 --max-length 2048
+    """
+    from transformers import CompileConfig
+
+    import hf_spec
+    from hf_spec.bench import contenders as lineup
+
+    sizes = opt.whole_numbers("--batch-size", batch_size)
+    adapters, names, options = taking_part(adapter, strategies, strategy_kwargs, "prompt_lookup")
+    chosen = [one for one in lineup.contenders(names, options, adapters) if not one.stock]
+    loaded, _ = load_model(model, dtype, device)
+    lineup.load_adapters(loaded, adapters)
+    with progress_bar("warm-up") as progress:
+        for done, contender in enumerate(chosen):
+            if contender.adapters:
+                loaded.set_adapter(list(contender.adapters))
+            start = time.perf_counter()
+            made = hf_spec.warm_up(
+                loaded, batch_sizes=sizes, max_length=max_length,
+                compile_config=CompileConfig(backend=backend), **contender.kwargs,
+            )  # fmt: skip
+            progress(done + 1, len(chosen))
+            seconds = time.perf_counter() - start
+            typer.echo(f"{contender.name}: {made} graphs in {seconds:.0f} seconds")
