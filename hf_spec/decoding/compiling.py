@@ -125,5 +125,9 @@ def warm(state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int
         batch = tree.batch(state.batch_size, state.root.device)
         ahead = [[drafter.distances] * probed] * state.batch_size
         probes = drafter.hang(batch, ahead) if probed else None
-        state.forward(state.root[:, None].expand(-1, nodes), batch, probes=probes)
+        output = state.forward(state.root[:, None].expand(-1, nodes), batch, probes=probes)
         state.cache.rollback()
+        if probes is not None and output.probe_hidden is not None:
+            state.probe_hidden = output.probe_hidden[:, : drafter.num_probes]
+    drafter.warm(state)
+    state.probe_hidden = None

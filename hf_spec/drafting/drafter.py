@@ -225,6 +225,9 @@ class Drafter(CandidateGenerator):
             rows: row ``i`` is now the one that was ``rows[i]``; each at most once, in any order.
         """
 
+    def warm(self, state: DecodingState) -> None:
+        """Compile what :meth:`propose` runs, where there are hidden states to predict from."""
+
     def details(self) -> dict[str, Any]:
         """What the drafter reports in ``SpecStats.details``."""
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -40,13 +40,21 @@ class HeadDrafter(TreeDrafter):
     def known(self, state: DecodingState) -> tuple[int, ...]:
         return (0 if state.hidden is None else self.distances,) * state.batch_size
 
-    def states(self, state: DecodingState, depth: int) -> Tensor:
+    def seen(self, state: DecodingState) -> Tensor:
         assert state.hidden is not None
-        return self._states(state.hidden, depth)
+        return state.hidden
 
-    def _states(self, hidden: Tensor, depth: int) -> Tensor:
+    def states(self, seen: Tensor, depth: int) -> Tensor:
         used = {name: tensor[:depth] for name, tensor in self.weights.items()}
-        return head_states(used, hidden).to(hidden)
+        return head_states(used, seen).to(seen)
+
+    def made(self) -> dict[str, Tensor]:
+        return {**super().made(), **self.weights}
+
+    def using(self, made: Mapping[str, Tensor]) -> Self:
+        own = super().using(made)
+        own.weights = {name: made[name] for name in self.weights}
+        return own
 
     def logits(self, states: Tensor) -> Tensor:
         if self.exact and PROJECTION not in self.weights:
@@ -56,4 +64,4 @@ class HeadDrafter(TreeDrafter):
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         hidden = token_hidden(self.model, input_ids)[0]
         for some in places.to(hidden.device).split(max(AT_ONCE // self.distances, 1)):
-            yield self._states(hidden[some], self.distances)
+            yield self.states(hidden[some], self.distances)

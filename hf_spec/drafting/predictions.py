@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ class Predictions:
         logits: ``(batch, distances, vocab)``; distance 1 is that of the root's children.
         width: tokens to keep for each distance, with a transition at least `SHORTLIST`; all of a
             smaller vocabulary.
-        known: distances that each row has predictions for; the others' are any.
+        known: distances that each row has predictions for; the others' are any. As a tensor,
+            ``(batch,)``, where the host is not to know.
         transition: how the token before changes them.
         states: ``(batch, distances, hidden)`` from which the logits were made; for the transition.
 
@@ -40,7 +42,7 @@ class Predictions:
         self,
         logits: Tensor,
         width: int,
-        known: Sequence[int],
+        known: Sequence[int] | Tensor,
         transition: Transition | None = None,
         states: Tensor | None = None,
     ):
@@ -54,7 +56,7 @@ class Predictions:
         # All tokens alike where numbers have overflown on the way: a draft may come from any.
         alike = -math.log(logits.shape[-1])
         self.log_probs = log_probs.masked_fill(log_probs.isnan(), alike)
-        self.known = tuple(known)
+        self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._transition, self._states = transition, states
 
     @property

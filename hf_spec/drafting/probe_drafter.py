@@ -48,9 +48,12 @@ class ProbeDrafter(TreeDrafter):
     def known(self, state: DecodingState) -> tuple[int, ...]:
         return tuple(n // self.per_distance for n in state.probe_counts)
 
-    def states(self, state: DecodingState, depth: int) -> Tensor:
+    def seen(self, state: DecodingState) -> Tensor:
         assert state.probe_hidden is not None
-        return self.distance_states(state.probe_hidden[:, : depth * self.per_distance])
+        return state.probe_hidden
+
+    def states(self, seen: Tensor, depth: int) -> Tensor:
+        return self.distance_states(seen[:, : depth * self.per_distance])
 
     def distance_states(self, hidden: Tensor) -> Tensor:
         """``(batch, distances, hidden)`` of final hidden states of probes, ``(batch, probes,

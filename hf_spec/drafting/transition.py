@@ -14,6 +14,7 @@ Heads for Medusa Decoding", 2024) of low rank that looks one token back, on a sh
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -41,11 +42,22 @@ class Transition:
     def __init__(self, weights: Mapping[str, Tensor], model: Any):
         self.before, self.state, self.after = weights[BEFORE], weights[STATE], weights[AFTER]
         self.model = model
+        self._given: _Tables | None = None
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> Transition | None:
         """The transition among an adapter's parameters, if it has one."""
         return cls(weights, model) if BEFORE in weights else None
+
+    def made(self) -> dict[str, Tensor]:
+        """What :meth:`bias` reads, by names of its own."""
+        return {f"{name} table": table for name, table in self._tables()._asdict().items()}
+
+    def using(self, made: Mapping[str, Tensor]) -> Transition:
+        """One that reads these in place of :meth:`made`."""
+        own = copy.copy(self)
+        own._given = _Tables(*(made[f"{name} table"] for name in _Tables._fields))
+        return own
 
     def logits(self, previous: Tensor, states: Tensor) -> Tensor:
         """The bias of all tokens.
@@ -94,6 +106,8 @@ class Transition:
     @torch.no_grad()
     def _tables(self) -> _Tables:
         """V e(x) and U w(y) of all tokens: made once, since a step needs those of a thousand."""
+        if self._given is not None:
+            return self._given
         embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         weights = [self.before, self.after, embeddings.weight, getattr(head, "weight", None)]
         made_of = [one.data if _is_plain(one) else one for one in weights]

@@ -6,9 +6,10 @@ its predictions at places of finished sequences, and a step with given trees.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -74,6 +75,9 @@ class TreeSource:
             taken: candidates that were forwarded.
         """
 
+    def warm(self, drafter: TreeDrafter, state: DecodingState) -> None:
+        """Compile what steps with predictions run."""
+
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``."""
         return {}
@@ -110,6 +114,9 @@ class TreeDrafter(Drafter):
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         self.source.observe(emitted(state, nodes), draft.tree.num_nodes - 1)
+
+    def warm(self, state: DecodingState) -> None:
+        self.source.warm(self, state)
 
     def details(self) -> dict[str, Any]:
         return self.source.details()
@@ -162,13 +169,43 @@ class TreeDrafter(Drafter):
             depth: distances, at most those that are known.
             width: tokens to keep for each.
         """
-        states = self.states(state, depth)
-        logits = self.logits(states)
-        return Predictions(logits, width, self.known(state), self.transition, states)
+        return self.predictions(self.seen(state), self.known(state), depth, width)
+
+    def predictions(
+        self, seen: Tensor, known: Sequence[int] | Tensor, depth: int, width: int
+    ) -> Predictions:
+        """:meth:`predict`, of tensors alone.
+
+        Args:
+            seen: see :meth:`seen`.
+            known: distances that each row has predictions for; as a tensor, ``(batch,)``.
+        """
+        states = self.states(seen, depth)
+        return Predictions(self.logits(states), width, known, self.transition, states)
 
     @abstractmethod
-    def states(self, state: DecodingState, depth: int) -> Tensor:
-        """``(batch, depth, hidden)`` that the distances are predicted from."""
+    def seen(self, state: DecodingState) -> Tensor:
+        """Hidden states of the step before, a tensor with a row per batch row."""
+
+    @abstractmethod
+    def states(self, seen: Tensor, depth: int) -> Tensor:
+        """``(batch, depth, hidden)`` that the distances are predicted from.
+
+        Args:
+            seen: see :meth:`seen`.
+            depth: distances.
+        """
+
+    def made(self) -> dict[str, Tensor]:
+        """Tensors that :meth:`predictions` reads and that were made of the model's for this call:
+        inputs of compiled code."""
+        return {} if self.transition is None else self.transition.made()
+
+    def using(self, made: Mapping[str, Tensor]) -> Self:
+        """One that reads these in place of :meth:`made`."""
+        own = copy.copy(self)
+        own.transition = None if self.transition is None else self.transition.using(made)
+        return own
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:

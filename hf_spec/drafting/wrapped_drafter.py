@@ -48,6 +48,9 @@ class WrappedDrafter(Drafter):
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         self.inner.select(state, rows)
 
+    def warm(self, state: DecodingState) -> None:
+        self.inner.warm(state)
+
     def details(self) -> dict[str, Any]:
         return self.inner.details()
 

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 #: Largest relative difference between compiled code and what it was made of that rounding explains.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
+#: Numbers that code may hold which are not the model's: such as slopes and scales.
+SMALL = 256
+
 #: Gives tensors for tensors; whatever else it reads must be the same whenever its key is.
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -158,7 +161,14 @@ class Graphs:
             for node in captured.graph.nodes
             if node.op == "get_attr"
         }
-        baked = {_identity(x) for x in constants.values() if isinstance(x, Tensor)}
+        tensors = [x for x in constants.values() if isinstance(x, Tensor)]
+        baked = {_identity(x) for x in tensors}
+        for x in tensors:
+            if x.is_floating_point() and x.numel() > SMALL and _identity(x) not in self._tensors:
+                raise ValueError(
+                    f"it reads numbers {tuple(x.shape)} that are neither its inputs nor the "
+                    "model's, and may change"
+                )
         code, backend = captured, self._options["backend"]
         if backend != "eager":  # which runs what was captured as it is
             for tensor in inputs[:static]:
@@ -213,12 +223,12 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """What code relies on that has a tensor in it; its numbers may change."""
+    """Its memory, which code that has it in it keeps; the numbers there may change."""
     try:
-        place: Any = tensor.data_ptr()
-    except RuntimeError:  # subclasses without memory of their own
-        place = None
-    return id(tensor), place, tensor.shape, tensor.dtype, tensor.device
+        place: Any = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # subclasses without memory of their own
+        place = id(tensor)
+    return place, tensor.device
 
 
 def _state(model: Any) -> Hashable:
@@ -254,8 +264,9 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | No
     for one, other in zip(expected, found, strict=True):
         if not one.is_floating_point():
             continue  # a choice between numbers that may be equal
-        scale = one.abs().max().clamp(min=1e-6)
-        error = float(((one - other).abs().max() / scale).nan_to_num(torch.inf))
+        scale = one.masked_fill(one.isinf(), 0).abs().max().clamp(min=1e-6)
+        apart = torch.where(one == other, 0, one - other)  # of infinities, too
+        error = float((apart.abs().max() / scale).nan_to_num(torch.inf))
         if not error <= TOLERANCE[one.dtype]:
             return f"compiled code gives something else (relative error {error:.2g})"
     return None

@@ -21,6 +21,7 @@ from hf_spec.drafting.drafter import Chances, DecodingState, Draft
 from hf_spec.drafting.options import CANDIDATES
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
+from hf_spec.model.graphs import Graphs
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
@@ -63,7 +64,7 @@ def grow(
     root: Tensor,
     count: int,
     depth: int,
-    trust: Sequence[float] | None = None,
+    trust: Sequence[float] | Tensor | None = None,
 ) -> Grown:
     """The ``count`` likeliest paths of every row, as a tree; its candidates stand best first.
 
@@ -79,11 +80,14 @@ def grow(
     """
     batch, depth = len(root), min(depth, predictions.distances)
     after = predictions.after(root)[:, :depth]  # (batch, depth, before, width)
-    if trust is not None and any(trust[:depth]):
+    if isinstance(trust, Tensor):
+        after = after + trust[:depth, None, None].to(after)
+    elif trust is not None and any(trust[:depth]):
         after = after + torch.tensor(trust[:depth], device=after.device)[:, None, None].to(after)
     after = after.clamp(max=0)  # never above, or a child could stand before its parent
-    if min(predictions.known) < depth:
-        known = torch.tensor(predictions.known, device=after.device)[:, None]
+    known = predictions.known
+    if isinstance(known, Tensor) or min(known) < depth:
+        known = torch.as_tensor(known, device=after.device)[:, None]
         missing = known <= torch.arange(depth, device=after.device)
         after = after.masked_fill(missing[:, :, None, None], -torch.inf)
     width, device = after.shape[-1], after.device
@@ -152,6 +156,8 @@ class AdaptiveTrees(TreeSource):
         self._proposed: tuple[Any, ...] = ()
 
     weighs: ClassVar[bool] = True
+    #: Whether what it counts by is in compiled code, where steps are compiled.
+    compiles: ClassVar[bool] = True
 
     @property
     def max_depth(self) -> int:
@@ -176,10 +182,15 @@ class AdaptiveTrees(TreeSource):
             return draft
         exactly = self.candidates or (None if state.timed else CANDIDATES)
         count = exactly or self._most
+        graphs = state.forward.graphs if self.compiles else None
+        if graphs is not None:  # few sizes; what no row can use is left out later
+            count, depth = exactly or (FEWEST if count <= FEWEST else MOST), self.depth
         trust = [0.0] * depth if self.calibration is None else self.calibration.log_factors
-        grown = grow(
-            self.predictions(drafter, state, depth, count), state.root, count, depth, trust
-        )
+        if graphs is None:
+            predictions = self.predictions(drafter, state, depth, count)
+            grown = grow(predictions, state.root, count, depth, trust)
+        else:
+            grown = _compiled(graphs, drafter, state, count, depth, trust)
         draft, tokens = grown.draft()
         chances = draft.chances
         assert chances is not None
@@ -195,6 +206,14 @@ class AdaptiveTrees(TreeSource):
         ahead: list[list[int]] = (probed * self.depth).tolist()
         return ahead
 
+    def warm(self, drafter: TreeDrafter, state: DecodingState) -> None:
+        """Compile what steps with predictions run."""
+        graphs = state.forward.graphs
+        if graphs is not None and self.compiles and self.depth:
+            sizes = (FEWEST, MOST) if state.timed else (CANDIDATES,)
+            for count in (self.candidates,) if self.candidates else sizes:
+                _compiled(graphs, drafter, state, count, self.depth, [0.0] * self.depth)
+
     @alone
     def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
         if not self._proposed:
@@ -206,6 +225,31 @@ class AdaptiveTrees(TreeSource):
             for parents, tokens, chances, emitted in zip(*rows, came):
                 walk(self.calibration, parents, tokens, chances, trust, emitted)
         self._proposed = ()
+
+
+def _compiled(
+    graphs: Graphs, drafter: TreeDrafter, state: DecodingState, count: int, depth: int,
+    trust: Sequence[float],
+) -> Grown:  # fmt: skip
+    """:func:`grow`, and the predictions for it, by compiled code."""
+    seen, known, made = drafter.seen(state), drafter.known(state), drafter.made()
+    device = seen.device
+    inputs = [
+        state.root.to(device), torch.tensor(known, device=device),
+        torch.tensor(trust, device=device), seen.contiguous(), *made.values(),
+    ]  # fmt: skip
+
+    def function(
+        root: Tensor, known: Tensor, trust: Tensor, seen: Tensor, *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        predictions = drafter.using(dict(zip(made, own))).predictions(seen, known, depth, count)
+        return grow(predictions, root, count, depth, trust)
+
+    def plain() -> tuple[Tensor, ...]:
+        return grow(drafter.predict(state, depth, count), inputs[0], count, depth, trust)
+
+    found = graphs.run(("tree", count, depth, *made), function, inputs, plain, tuple)
+    return Grown(*(part.to(state.root.device) for part in found))
 
 
 def best_ends(likely: Array, parents: Array, count: int) -> Array:

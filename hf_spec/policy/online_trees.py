@@ -122,6 +122,7 @@ class OnlineTrees(AdaptiveTrees):
     """
 
     weighs: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
 
     def __init__(self, depth: int, probes: bool, hits: HitRates):
         super().__init__(depth, probes)
