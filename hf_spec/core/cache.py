@@ -21,7 +21,7 @@ have the same length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 ALIGNMENT = 16
 #: Slots of the smallest buffers of a cache whose buffers have few sizes.
 BUCKET = 256
+
+
+#: Makes a buffer of a shape, type and device.
+Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -117,6 +121,7 @@ class TreeCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = 0
         self.buckets = False
+        self._new: Allocate = _zeros
         self.front = 0
         self.shows_front = False
         self.tokens: list[list[int]] | None = None
@@ -241,7 +246,7 @@ class TreeCache(Cache):
         for (heads, dim, dtype, device), members in groups.items():
             # Rows first: a few of them look the same in memory whatever stands behind.
             shape = (batch, len(members), heads, self.front + self.capacity, dim)
-            self._groups.append((_zeros(shape, dtype, device), members))
+            self._groups.append((self._new(shape, dtype, device), members))
         self._attach()
 
     def _attach(self) -> None:
@@ -261,12 +266,22 @@ class TreeCache(Cache):
             return
         self._resize(self.front, self._rounded(max(slots, 2 * self.capacity)))
 
-    def use_buckets(self) -> None:
-        """From now on have buffers of few sizes, powers of two: compiled code is for one size."""
+    def use_buckets(self, allocate: Allocate | None = None) -> None:
+        """From now on have buffers of few sizes, powers of two: compiled code is for one size.
+
+        Args:
+            allocate: makes them, with finite numbers in them.
+        """
         self.buckets = True
+        self._new = allocate or _zeros
         capacity = self._rounded(self.capacity)
         if self._groups and capacity != self.capacity:
             self._resize(self.front, capacity)
+
+    def release(self) -> list[Tensor]:
+        """Its buffers, for another cache; it is not to be used any more."""
+        buffers, self._groups = [storage for storage, _ in self._groups], []
+        return buffers
 
     def _rounded(self, slots: int) -> int:
         if not self.buckets:
@@ -286,7 +301,7 @@ class TreeCache(Cache):
         for storage, members in self._groups:
             shape = list(storage.shape)
             shape[3] = front + capacity
-            grown = _zeros(tuple(shape), storage.dtype, storage.device)
+            grown = self._new(tuple(shape), storage.dtype, storage.device)
             start = front - kept
             stop = start + kept + self.capacity
             grown[:, :, :, start:stop] = storage[:, :, :, self.front - kept :]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.core.cache import TreeCache
+from hf_spec.core.cache import Allocate, TreeCache
 from hf_spec.decoding.emission import Emission
 
 
@@ -28,6 +28,8 @@ class Handover:
         given: the call's ``past_key_values``: the caller's, or what ``generate`` made; or None.
         emission: the call's rows as they grow.
         returned: whether the call's output has the cache.
+        allocate: makes buffers of few sizes for a cache that is made here; None: they are as large
+            as they need be.
 
     Attributes:
         cache: the call's cache; None until it is taken over or, the caller's, found to be fit: to
@@ -37,9 +39,12 @@ class Handover:
         start: lengths of the rows behind the prompt; None while it runs.
     """
 
-    def __init__(self, given: Any, emission: Emission, returned: bool):
+    def __init__(
+        self, given: Any, emission: Emission, returned: bool, allocate: Allocate | None = None
+    ):
         self.given = given
         self.emission = emission
+        self.allocate = allocate
         self.cache: TreeCache | None = None
         self.history: list[list[int]] | None = None
         self.start: list[int] | None = None
@@ -64,6 +69,8 @@ class Handover:
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
         cache = TreeCache(len(source.layers), len(logits), logits.device)
+        if self.allocate is not None:
+            cache.use_buckets(self.allocate)
         # Known here before it takes over anything, since that is when ``source`` is emptied.
         self.cache, self._mask, self._before = cache, mask, None
         cache.take_over(source, mask, capacity, front)
@@ -102,6 +109,11 @@ class Handover:
             self._give_back(self.cache)
             self._done = True
         return self.cache if self._target is None else self._target
+
+    def release(self) -> list[Tensor]:
+        """The buffers of a cache that nobody gets, once the call is over; else none."""
+        kept = isinstance(self.given, TreeCache) or (self._wanted and self._target is None)
+        return [] if kept or self.cache is None else self.cache.release()
 
     def _give_back(self, cache: TreeCache) -> None:
         cache.unpark()

@@ -81,7 +81,9 @@ def decode(
     stats = SpecStats()
     watch = Stopwatch(stats, model.device, ranks.same)
 
-    handover = Handover(model_kwargs.get("past_key_values"), emission, record)
+    handover = Handover(
+        model_kwargs.get("past_key_values"), emission, record, graphs.allocate if graphs else None
+    )
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error, an interrupt for one
         with watch.phase("forward"):
@@ -159,6 +161,7 @@ def decode(
     stats.details = {**drafter.details(), **policy.details()}
     if graphs is not None:
         stats.details["compiled"] = graphs.details()
+        graphs.spare(handover.release())
     watch.step()
     remember_stats(model, stats)
     if not config.return_dict_in_generate:

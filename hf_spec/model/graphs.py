@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 #: Largest relative difference between compiled code and what it was made of that rounding explains.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
+#: Buffers of caches that are kept of a model.
+SPARE = 4
 #: Numbers that code may hold which are not the model's: such as slopes and scales.
 SMALL = 256
 
@@ -58,6 +60,7 @@ class _Kept:
         self.graphs: dict[Hashable, Graph] = {}
         self.refused: set[Hashable] = set()
         self.warned: set[str] = set()
+        self.spare: list[Tensor] = []
 
 
 _KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
@@ -114,6 +117,21 @@ class Graphs:
         """The code for this; None if there is none yet, or it is for other weights."""
         graph = self._kept.graphs.get(self._key(name, inputs))
         return graph if graph is not None and graph.baked <= self._tensors else None
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer with finite numbers in it: an earlier call's, if there is one, since CUDA graphs
+        are for places in memory."""
+        with _COMPILING:
+            for index, one in enumerate(self._kept.spare):
+                if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
+                    return self._kept.spare.pop(index)
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+    def spare(self, buffers: Sequence[Tensor]) -> None:
+        """Keep these for calls to come, and forget those that have waited longest."""
+        with _COMPILING:
+            self._kept.spare = [*self._kept.spare, *buffers][-SPARE:]
 
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``: graphs made by this call, those kept of the model, and why

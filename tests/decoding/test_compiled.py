@@ -225,6 +225,36 @@ def test_a_warm_up(fresh: Any, name: str) -> None:
         hf_spec.warm_up(model, batch_sizes=(0,), **options)
 
 
+def test_buffers_are_used_again(fresh: Any, monkeypatch: Any) -> None:
+    """CUDA graphs are for places in memory; a cache that the caller has is his."""
+    places, caches = [], []
+    release = TreeCache.release
+
+    def note(cache: TreeCache) -> Any:
+        buffers = release(cache)
+        places.append([buffer.data_ptr() for buffer in buffers])
+        return buffers
+
+    monkeypatch.setattr(TreeCache, "release", note)
+    model = fresh()
+    plain = generate(model, prompt()).sequences
+    for _ in range(3):
+        for _ in range(2):
+            found = generate(
+                model, prompt(), return_dict_in_generate=False, **strategy("prompt_lookup"),
+                **CAPTURED,
+            )  # fmt: skip
+            assert torch.equal(found, plain)
+        assert places[-1] == places[-2]
+        output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
+        caches.append(output.past_key_values)
+    longer = generate(model, plain).sequences
+    for cache in caches:
+        again = generate(model, plain, past_key_values=cache, **strategy("prompt_lookup"))
+        assert torch.equal(again.sequences, longer)
+    assert len({cache.layers[0].keys.data_ptr() for cache in caches}) == 3
+
+
 def test_weights_may_change(fresh: Any) -> None:
     """Numbers in place: the graph stays. Another tensor: it is made anew."""
     model = fresh()
