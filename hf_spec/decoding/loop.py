@@ -131,12 +131,13 @@ def decode(
             made = graphs and graphs.made
             ends = handover.ends(state.rows)
             catch_up(state)
-            drafts = policy.drafts()
+            drafts = policy.drafts(drafter.looks_up)
             with watch.phase("draft"):
                 draft = Draft(_root_only(state), state.root[:, None])
                 if drafts:
                     limits = _limits(state)
-                    draft = policy.choose(drafter.propose(state), drafter, state.active, limits)
+                    propose = drafter.look_up if policy.looks_up_only else drafter.propose
+                    draft = policy.choose(propose(state), drafter, state.active, limits)
                     draft = _within(draft, limits)
             with watch.phase("forward"):
                 pruning = drafter.pruning if draft.pruned else None

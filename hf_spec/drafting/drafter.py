@@ -161,6 +161,7 @@ class Drafter(CandidateGenerator):
             policy says so for each step.
         distances: tokens behind the next one that probes under a node predict.
         num_probes: of them under a node; 0: its drafts have none, or bring them along.
+        looks_up: whether :meth:`look_up` gives part of its drafts by itself.
     """
 
     single_forward: ClassVar[bool] = True
@@ -172,6 +173,7 @@ class Drafter(CandidateGenerator):
     prunes: bool | None = False
     distances: int = 0
     num_probes: int = 0
+    looks_up: bool = False
 
     def __init__(self, model: Any, options: Any):
         self.model = model
@@ -198,6 +200,11 @@ class Drafter(CandidateGenerator):
     @abstractmethod
     def propose(self, state: DecodingState) -> Draft:
         """Candidates for the next step; a tree of the root alone if there are none."""
+
+    def look_up(self, state: DecodingState) -> Draft:
+        """As :meth:`propose`, but only what takes no work of the model's; where it
+        :attr:`looks_up`."""
+        raise NotImplementedError
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         """Called after each step with the accepted nodes per row, root first; none if finished.

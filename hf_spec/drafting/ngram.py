@@ -274,16 +274,25 @@ class WithRetrieval(WrappedDrafter):
     stays exact.
     """
 
+    def __init__(self, inner: Drafter):
+        super().__init__(inner)
+        self.looks_up = True
+
     def start(self, state: DecodingState) -> None:
         self.inner.start(state)
         self.rows = [Retrieval(Limits()) for _ in state.tokens]
 
-    def propose(self, state: DecodingState) -> Draft:
-        draft = self.inner.propose(state)
-        found = [
+    def _found(self, state: DecodingState) -> list[Found]:
+        return [
             one.lookup(tokens, state.max_depth) if active else NOTHING
             for one, tokens, active in zip(self.rows, state.tokens, state.active)
         ]
+
+    def look_up(self, state: DecodingState) -> Draft:
+        return draft_of(self._found(state), state.root.device)
+
+    def propose(self, state: DecodingState) -> Draft:
+        draft, found = self.inner.propose(state), self._found(state)
         own, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
         counts = draft.tree.row_candidates
         if draft.chances is not None:

@@ -27,7 +27,7 @@ class WrappedDrafter(Drafter):
         self.wants_hidden = inner.wants_hidden
         self.prune_layer, self.drafting = inner.prune_layer, inner.drafting
         self.prunes, self.distances = inner.prunes, inner.distances
-        self.num_probes = inner.num_probes
+        self.num_probes, self.looks_up = inner.num_probes, inner.looks_up
 
     @property
     def pruning(self) -> Pruning | None:
@@ -38,6 +38,9 @@ class WrappedDrafter(Drafter):
 
     def propose(self, state: DecodingState) -> Draft:
         return self.inner.propose(state)
+
+    def look_up(self, state: DecodingState) -> Draft:
+        return self.inner.look_up(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         self.inner.observe(state, draft, nodes)

@@ -86,11 +86,13 @@ class Learned:
 
     Attributes:
         guard: what it has brought.
+        lookups: what look-ups have brought by themselves while the rest paused.
         settings: by batch size, context length and device.
         worth: h.
     """
 
     guard: Guard = field(default_factory=Guard)
+    lookups: Guard = field(default_factory=Guard)
     settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
     worth: float = WORTH
 

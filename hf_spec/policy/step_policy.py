@@ -91,6 +91,9 @@ class StepPolicy:
         measured: seconds by rows of a step that are known from elsewhere.
         width: tokens that a forward over so many nodes and probes runs over; where that is more
             than their sum, shapes come in few sizes.
+
+    Attributes:
+        looks_up_only: whether a step that drafts has look-ups only, all else being paused.
     """
 
     def __init__(
@@ -109,16 +112,24 @@ class StepPolicy:
         self._before = 0.0  # seconds of drafting
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._taken: Counter[tuple[int, int]] = Counter()
+        self.looks_up_only = False
         if enabled:
             learned.guard.begin()
+            learned.lookups.begin()
 
     # -- before a step -----------------------------------------------------------------------
 
     @alone
-    def drafts(self) -> bool:
-        """Whether the step that begins now drafts."""
+    def drafts(self, looks_up: bool = False) -> bool:
+        """Whether the step that begins now drafts.
+
+        Args:
+            looks_up: look-ups can be had by themselves (:attr:`looks_up_only`).
+        """
         self._plan, self._before = None, self.stats.draft_seconds
-        plain = self.enabled and (self.learned.guard.paused or self._plain_is_due())
+        paused = self.enabled and self.learned.guard.paused
+        self.looks_up_only = paused and looks_up and not self.learned.lookups.paused
+        plain = (paused and not self.looks_up_only) or (self.enabled and self._plain_is_due())
         self.stats.num_fallback_steps += plain
         return not plain
 
@@ -152,7 +163,7 @@ class StepPolicy:
             return dataclasses.replace(draft, pruned=pruned)
         deep = np.where(active, limits, -1)[:, None]
         likely = np.where(chances.depths <= deep, chances.paths, 0.0)
-        group = drafter.num_probes
+        group = 0 if self.looks_up_only else drafter.num_probes
         self._plan = plan = self._best(likely, chances.parents, group, drafter.prunes)
         rows = self.width(1 + plan.candidates, plan.probed * group)
         return self._cut(draft, drafter, plan, likely, self._prunes(drafter.prunes, plan, rows))
@@ -323,15 +334,18 @@ class StepPolicy:
         live = [count for count in emitted if count]
         tokens, rows = sum(live), self._rows(draft)
         times = setting.pruned if draft.pruned else setting.times
-        times.observe(rows, max(seconds - drafting, TICK), None if plan is None else drafting)
+        mostly = plan is not None and not self.looks_up_only  # drafting is as it mostly is
+        times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None)
         setting.times.pace = setting.pruned.pace = times.pace  # it is the machine's
         setting.rate.add(tokens, seconds)
         setting.wide = setting.wide + 1 if rows > 1 else 0
         self._taken[(draft.tree.num_nodes - 1, rows)] += 1
-        guard = self.learned.guard
+        guard, lookups = self.learned.guard, self.learned.lookups
+        if self.enabled and guard.paused:
+            guard.refill()
+            if plan is None and lookups.paused:
+                lookups.refill()
         if plan is None:
-            if self.enabled and guard.paused:
-                guard.refill()
             return
         if draft.tree.num_nodes > 1:
             drafted = plan.promised - self._live if plan.promised else len(live)
@@ -348,7 +362,8 @@ class StepPolicy:
         if self.enabled and plain and live:
             # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
             # What the step took: estimates drift apart where one kind of step pauses for long.
-            guard.book(tokens / len(live), max(min(seconds, CLIP * expected) / plain, 1.0))
+            account = lookups if self.looks_up_only else guard
+            account.book(tokens / len(live), max(min(seconds, CLIP * expected) / plain, 1.0))
 
     def _rows(self, draft: Draft) -> int:
         probes = 0 if draft.probes is None else draft.probes.num_probes

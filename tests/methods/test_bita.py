@@ -320,7 +320,8 @@ def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None
 
     def noted(self: BitaDrafter, state: Any) -> Any:
         draft = propose(self, state)
-        steps.append((list(state.tokens[0]), draft.tokens[0, 1:].tolist(), draft.num_rows))
+        rows = draft.tokens.shape[1] + (0 if draft.probes is None else draft.probes.num_probes)
+        steps.append((list(state.tokens[0]), draft.tokens[0, 1:].tolist(), rows))
         return draft
 
     with pytest.MonkeyPatch.context() as patch:

@@ -773,6 +773,28 @@ def test_merged_statistics_add_up() -> None:
     assert one.num_fallback_steps == one.to_dict()["num_fallback_steps"] == 7
 
 
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> None:
+    """Nothing comes of the rest of the drafts, and look-ups have an account of their own."""
+    policy, drafter = StepPolicy(SpecStats(), Learned(), HERE), Probing(2)
+    alone = Found(TokenTree.chain(3), [0, 1, 2, 3], [1.0, 0.9, 0.8, 0.7])
+    kinds = []
+    for _ in range(600):
+        draft, emitted = draft_of([NOTHING], "cpu"), 1
+        if policy.drafts(looks_up):
+            rows = [alone if policy.looks_up_only else found(CHANCES)]
+            draft = policy.choose(draft_of(rows, "cpu"), drafter, [True], [9])  # type: ignore
+            if policy.looks_up_only:
+                assert draft.probes is None
+                emitted = draft.tree.num_nodes if comes else 1
+        kinds.append(policy.looks_up_only)
+        policy.observe(draft, [emitted], line(0.05)(tokens_of(draft)))
+    late = sum(kinds[300:]) / 300
+    assert (late > 0.85) if looks_up and comes else (late < 0.1)
+    assert policy.learned.guard.paused or not kinds[-1]
+
+
 # -- padded shapes -----------------------------------------------------------------------------
 
 
