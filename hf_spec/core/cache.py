@@ -240,10 +240,12 @@ class TreeCache(Cache):
         self.capacity = self._rounded(capacity)
         groups: dict[tuple, list[tuple[int, str]]] = {}
         for key, tensor in sources.items():
-            signature = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+            # What compiled code writes to must not be a part of something: it copies all of that.
+            apart = key if self.buckets else None
+            signature = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device, apart)
             groups.setdefault(signature, []).append(key)
         batch = len(self.host_lengths)
-        for (heads, dim, dtype, device), members in groups.items():
+        for (heads, dim, dtype, device, _), members in groups.items():
             # Rows first: a few of them look the same in memory whatever stands behind.
             shape = (batch, len(members), heads, self.front + self.capacity, dim)
             self._groups.append((self._new(shape, dtype, device), members))
@@ -275,7 +277,12 @@ class TreeCache(Cache):
         self.buckets = True
         self._new = allocate or _zeros
         capacity = self._rounded(self.capacity)
-        if self._groups and capacity != self.capacity:
+        if self._groups:
+            self._groups = [
+                (storage[:, part : part + 1].clone(), [member])
+                for storage, members in self._groups
+                for part, member in enumerate(members)
+            ]
             self._resize(self.front, capacity)
 
     def release(self) -> list[Tensor]:
@@ -288,11 +295,11 @@ class TreeCache(Cache):
             return _aligned(slots)
         return max(BUCKET, 1 << (slots - 1).bit_length())
 
-    def buffers(self) -> Iterator[tuple[Tensor, list[tuple[int, str]]]]:
-        """Each buffer, ``(batch, parts, kv_heads, front + capacity, head_dim)``, and the layer and
-        ``keys`` or ``values`` that its parts are."""
+    def buffers(self) -> Iterator[tuple[Tensor, tuple[int, str]]]:
+        """Each layer's ``(batch, kv_heads, front + capacity, head_dim)``, and which layer it is,
+        and whether ``keys`` or ``values``."""
         for storage, members in self._groups:
-            yield storage[: self.batch_size], members
+            yield from zip(storage[: self.batch_size].unbind(1), members)
 
     def _resize(self, front: int, capacity: int) -> None:
         """Move everything to buffers of this many slots in front and behind."""
@@ -445,8 +452,8 @@ class TreeCache(Cache):
     def _move(self, path: Tensor) -> None:
         depth = path.shape[1]
         uniform = min(self.host_lengths) == self.max_length
-        for buffer, _ in self.buffers():
-            storage = buffer[:, :, :, self.front :]
+        for buffer, _ in self._groups:
+            storage = buffer[: self.batch_size, :, :, self.front :]
             nodes = path.to(storage.device)
             if self.batch_size == 1:
                 start = self.max_length

@@ -21,20 +21,20 @@ class Layout(NamedTuple):
 
     Attributes:
         num_layers: of the cache.
-        members: for each buffer, the layer and ``keys`` or ``values`` of each of its parts.
+        members: for each buffer, the layer and ``keys`` or ``values``.
         front: slots in front of the tokens.
         shows_front: whether attention sees these.
     """
 
     num_layers: int
-    members: tuple[tuple[tuple[int, str], ...], ...]
+    members: tuple[tuple[int, str], ...]
     front: int
     shows_front: bool
 
     @classmethod
     def of(cls, cache: TreeCache) -> Layout:
         """That of a cache with an open block."""
-        members = tuple(tuple(members) for _, members in cache.buffers())
+        members = tuple(member for _, member in cache.buffers())
         return cls(len(cache.layers), members, cache.front, cache.shows_front)
 
 
@@ -86,7 +86,7 @@ class SlotCache(Cache):
 
     Args:
         layout: of the buffers.
-        buffers: ``(batch, parts, kv_heads, front + slots, head_dim)`` each.
+        buffers: ``(batch, kv_heads, front + slots, head_dim)`` each.
         lengths: ``(batch,)`` accepted tokens.
         slots: ``(batch, n)`` that the forward writes.
     """
@@ -95,8 +95,7 @@ class SlotCache(Cache):
         self.lengths, self.front, self.shows_front = lengths, layout.front, layout.shows_front
         shown = layout.front if layout.shows_front else 0
         layers = [SlotLayer(layout.front, shown, slots) for _ in range(layout.num_layers)]
-        for buffer, members in zip(buffers, layout.members):
-            for part, (index, name) in zip(buffer.unbind(1), members):
-                setattr(layers[index], name, part)
-                layers[index].is_initialized = True
+        for buffer, (index, name) in zip(buffers, layout.members):
+            setattr(layers[index], name, buffer)
+            layers[index].is_initialized = True
         super().__init__(layers=layers)

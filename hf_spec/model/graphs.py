@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 #: Buffers of caches that are kept of a model.
-SPARE = 4
+SPARE = 512
 #: Numbers that code may hold which are not the model's: such as slopes and scales.
 SMALL = 256
 
