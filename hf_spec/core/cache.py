@@ -274,6 +274,8 @@ class TreeCache(Cache):
         Args:
             allocate: makes them, with finite numbers in them.
         """
+        if self.buckets:
+            return
         self.buckets = True
         self._new = allocate or _zeros
         capacity = self._rounded(self.capacity)

@@ -114,7 +114,7 @@ def decode(
             _measured(model, adapter, len(prompt), context), forward.width,
         )  # fmt: skip
         if getattr(config, "_warms_up", False):
-            warm(state, drafter, policy.shapes(drafter.num_probes))
+            warm(state, drafter, policy.shapes(drafter.num_probes, drafter.looks_up))
         shrinking = Shrinking(state, drafter, scorer, handover, graphs is not None)
         watch.step()
 

@@ -19,10 +19,10 @@ from hf_spec.core import mask as masks
 from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
-from hf_spec.core.slot_cache import Layout, SlotCache
 from hf_spec.core.tree import TreeBatch
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, taken
+from hf_spec.model.slot_cache import Layout, SlotCache
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning

@@ -231,15 +231,17 @@ class StepPolicy:
             return Plan(promised=float(self._live))
         return Plan(candidates, probed, promised)
 
-    def shapes(self, group: int) -> list[tuple[int, int]]:
+    def shapes(self, group: int, looks_up: bool = False) -> list[tuple[int, int]]:
         """Nodes, and those with probes, of all steps that may be chosen where shapes are padded.
 
         Args:
             group: probes under a node that has them.
+            looks_up: there are look-ups, which also stand by themselves.
         """
         found = [(1, 0), *([(1, 1)] if group else [])]
         for size in FIXED:
             counts = self._counts(size, group) if group else [0]
+            counts += [0] if group and looks_up else []
             found += [(1 + size, count) for count in counts]
         return found
 

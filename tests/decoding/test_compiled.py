@@ -73,7 +73,7 @@ def test_every_architecture(fresh: Any, architecture: str) -> None:
     assert torch.equal(output.sequences, plain)
     found = compiled(output)
     if architecture == "mixtral":  # torch captures its grouped product in bfloat16 only
-        assert not found["kept"] and "BF16" in str(found["refused"])
+        assert "BF16" in str(found["refused"])
     else:
         assert found["kept"] and not found["refused"], found
 
