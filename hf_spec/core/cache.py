@@ -3,7 +3,8 @@
 Row ``r`` holds its ``lengths[r]`` accepted tokens in slots ``0 .. lengths[r] - 1``, without padding
 and without holes; what a forward writes behind them (candidates) counts only once :meth:`commit`
 has kept the accepted part. Nothing is concatenated and nothing is copied but the accepted slots.
-All layers of equal shape share one buffer, so that a commit is one gather and one scatter.
+All layers of equal shape share one buffer, so that a commit is one gather and one scatter; for
+compiled code each has its own.
 
 Slots in *front* of the rows' tokens can hold learned keys and values, the same for every row, for
 forwards that ask for them; slot numbers and lengths count from the first token all the same.

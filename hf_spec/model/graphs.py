@@ -252,13 +252,18 @@ def _identity(tensor: Tensor) -> Hashable:
 def _state(model: Any) -> Hashable:
     """What the model's Python reads of it: active adapters, modes, the attention's name."""
     adapters = tuple(
-        (tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters))
+        (
+            tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters),
+            repr(getattr(module, "scaling", None)),
+        )
         for module in model.modules()
         if isinstance(module, BaseTunerLayer)
-    )
+    )  # fmt: skip
     training = model.training and any(module.training for module in model.modules())
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    return adapters, training, attention, torch.is_inference_mode_enabled()
+    kind = model.device.type
+    casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return adapters, training, attention, casts, torch.is_inference_mode_enabled()
 
 
 def _obstacle(model: Any) -> str | None:

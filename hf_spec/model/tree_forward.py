@@ -324,6 +324,7 @@ class TreeForward:
         layout, extra = Layout.of(self.cache), _tensors_of(self.model_kwargs)
         learned = [] if step.kinds is None else self._learned()
         names = tuple(extra)
+        others = tuple((n, repr(x)) for n, x in self.model_kwargs.items() if n not in extra)
         small = [
             self.cache.lengths, self.position_shift, self.last_position, *padded.tensors(),
             *learned, *extra.values(), *([self.cache.lengths + first] if first else []),
@@ -352,7 +353,7 @@ class TreeForward:
             return [tensor[:, :size] for tensor, size in zip(tensors, sizes)]
 
         results = graphs.run(
-            ("forward", layout, changes is not None, names, bool(first)), function, inputs,
+            ("forward", layout, changes is not None, names, others, bool(first)), function, inputs,
             lambda: _tensors_in(self._forward(call, step, keys, changes)), cut,
             static=len(layout.members),
         )  # fmt: skip

@@ -164,6 +164,12 @@ def test_peft_model(fresh: Any) -> None:
             output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
             assert torch.equal(output.sequences, without)
     assert not torch.equal(plain, without)
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+    output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
+    assert torch.equal(output.sequences, generate(model, prompt()).sequences)
+    assert compiled(output)["made"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
