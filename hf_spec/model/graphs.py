@@ -129,9 +129,11 @@ class Graphs:
             return torch.zeros(shape, dtype=dtype, device=device)
 
     def spare(self, buffers: Sequence[Tensor]) -> None:
-        """Keep these for calls to come, and forget those that have waited longest."""
+        """Keep these for calls to come, and forget those of other sizes."""
+        shapes = {buffer.shape for buffer in buffers}
         with _COMPILING:
-            self._kept.spare = [*self._kept.spare, *buffers][-SPARE:]
+            like = [one for one in self._kept.spare if not shapes or one.shape in shapes]
+            self._kept.spare = [*like, *buffers][-SPARE:]
 
     def details(self) -> dict[str, Any]:
         """For ``SpecStats.details``: graphs made by this call, those kept of the model, and why
