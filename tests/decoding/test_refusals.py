@@ -54,8 +54,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"output_hidden_states": True, "return_dict_in_generate": True},
         "output_hidden_states=True.*Run the model on the finished",
     ),
-    "static": ({"cache_implementation": "static"}, "cache_implementation='static'.*Leave it out"),
-    "offloaded": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+    "offloaded": (
+        {"cache_implementation": "offloaded"},
+        "cache_implementation='offloaded'.*Leave it out",
+    ),
     "quantized": ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
     "paged": ({"cache_implementation": "paged"}, "'paged'"),
     "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),

@@ -25,6 +25,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench import runner
+from hf_spec.bench.contenders import Contender
 from hf_spec.training import distill as work
 
 datasets = pytest.importorskip("datasets")
@@ -523,7 +524,7 @@ def test_each_process_makes_its_share(root: Path, tmp_path: Path) -> None:
     questions, files = work.read_questions([root / "a.jsonl"])
     settings = work.Settings(model="m", prompts=files, max_new_tokens=2, batch_size=2)
     folder = work.AnswerFolder(tmp_path)
-    contender = SimpleNamespace(kwargs={}, adapters=(), stock=True)
+    contender = Contender("plain", stock=True)
     reported: list[tuple[int, int]] = []
 
     def run(index: int) -> None:
