@@ -122,7 +122,7 @@ class TreeCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = 0
         self.buckets = False
-        self._new: Allocate = _zeros
+        self._new: Allocate = zeros
         self.front = 0
         self.shows_front = False
         self.tokens: list[list[int]] | None = None
@@ -278,7 +278,7 @@ class TreeCache(Cache):
         if self.buckets:
             return
         self.buckets = True
-        self._new = allocate or _zeros
+        self._new = allocate or zeros
         capacity = self._rounded(self.capacity)
         if self._groups:
             self._groups = [
@@ -660,7 +660,8 @@ def _write_finite(target: Tensor, states: Tensor) -> None:
         torch.nan_to_num(states, 0.0, 0.0, 0.0, out=target)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer."""
     # Zeros, not empty: a masked slot still meets the softmax, where 0 * NaN would be NaN. And no
     # inference tensor, so that a cache made under inference_mode can be continued outside it.
     with torch.inference_mode(False):

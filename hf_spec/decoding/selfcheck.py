@@ -29,13 +29,10 @@ from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.model.graphs import TOLERANCE
 from hf_spec.model.hidden_states import output_logits, taken
 from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.support import VERIFIED, context_ends
-
-#: Largest relative error of the logits that rounding explains; a wrong mask or position is far
-#: above it (0.1 and more in the tests' models).
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 

@@ -202,9 +202,8 @@ class Drafter(CandidateGenerator):
         """Candidates for the next step; a tree of the root alone if there are none."""
 
     def look_up(self, state: DecodingState) -> Draft:
-        """As :meth:`propose`, but only what takes no work of the model's; where it
-        :attr:`looks_up`."""
-        raise NotImplementedError
+        """As :meth:`propose`; where it :attr:`looks_up`, only what takes no work of the model's."""
+        return self.propose(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         """Called after each step with the accepted nodes per row, root first; none if finished.
