@@ -72,7 +72,8 @@ class ProbeRows:
         depths: ``(batch, nodes + probes)`` of the tree's nodes and of the probes.
         ancestors: ``(batch, nodes + probes, nodes + probes)`` bool: what each row sees of them.
         first: ``(batch, nodes)`` row of the first probe under each node, counted behind the nodes.
-        sizes: probes under each node of each row.
+        counts: ``(batch, nodes)`` probes under each node.
+        sizes: the same on the host.
     """
 
     group: ProbeGroup
@@ -81,6 +82,7 @@ class ProbeRows:
     depths: Tensor
     ancestors: Tensor
     first: Tensor
+    counts: Tensor
     sizes: tuple[tuple[int, ...], ...]
 
     @property
@@ -138,4 +140,4 @@ def hang(
     same = own[:, :, None] == own[:, None, :]
     seen = visible[kinds].gather(2, kinds[:, None].expand_as(same))
     ancestors[:, nodes:, nodes:] = same & seen
-    return ProbeRows(group, kinds, anchors, depths, ancestors, first, held)
+    return ProbeRows(group, kinds, anchors, depths, ancestors, first, count, held)

@@ -38,6 +38,16 @@ class Accepted:
     counts: Tensor
     tokens: Tensor
 
+    @property
+    def last(self) -> Tensor:
+        """``(batch,)`` the last accepted node of each row."""
+        return self.path.gather(1, self.counts[:, None] - 1)[:, 0]
+
+    @property
+    def bonus(self) -> Tensor:
+        """``(batch,)`` the last emitted token of each row."""
+        return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
+
 
 def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
     """Match rule where the target's token is known at every node: no synchronisation, no loop.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.core import verify
+from hf_spec.core.verify import Accepted
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.drafter import Draft
 from hf_spec.drafting.options import StrategyOptions
@@ -32,6 +34,52 @@ class Choice:
     logits: list[list[Tensor]]
 
 
+@dataclass
+class Decision:
+    """What a step accepted, on the device.
+
+    Attributes:
+        accepted: paths and tokens.
+        active: rows that matter.
+        recorded: where scores and logits of emitted tokens are kept, if they are.
+    """
+
+    accepted: Accepted
+    active: list[bool]
+    recorded: _Target | None = None
+
+    def on_host(self, ahead: Tensor | None = None) -> tuple[Choice, Any]:
+        """The same for the host; one transfer for all that it needs to know.
+
+        Args:
+            ahead: ``(batch, n)`` float32 numbers that the host wants besides.
+
+        Returns:
+            What was accepted, and ``ahead`` on the host, as a NumPy array.
+        """
+        accepted, depth = self.accepted, self.accepted.path.shape[1]
+        packed = torch.cat([accepted.counts[:, None], accepted.path, accepted.tokens], 1)
+        numbers = None
+        if ahead is None:
+            rows = packed.tolist()
+        else:  # float32 holds whole numbers below 2 ** 24 exactly, as tokens are
+            both = torch.cat([packed.to(ahead), ahead], 1).cpu().numpy()
+            numbers = both[:, packed.shape[1] :]
+            rows = both[:, : packed.shape[1]].astype(int).tolist()
+        counts = [row[0] for row in rows]
+        nodes = [row[1 : 1 + count] for row, count in zip(rows, counts)]
+        tokens = [row[1 + depth : 1 + depth + count] for row, count in zip(rows, counts)]
+        scores: list[list[Tensor]] = [[] for _ in rows]
+        logits: list[list[Tensor]] = [[] for _ in rows]
+        if self.recorded is not None:
+            for row, path in enumerate(nodes):
+                if self.active[row]:
+                    seen = [self.recorded.seen[row, node] for node in path]
+                    logits[row] = [one for one, _ in seen]
+                    scores[row] = [one for _, one in seen]
+        return Choice(accepted.path, nodes, tokens, scores, logits), numbers
+
+
 class Chooser:
     """Applies an acceptance rule under a call's logits processors.
 
@@ -48,7 +96,7 @@ class Chooser:
         self.do_sample = do_sample
         self.record = record
 
-    def accept(self, draft: Draft, logits: Tensor, active: list[bool]) -> Choice:
+    def accept(self, draft: Draft, logits: Tensor, active: list[bool]) -> Decision:
         """Choose the accepted path of every row.
 
         Args:
@@ -59,7 +107,8 @@ class Chooser:
         typical, q = self.options.acceptance == "typical", draft.distributions
         known = self.scorer.trivial and not self.do_sample and not self.record
         if known and q is None and not typical:
-            return _on_host(verify.match(draft.tree, draft.tokens, logits.argmax(-1)))
+            accepted = verify.match(draft.tree, draft.tokens, logits.argmax(-1))
+            return Decision(accepted, active)
 
         target = _Target(self.scorer, draft, logits, active, self.record)
         if typical:
@@ -71,13 +120,7 @@ class Chooser:
             accepted = verify.rejection(draft.tree, draft.tokens, q, target)
         else:  # also under rejection, which is the same for a greedy target
             accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
-        choice = _on_host(accepted)
-        if self.record:
-            for row, nodes in enumerate(choice.nodes):
-                if active[row]:
-                    choice.logits[row] = [target.seen[row, node][0] for node in nodes]
-                    choice.scores[row] = [target.seen[row, node][1] for node in nodes]
-        return choice
+        return Decision(accepted, active, target if self.record else None)
 
     def _select(self, scores: Tensor) -> Tensor:
         if self.do_sample:
@@ -127,18 +170,3 @@ class _Target:
             path.append(tokens[row][node])
             node = parents[row][node]
         return path[::-1]
-
-
-def _on_host(accepted: verify.Accepted) -> Choice:
-    """One transfer for all that the host needs to know."""
-    depth = accepted.path.shape[1]
-    packed = torch.cat([accepted.counts[:, None], accepted.path, accepted.tokens], 1).tolist()
-    counts = [row[0] for row in packed]
-    empty: list[list[Tensor]] = [[] for _ in packed]
-    return Choice(
-        path=accepted.path,
-        nodes=[row[1 : 1 + count] for row, count in zip(packed, counts)],
-        tokens=[row[1 + depth : 1 + depth + count] for row, count in zip(packed, counts)],
-        scores=empty,
-        logits=list(empty),
-    )

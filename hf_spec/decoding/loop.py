@@ -15,6 +15,7 @@ from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.verify import Accepted
 from hf_spec.decoding.batch import Shrinking
 from hf_spec.decoding.choose import Choice, Chooser
 from hf_spec.decoding.compiling import graphs_for, warm
@@ -103,7 +104,9 @@ def decode(
         # The prompt's last logits are a step whose tree is the root alone.
         draft = Draft(_root_only(state), cache.lengths[:, None])
         with watch.phase("verify"):
-            choice = chooser.accept(draft, prefilled.logits[:, None], state.active)
+            decision = chooser.accept(draft, prefilled.logits[:, None], state.active)
+            state.root = decision.accepted.bonus.to(state.root.device)
+            choice, _ = decision.on_host()
         _emit(choice, draft, emission, state)
         if any(state.active):
             drafter.start(state)
@@ -145,9 +148,17 @@ def decode(
             left = output.survivors
             verified = draft if left is None else draft.left_with(left)
             with watch.phase("verify"):
-                choice = chooser.accept(verified, output.logits, state.active)
+                decision = chooser.accept(verified, output.logits, state.active)
+                _move_on(decision.accepted, verified, output, state)
+            with watch.phase("draft"):
+                # Near the end trees are grown when it is known how much of them can be used.
+                room = state.max_depth - draft.tree.max_depth - 1
+                foresees = policy.foresees and room >= drafter.distances
+                ahead = drafter.foresee(state) if foresees else None
+            with watch.phase("verify"):
+                choice, state.foreseen = decision.on_host(ahead)
             counts = _emit(choice, draft, emission, state)
-            _note_hidden(choice, counts, verified, output, state)
+            _note_probes(choice, counts, verified, state)
             if left is not None:
                 choice = _unpruned(choice, left, draft, counts, state)
             kept = [max(count, end) for count, end in zip(counts, ends)]
@@ -237,7 +248,8 @@ def _emit(choice: Choice, draft: Draft, emission: Emission, state: DecodingState
     active, remaining = emission.active, emission.remaining
     state.active = [active[row] for row in state.rows]
     state.remaining = [remaining[row] for row in state.rows]
-    state.root = torch.tensor([row[-1] for row in state.tokens], device=draft.tokens.device)
+    if not all(state.active):  # some may have stopped before the last token that was accepted
+        state.root = torch.tensor([row[-1] for row in state.tokens], device=state.root.device)
     return counts
 
 
@@ -261,17 +273,24 @@ def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
     return None if in_place else choice.path
 
 
-def _note_hidden(
-    choice: Choice, counts: list[int], draft: Draft, output: TreeOutput, state: DecodingState
-) -> None:
-    """Keep the final hidden states of each row's last accepted node and of the probes under it."""
-    state.probe_hidden, state.probe_counts, state.hidden = None, [0] * len(counts), None
-    last = [nodes[count - 1] if count else 0 for nodes, count in zip(choice.nodes, counts)]
-    at = torch.tensor(last, device=draft.tokens.device)
+def _move_on(accepted: Accepted, draft: Draft, output: TreeOutput, state: DecodingState) -> None:
+    """Keep the token and the final hidden states that each row goes on from: those of its last
+    accepted node and of the probes under it. On the device alone."""
+    last, probes = accepted.last, draft.probes
+    state.root = accepted.bonus.to(state.root.device)
+    state.hidden = state.probe_hidden = state.probe_sizes = None
     if output.node_hidden is not None:
-        state.hidden = states_at(output.node_hidden, at[:, None])[:, 0]
-    probes = draft.probes
+        state.hidden = states_at(output.node_hidden, last[:, None])[:, 0]
     if probes is not None and probes.num_probes and output.probe_hidden is not None:
-        sizes = probes.sizes
-        state.probe_counts = [row[n] if on else 0 for row, n, on in zip(sizes, last, counts)]
-        state.probe_hidden = states_at(output.probe_hidden, probes.under(at))
+        state.probe_hidden = states_at(output.probe_hidden, probes.under(last))
+        state.probe_sizes = probes.counts.gather(1, last[:, None])[:, 0]
+
+
+def _note_probes(choice: Choice, counts: list[int], draft: Draft, state: DecodingState) -> None:
+    """Note how many probes each row has predictions of."""
+    state.probe_counts = [0] * len(counts)
+    if draft.probes is not None and state.probe_hidden is not None:
+        state.probe_counts = [
+            sizes[nodes[-1]] if count else 0
+            for sizes, nodes, count in zip(draft.probes.sizes, choice.nodes, counts)
+        ]

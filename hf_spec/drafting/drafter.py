@@ -97,11 +97,13 @@ class DecodingState:
         probe_hidden: ``(batch, group, hidden)`` what the last step's forward made of the probes
             under each row's last accepted node; None if there were none.
         probe_counts: how many of them each row has; the others are any rows. 0 in finished rows.
+        probe_sizes: ``(batch,)`` the same on the device, before the host knows it.
         hidden: ``(batch, hidden)`` final hidden state of each row's last accepted node, from which
             the model made the root's token; any states in finished rows. Of the prompt's last token
             at first. None unless the drafter wants it, or while it is not known.
         rows: which row of the call each of these is.
         timed: whether how much is drafted may depend on what steps take.
+        foreseen: what :meth:`Drafter.foresee` wanted to know on the host; None if it was not asked.
     """
 
     model: Any
@@ -119,6 +121,8 @@ class DecodingState:
     hidden: Tensor | None = None
     rows: list[int] = field(default_factory=list)
     timed: bool = False
+    probe_sizes: Tensor | None = None
+    foreseen: Any = None
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)
@@ -130,7 +134,8 @@ class DecodingState:
         for name in ("tokens", "active", "remaining", "probe_counts", "rows"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in rows])
-        for name in ("root", "probe_hidden", "hidden"):
+        self.foreseen = None
+        for name in ("root", "probe_hidden", "probe_sizes", "hidden"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor[torch.tensor(rows, device=tensor.device)])
@@ -200,6 +205,18 @@ class Drafter(CandidateGenerator):
     @abstractmethod
     def propose(self, state: DecodingState) -> Draft:
         """Candidates for the next step; a tree of the root alone if there are none."""
+
+    def foresee(self, state: DecodingState) -> Tensor | None:
+        """Begin the next draft while the host does not know yet how the step has ended.
+
+        The state's tensors are as the step left them; what the host knows of it is as it was
+        before. In rows that turn out to be finished, tensors may hold anything.
+
+        Returns:
+            ``(batch, n)`` float32 numbers that :meth:`propose` finds in ``DecodingState.foreseen``,
+            so that the host waits for the device once per step; None if there is nothing to begin.
+        """
+        return None
 
     def look_up(self, state: DecodingState) -> Draft:
         """As :meth:`propose`; where it :attr:`looks_up`, only what takes no work of the model's."""

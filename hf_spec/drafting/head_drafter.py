@@ -40,6 +40,9 @@ class HeadDrafter(TreeDrafter):
     def known(self, state: DecodingState) -> tuple[int, ...]:
         return (0 if state.hidden is None else self.distances,) * state.batch_size
 
+    def foreknown(self, state: DecodingState) -> tuple[int, ...] | None:
+        return None if state.hidden is None else self.known(state)
+
     def seen(self, state: DecodingState) -> Tensor:
         assert state.hidden is not None
         return state.hidden

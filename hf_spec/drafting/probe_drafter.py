@@ -48,6 +48,10 @@ class ProbeDrafter(TreeDrafter):
     def known(self, state: DecodingState) -> tuple[int, ...]:
         return tuple(n // self.per_distance for n in state.probe_counts)
 
+    def foreknown(self, state: DecodingState) -> Tensor | None:
+        sizes = state.probe_sizes
+        return None if sizes is None else sizes.div(self.per_distance, rounding_mode="floor")
+
     def seen(self, state: DecodingState) -> Tensor:
         assert state.probe_hidden is not None
         return state.probe_hidden

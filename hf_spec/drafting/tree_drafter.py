@@ -67,6 +67,17 @@ class TreeSource:
         trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
         return drafter.stand(trees, state)
 
+    def foresee(
+        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor
+    ) -> Tensor | None:
+        """See :meth:`Drafter.foresee`.
+
+        Args:
+            drafter, state: see :meth:`propose`.
+            known: distances that each row has predictions for; as a tensor, ``(batch,)``.
+        """
+        return None
+
     def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
         """A step is over; a plain one, too.
 
@@ -125,6 +136,10 @@ class TreeDrafter(Drafter):
         known = self.known(state)
         return self.source.propose(self, state, known, max(min(max(known), state.max_depth), 0))
 
+    def foresee(self, state: DecodingState) -> Tensor | None:
+        known = self.foreknown(state)
+        return None if known is None else self.source.foresee(self, state, known)
+
     def stand(self, trees: Sequence[TreeState], state: DecodingState) -> Draft:
         """A draft of these trees, with the probes that they say.
 
@@ -161,15 +176,24 @@ class TreeDrafter(Drafter):
     def known(self, state: DecodingState) -> tuple[int, ...]:
         """Distances that each row has predictions for."""
 
-    def predict(self, state: DecodingState, depth: int, width: int) -> Predictions:
+    @abstractmethod
+    def foreknown(self, state: DecodingState) -> Sequence[int] | Tensor | None:
+        """:meth:`known` as far as the device knows it; None if there are no predictions."""
+
+    def predict(
+        self, state: DecodingState, depth: int, width: int,
+        known: Sequence[int] | Tensor | None = None,
+    ) -> Predictions:  # fmt: skip
         """What the hidden states of the step before say of the next tokens.
 
         Args:
             state: the decoding.
             depth: distances, at most those that are known.
             width: tokens to keep for each.
+            known: distances that each row has predictions for; None: :meth:`known`.
         """
-        return self.predictions(self.seen(state), self.known(state), depth, width)
+        known = self.known(state) if known is None else known
+        return self.predictions(self.seen(state), known, depth, width)
 
     def predictions(
         self, seen: Tensor, known: Sequence[int] | Tensor, depth: int, width: int

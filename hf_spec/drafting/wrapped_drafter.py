@@ -39,6 +39,9 @@ class WrappedDrafter(Drafter):
     def propose(self, state: DecodingState) -> Draft:
         return self.inner.propose(state)
 
+    def foresee(self, state: DecodingState) -> Tensor | None:
+        return self.inner.foresee(state)
+
     def look_up(self, state: DecodingState) -> Draft:
         return self.inner.look_up(state)
 

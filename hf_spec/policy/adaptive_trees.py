@@ -45,12 +45,22 @@ class Grown(NamedTuple):
     tokens: Tensor
     log_probs: Tensor
 
-    def draft(self) -> tuple[Draft, list[list[int]]]:
-        """The draft, with its chances, and its tokens on the host; one transfer for all of it."""
+    def packed(self) -> Tensor:
+        """``(batch, 4 * nodes)`` all of it as float32."""
         # Tokens are whole numbers below 2 ** 24, which float32 holds exactly.
-        packed = torch.stack([part.to(self.log_probs) for part in self]).cpu().numpy()
-        paths = np.exp(packed[3].astype(np.float64))
-        parents, depths, tokens = (part.astype(np.int64) for part in packed[:3])
+        return torch.cat([part.to(self.log_probs) for part in self], dim=1)
+
+    def draft(self, numbers: Array | None = None) -> tuple[Draft, list[list[int]]]:
+        """The draft, with its chances, and its tokens on the host.
+
+        Args:
+            numbers: :meth:`packed` on the host; None: it is brought there.
+        """
+        if numbers is None:
+            numbers = self.packed().cpu().numpy()
+        parents, depths, tokens, log_probs = np.split(numbers, 4, axis=1)
+        paths = np.exp(log_probs.astype(np.float64))
+        parents, depths, tokens = (part.astype(np.int64) for part in (parents, depths, tokens))
         chances = Chances(paths, parents * (paths > 0), depths)
         tree = TreeBatch.of(
             self.parents, self.depths, self.log_probs > -torch.inf,
@@ -154,20 +164,49 @@ class AdaptiveTrees(TreeSource):
         self.probed = probed
         self._most = FEWEST
         self._proposed: tuple[Any, ...] = ()
+        self._foreseen: tuple[Grown, list[float]] | None = None
 
     weighs: ClassVar[bool] = True
-    #: Whether what it counts by is in compiled code, where steps are compiled.
-    compiles: ClassVar[bool] = True
+    #: Whether what it counts by is on the device alone, so that it can be compiled, and begun
+    #: before the host knows how a step has ended.
+    on_device: ClassVar[bool] = True
 
     @property
     def max_depth(self) -> int:
         return self.depth
 
     def predictions(
-        self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int
-    ) -> Predictions:
+        self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,
+        known: Sequence[int] | Tensor,
+    ) -> Predictions:  # fmt: skip
         """What paths count by."""
-        return drafter.predict(state, depth, width)
+        return drafter.predict(state, depth, width, known)
+
+    def foresee(
+        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor
+    ) -> Tensor | None:
+        if not self.on_device or not self.depth:
+            return None
+        self._foreseen = self._grow(drafter, state, known, self.depth)
+        return self._foreseen[0].packed()
+
+    def _grow(
+        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor, depth: int
+    ) -> tuple[Grown, list[float]]:
+        """The trees, and what was added to the log-probabilities at each distance."""
+        count = self._exactly(state) or self._most
+        trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
+        graphs = state.forward.graphs if self.on_device else None
+        if graphs is None:
+            predictions = self.predictions(drafter, state, depth, count, known)
+            return grow(predictions, state.root, count, depth, trust), trust
+        # Few sizes; what no row can use is left out later.
+        count = self._exactly(state) or (FEWEST if count <= FEWEST else MOST)
+        return _compiled(graphs, drafter, state, known, count, self.depth, trust), trust
+
+    def _exactly(self, state: DecodingState) -> int | None:
+        """Candidates of every step; None: that is the policy's choice."""
+        return self.candidates or (None if state.timed else CANDIDATES)
 
     def propose(
         self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int], depth: int
@@ -180,21 +219,14 @@ class AdaptiveTrees(TreeSource):
                 only = np.zeros((state.batch_size, 1), np.int64)
                 draft.chances, draft.probes = Chances(only + 1.0, only, only), None
             return draft
-        exactly = self.candidates or (None if state.timed else CANDIDATES)
-        count = exactly or self._most
-        graphs = state.forward.graphs if self.compiles else None
-        if graphs is not None:  # few sizes; what no row can use is left out later
-            count, depth = exactly or (FEWEST if count <= FEWEST else MOST), self.depth
-        trust = [0.0] * depth if self.calibration is None else self.calibration.log_factors
-        if graphs is None:
-            predictions = self.predictions(drafter, state, depth, count)
-            grown = grow(predictions, state.root, count, depth, trust)
-        else:
-            grown = _compiled(graphs, drafter, state, count, depth, trust)
-        draft, tokens = grown.draft()
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None or state.foreseen is None:
+            foreseen = self._grow(drafter, state, known, depth)
+        grown, trust = foreseen
+        draft, tokens = grown.draft(state.foreseen)
         chances = draft.chances
         assert chances is not None
-        if exactly is None:
+        if self._exactly(state) is None:
             self._proposed = trust, chances.parents.tolist(), tokens, chances.paths.tolist()
             return draft
         probes = drafter.hang(draft.tree, self._ahead(chances)) if self.probes else None
@@ -209,10 +241,10 @@ class AdaptiveTrees(TreeSource):
     def warm(self, drafter: TreeDrafter, state: DecodingState) -> None:
         """Compile what steps with predictions run."""
         graphs = state.forward.graphs
-        if graphs is not None and self.compiles and self.depth:
-            sizes = (FEWEST, MOST) if state.timed else (CANDIDATES,)
-            for count in (self.candidates,) if self.candidates else sizes:
-                _compiled(graphs, drafter, state, count, self.depth, [0.0] * self.depth)
+        if graphs is not None and self.on_device and self.depth:
+            exactly, known = self._exactly(state), drafter.known(state)
+            for count in (FEWEST, MOST) if exactly is None else (exactly,):
+                _compiled(graphs, drafter, state, known, count, self.depth, [0.0] * self.depth)
 
     @alone
     def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
@@ -228,14 +260,14 @@ class AdaptiveTrees(TreeSource):
 
 
 def _compiled(
-    graphs: Graphs, drafter: TreeDrafter, state: DecodingState, count: int, depth: int,
-    trust: Sequence[float],
+    graphs: Graphs, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor,
+    count: int, depth: int, trust: Sequence[float],
 ) -> Grown:  # fmt: skip
     """:func:`grow`, and the predictions for it, by compiled code."""
-    seen, known, made = drafter.seen(state), drafter.known(state), drafter.made()
+    seen, made = drafter.seen(state), drafter.made()
     device = seen.device
     inputs = [
-        state.root.to(device), torch.tensor(known, device=device),
+        state.root.to(device), torch.as_tensor(known, device=device),
         torch.tensor(trust, device=device), seen.contiguous(), *made.values(),
     ]  # fmt: skip
 
@@ -246,7 +278,8 @@ def _compiled(
         return grow(predictions, root, count, depth, trust)
 
     def plain() -> tuple[Tensor, ...]:
-        return grow(drafter.predict(state, depth, count), inputs[0], count, depth, trust)
+        predictions = drafter.predict(state, depth, count, known)
+        return grow(predictions, inputs[0], count, depth, trust)
 
     found = graphs.run(("tree", count, depth, *made), function, inputs, plain, tuple)
     return Grown(*(part.to(state.root.device) for part in found))

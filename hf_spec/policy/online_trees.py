@@ -122,7 +122,7 @@ class OnlineTrees(AdaptiveTrees):
     """
 
     weighs: ClassVar[bool] = False
-    compiles: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     def __init__(self, depth: int, probes: bool, hits: HitRates):
         super().__init__(depth, probes)
@@ -131,9 +131,10 @@ class OnlineTrees(AdaptiveTrees):
 
     @alone
     def predictions(
-        self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int
-    ) -> Any:
-        made = drafter.predict(state, depth, max(width, RANKS))
+        self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,
+        known: Sequence[int] | Tensor,
+    ) -> Any:  # fmt: skip
+        made = drafter.predict(state, depth, max(width, RANKS), known)
         self._predicted = made, state.root
         return Ranked(made, self.hits.chances)
 

@@ -133,6 +133,12 @@ class StepPolicy:
         self.stats.num_fallback_steps += plain
         return not plain
 
+    @property
+    def foresees(self) -> bool:
+        """Whether the next step may draft more than look-ups, as far as is known before this one
+        is over."""
+        return not (self.enabled and self.learned.guard.paused)
+
     def _plain_is_due(self) -> bool:
         setting = self.setting
         if 1 not in setting.times.means:  # the first of a size is not counted, so that it takes two

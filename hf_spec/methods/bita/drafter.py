@@ -40,5 +40,6 @@ class BitaDrafter(ProbeDrafter):
         probes = super().hang(tree, [[count] + [0] * (len(row) - 1) for row in ahead])
         assert probes is not None
         # Behind c accepted candidates the first c predictions of the root's group are overtaken.
-        left = tuple(tuple(count - depth for depth in row) for row in tree.depths.tolist())
-        return replace(probes, first=tree.depths, sizes=left)
+        counts = count - tree.depths
+        left = tuple(map(tuple, counts.tolist()))
+        return replace(probes, first=tree.depths, counts=counts, sizes=left)
