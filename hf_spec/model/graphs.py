@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import CompileConfig
 
 from hf_spec.core.cache import zeros
@@ -239,15 +241,24 @@ def _shape(tensor: Tensor) -> Hashable:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+    for tensor in chain(model.parameters(), model.buffers()):
+        yield from _parts(tensor)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a quantised weight consists of: capturing takes it apart, too."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _identity(tensor: Tensor) -> Hashable:
     """Its memory, which code that has it in it keeps; the numbers there may change."""
     try:
         place: Any = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # subclasses without memory of their own
+    except (RuntimeError, NotImplementedError):  # subclasses that cannot be taken apart
         place = id(tensor)
     return place, tensor.device
 
