@@ -82,6 +82,7 @@ class Graphs:
 
     Attributes:
         made: graphs that this call has made, or tried to.
+        tell: is called with that number whenever it has grown.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -92,6 +93,7 @@ class Graphs:
         self._tensors = frozenset(map(_identity, _tensors(model)))
         self._kind = kind, _state(model), repr(sorted(self._options.items(), key=repr))
         self.made = 0
+        self.tell: Callable[[int], Any] | None = None
         self.obstacle = _obstacle(model)
         if self.obstacle is not None:
             self._warn(self.obstacle)
@@ -168,6 +170,8 @@ class Graphs:
                 logger.debug("compiling %s", name, exc_info=True)
                 problem = f"{type(error).__name__}: {first_line(error)}"
             self.made += 1
+            if self.tell is not None:
+                self.tell(self.made)
             if problem is None:
                 kept.graphs[self._key(name, inputs)] = graph
             else:

@@ -292,7 +292,11 @@ def test_a_warm_up(fresh: Any, name: str) -> None:
     model = adapt(fresh(), name)
     config = CAPTURED["compile_config"]
     options = {"assistant_strategy": name, "compile_config": config}
-    made = hf_spec.warm_up(model, batch_sizes=(1, 2), max_length=100, **options)
+    told: list[int] = []
+    made = hf_spec.warm_up(
+        model, batch_sizes=(1, 2), max_length=100, progress=told.append, **options
+    )
+    assert told == list(range(1, made + 1))
     assert made and hf_spec.warm_up(model, batch_sizes=(1, 2), max_length=256, **options) == 0
     for inputs in (prompt(), prompt(7, 2)):
         for _ in range(3):
