@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +68,31 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, ngram: bool) -> Row:
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     name = NGRAM if ngram else VLLM
     try:
-        done = subprocess.run(
-            [args.vllm_python, str(WORKER)], input=json.dumps(asked), capture_output=True,
-            text=True, env={**inherited, **own}, timeout=args.timeout, check=False,
+        # A session of its own: vLLM's engine is a process behind the interpreter, and would stay.
+        process = subprocess.Popen(
+            [args.vllm_python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env={**inherited, **own}, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise RuntimeError(f"--vllm-python {args.vllm_python}: {error.strerror}") from error
+    try:
+        printed, said = process.communicate(json.dumps(asked), timeout=args.timeout)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{name}: no answer within --timeout {args.timeout} seconds") from error
-    if done.returncode:
-        last = "\n".join(done.stderr.splitlines()[-20:])
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        last = "\n".join(said.splitlines()[-20:])
+        how = (
+            f"signal {-process.returncode}"
+            if process.returncode < 0
+            else f"exit {process.returncode}"
+        )
         raise RuntimeError(f"{name}: {args.vllm_python} ended with {how}:\n{last}")
     try:
-        answer: Row = json.loads((done.stdout.strip().splitlines() or [""])[-1])
+        answer: Row = json.loads((printed.strip().splitlines() or [""])[-1])
         counts = [len(answer[part]) for part in ("seconds", "tokens")]
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(f"{name}: the last line of its output is no answer") from error

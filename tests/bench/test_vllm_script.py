@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny_checkpoint import save_checkpoint
@@ -107,6 +108,20 @@ def test_what_vllm_may_do(
     with pytest.raises(SystemExit) as raised:
         vllm.main(arguments(folder, stand_in(tmp_path, source)))
     assert "vllm.py: vLLM:" in str(raised.value) and message in str(raised.value)
+
+
+def test_nothing_of_vllm_stays(vllm: Any, folder: Path, tmp_path: Path) -> None:
+    """Its engine is a process of its own."""
+    source = f"""
+import pathlib, subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
+time.sleep(60)
+"""
+    with pytest.raises(SystemExit, match="no answer within --timeout 5 seconds"):
+        vllm.main(arguments(folder, stand_in(tmp_path, source), "--timeout", "5"))
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
 
 def test_no_such_interpreter(vllm: Any, folder: Path) -> None:
