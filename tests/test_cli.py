@@ -80,7 +80,9 @@ def test_bench_compiles(checkpoint, prompts, tmp_path, capsys):
 def test_warmup(checkpoint, capsys):
     arguments = ["warmup", "--model", str(checkpoint), "--backend", "eager", "--max-length", "100"]
     assert cli.main([*arguments, "--dtype", "float32", "--batch-size", "1,2"]) == 0
-    assert "prompt_lookup: 14 graphs" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "prompt_lookup: 14 graphs" in shown.out and "kept in" not in shown.out
+    assert "prompt_lookup: compiling" in shown.err and "generation_config" not in shown.err
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

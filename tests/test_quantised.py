@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ragged
+from conftest import prompt, ragged
 from datasets import Dataset
 from peft import get_peft_model
 from running import every_step
-from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, TorchAoConfig
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.base_model import fingerprint
+from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.training.train import TrainSettings, bit_sums, train
 from modeling_patches.support import check_unquantised, quantised_as
@@ -34,6 +36,13 @@ Tiny = Callable[..., PreTrainedModel]
 #: Options of strategies that need some.
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0]}}
 NEW = 20
+#: Weight-only formats that torchao has code for on any CPU.
+FORMS: dict[str, Callable[[], Any]] = {
+    "int8": torchao.Int8WeightOnlyConfig,
+    "int4": partial(torchao.IntxWeightOnlyConfig, weight_dtype=torch.int4),
+    "float8": torchao.Float8WeightOnlyConfig,
+}
+CAPTURED = {"cache_implementation": STATIC, "compile_config": CompileConfig(backend="eager")}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(checkpoint: Path) -> PreTrainedModel:
     """Weights of linear modules in int8, all but the head's."""
-    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    return quantised(checkpoint)
+
+
+def quantised(checkpoint: Path, form: str = "int8") -> PreTrainedModel:
+    config = TorchAoConfig(FORMS[form]())
     loaded = AutoModelForCausalLM.from_pretrained(
         checkpoint, quantization_config=config, dtype=torch.float32
     )
@@ -57,10 +70,9 @@ def model(checkpoint: Path) -> PreTrainedModel:
     return loaded.eval()
 
 
-def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
-    return model.generate(
-        **ragged(), max_new_tokens=NEW, do_sample=False, **every_step(kwargs)
-    ).tolist()
+def tokens(model: Any, inputs: Any = None, **kwargs: Any) -> list[list[int]]:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
+    return model.generate(**(inputs or ragged()), **settings).tolist()
 
 
 def randomise(model: Any, peft_type: str) -> None:
@@ -78,8 +90,7 @@ def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> N
         model.add_adapter(method.adapter_config())
         randomise(model, method.adapter_config.type_name)
     plain = tokens(model)
-    changes = method.adapter_config is not None and method.adapter_config.changes_model
-    assert (plain != base) == changes
+    assert plain == base
     kwargs = {"assistant_strategy": name, "assistant_kwargs": OPTIONS.get(name, {})}
     assert tokens(model, **kwargs) == plain
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
@@ -91,6 +102,56 @@ def test_learned_drafts(model: PreTrainedModel) -> None:
     randomise(model, "LAYER_SKIP")
     assert tokens(model, assistant_strategy="layer_skip") == plain
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+# -- compiled steps ----------------------------------------------------------------------------
+
+
+def compiled(model: Any) -> dict[str, Any]:
+    return hf_spec.last_stats(model).details["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("int8", "prompt_lookup"), ("int8", "layer_skip"), ("int8", "medusa"), ("int8", "space"),
+     ("int4", "prompt_lookup"), ("float8", "prompt_lookup")],
+)  # fmt: skip
+def test_compiled_equals_plain(checkpoint: Path, form: str, name: str) -> None:
+    model, method = quantised(checkpoint, form), methods()[name]
+    if method.needs_adapter:
+        model.add_adapter(method.adapter_config())
+        randomise(model, method.adapter_config.type_name)
+    plain = tokens(model)
+    options = {**OPTIONS.get(name, {}), **({"candidates": 3} if method.needs_adapter else {})}
+    kwargs = {"assistant_strategy": name, "assistant_kwargs": options}
+    assert tokens(model, **kwargs, **CAPTURED) == plain
+    assert compiled(model)["kept"] and not compiled(model)["refused"]
+
+
+def test_replaced_weights_are_seen(model: PreTrainedModel) -> None:
+    """What a graph holds of a quantised weight are the plain tensors that it consists of."""
+    row = {"input_ids": prompt()}
+    one_size = {"max_nodes": 1}
+    kwargs = {
+        "inputs": row, "assistant_strategy": "prompt_lookup", "assistant_kwargs": one_size,
+        **CAPTURED,
+    }  # fmt: skip
+    seen = [tokens(model, **kwargs)]
+    assert tokens(model, **kwargs) == seen[0] and compiled(model)["made"] == 0
+    for part in model.model.layers[0].mlp.up_proj.weight.__tensor_flatten__()[0][:2]:
+        getattr(model.model.layers[0].mlp.up_proj.weight, part).neg_()  # in place
+        seen.append(tokens(model, row))
+        assert tokens(model, **kwargs) == seen[-1]
+    other = torch.nn.Linear(48, 32, bias=False)
+    torch.nn.init.normal_(other.weight, generator=torch.Generator().manual_seed(3))
+    torchao.quantize_(other, torchao.Int8WeightOnlyConfig())
+    down = model.model.layers[1].mlp.down_proj
+    for replace in (lambda: setattr(down, "weight", other.weight),
+                    lambda: setattr(down.weight, "scale", down.weight.scale * 3)):  # fmt: skip
+        replace()
+        seen.append(tokens(model, row))
+        assert tokens(model, **kwargs) == seen[-1] and compiled(model)["made"]
+    assert len({str(one) for one in seen[1:]}) == len(seen) - 1
 
 
 TRAINED = {
@@ -121,9 +182,12 @@ def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"update='full' changes .* are quantised \(torchao\)"):
         get_peft_model(model, hf_spec.SpaceConfig(update="full"))
     assert not hasattr(model, "spec_modules")
-    peft_model = get_peft_model(model, hf_spec.SpaceConfig())
+    peft_model = get_peft_model(model, hf_spec.SpaceConfig(update="lora"))
+    before = tokens(model)
     randomise(peft_model, "SPACE")
     plain = tokens(model)
+    assert plain != before
+    assert tokens(model, assistant_strategy="space") == plain
     for merge in (peft_model.merge_adapter, peft_model.merge_and_unload):
         with pytest.raises(ValueError, match=r"merging changes .* are quantised \(torchao\)"):
             merge()

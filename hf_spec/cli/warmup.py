@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -50,15 +51,24 @@ def warmup(
     chosen = [one for one in lineup.contenders(names, options, adapters) if not one.stock]
     loaded, _ = load_model(model, dtype, device)
     lineup.load_adapters(loaded, adapters)
-    with progress_bar("warm-up") as progress:
-        for done, contender in enumerate(chosen):
-            if contender.adapters:
-                loaded.set_adapter(list(contender.adapters))
-            start = time.perf_counter()
+    for contender in chosen:
+        if contender.adapters:
+            loaded.set_adapter(list(contender.adapters))
+        typer.echo(f"{contender.name}: compiling, which may take minutes ...", err=True)
+        start = time.perf_counter()
+        with progress_bar(f"{contender.name}: graphs made") as progress:
             made = hf_spec.warm_up(
                 loaded, batch_sizes=sizes, max_length=max_length,
+                progress=partial(progress, total=None),
                 compile_config=CompileConfig(backend=backend), **contender.kwargs,
             )  # fmt: skip
-            progress(done + 1, len(chosen))
-            seconds = time.perf_counter() - start
-            typer.echo(f"{contender.name}: {made} graphs in {seconds:.0f} seconds")
+        seconds = time.perf_counter() - start
+        stats = hf_spec.last_stats(loaded)
+        refused = stats.details["compiled"]["refused"] if stats else []
+        typer.echo(f"{contender.name}: {made} graphs in {seconds:.0f} seconds")
+        for reason in refused:
+            typer.echo(f"{contender.name}: some steps will run uncompiled: {reason}", err=True)
+    if backend == "inductor":
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        typer.echo(f"kept in {cache_dir()}")

@@ -7,7 +7,7 @@ compiled unless ``disable_compile`` says otherwise, elsewhere if there is a ``co
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from hf_spec.model.graphs import Graphs
 #: Value of ``cache_implementation``.
 STATIC = "static"
 
+#: Of a call's arguments those that only our configs have.
+_OURS = ("assistant_strategy", "assistant_kwargs")
 #: Where Transformers compiles of itself.
 _ACCELERATORS = ("cuda", "xpu", "neuron", "tpu")
 
@@ -58,7 +60,11 @@ def graphs_for(
             "cache_implementation out."
         )
     drafter.prunes = False
-    return Graphs(model, config.compile_config or CompileConfig(), (kind, drafter.kind_of_forward))
+    graphs = Graphs(
+        model, config.compile_config or CompileConfig(), (kind, drafter.kind_of_forward)
+    )
+    graphs.tell = getattr(config, "_tell_made", None)
+    return graphs
 
 
 def warm_up(
@@ -67,6 +73,7 @@ def warm_up(
     batch_sizes: Sequence[int] = (1,),
     max_length: int = BUCKET,
     generation_config: GenerationConfig | None = None,
+    progress: Callable[[int], Any] | None = None,
     **kwargs: Any,
 ) -> int:
     """Compile, before it is needed, what calls of a strategy with a static cache run.
@@ -81,6 +88,7 @@ def warm_up(
             power of two up to it, from 256.
         generation_config, kwargs: as for ``generate``: the strategy, its options,
             ``compile_config``. Without the latter ``torch.compile`` has Transformers' defaults.
+        progress: called with the number of graphs so far, whenever one is made.
 
     Returns:
         How many graphs were made.
@@ -93,20 +101,25 @@ def warm_up(
     check_count("max_length", max_length)
     config = copy.deepcopy(generation_config or model.generation_config)
     config._warms_up = True
-    given = {"compile_config": CompileConfig(), "do_sample": False, **kwargs}
+    given = {
+        "compile_config": CompileConfig(), "do_sample": False, **kwargs,
+        "cache_implementation": STATIC, "max_new_tokens": 8, "eos_token_id": None,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    # Transformers warns of a config and arguments for it side by side.
+    for name in [name for name in given if hasattr(config, name) or name in _OURS]:
+        setattr(config, name, given.pop(name))
     made, length = 0, BUCKET
+    if progress is not None:
+        config._tell_made = lambda number: progress(made + number)
     while True:
         for batch_size in batch_sizes:
             # A prompt that needs buffers of this size, and of no larger one.
             ids = torch.ones(batch_size, max(length // 2 - 8, 8), dtype=torch.long)
             ids = (ids + torch.arange(ids.shape[1]) % 2).to(model.device)
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids),
-                **{
-                    **given, "generation_config": config, "cache_implementation": STATIC,
-                    "max_new_tokens": 8, "eos_token_id": None, "return_dict_in_generate": True,
-                },
-            )  # fmt: skip
+                ids, attention_mask=torch.ones_like(ids), generation_config=config, **given
+            )
             made += output.spec_stats.details.get("compiled", {}).get("made", 0)
         if length >= max_length:
             return made

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import CompileConfig
 
 from hf_spec.core.cache import zeros
@@ -80,6 +82,7 @@ class Graphs:
 
     Attributes:
         made: graphs that this call has made, or tried to.
+        tell: is called with that number whenever it has grown.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -90,6 +93,7 @@ class Graphs:
         self._tensors = frozenset(map(_identity, _tensors(model)))
         self._kind = kind, _state(model), repr(sorted(self._options.items(), key=repr))
         self.made = 0
+        self.tell: Callable[[int], Any] | None = None
         self.obstacle = _obstacle(model)
         if self.obstacle is not None:
             self._warn(self.obstacle)
@@ -166,6 +170,8 @@ class Graphs:
                 logger.debug("compiling %s", name, exc_info=True)
                 problem = f"{type(error).__name__}: {first_line(error)}"
             self.made += 1
+            if self.tell is not None:
+                self.tell(self.made)
             if problem is None:
                 kept.graphs[self._key(name, inputs)] = graph
             else:
@@ -239,15 +245,24 @@ def _shape(tensor: Tensor) -> Hashable:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+    for tensor in chain(model.parameters(), model.buffers()):
+        yield from _parts(tensor)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a quantised weight consists of: capturing takes it apart, too."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _identity(tensor: Tensor) -> Hashable:
     """Its memory, which code that has it in it keeps; the numbers there may change."""
     try:
         place: Any = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # subclasses without memory of their own
+    except (RuntimeError, NotImplementedError):  # subclasses that cannot be taken apart
         place = id(tensor)
     return place, tensor.device
 

@@ -172,6 +172,77 @@ def test_peft_model(fresh: Any) -> None:
     assert compiled(output)["made"]
 
 
+def test_fine_tuned_models(fresh: Any) -> None:
+    """Updates of the whole model: merged, taken out, switched and disabled between calls."""
+    import peft
+
+    peft_model = peft.get_peft_model(fresh(), hf_spec.SpaceConfig(update="lora"), "one")
+    randomise(peft_model, "SPACE", seed=1)
+    peft_model.add_adapter("two", hf_spec.SpaceConfig(update="lora"))
+    peft_model.set_adapter("two")
+    randomise(peft_model, "SPACE", seed=2)
+
+    def check(name: str = "space") -> tuple[Any, dict[str, Any]]:
+        """What is compiled gives what the model gives as it is now."""
+        plain = generate(peft_model, prompt()).sequences
+        output = generate(peft_model, prompt(), **strategy(name, **options[name]), **CAPTURED)
+        assert torch.equal(output.sequences, plain)
+        assert compiled(output)["kept"] and not compiled(output)["refused"]
+        return plain, compiled(output)
+
+    options: dict[str, dict[str, Any]] = {"space": {"tree": "chain"}, "prompt_lookup": {}}
+    second, _ = check()
+    for merge, unmerge in (
+        (peft_model.merge_adapter, peft_model.unmerge_adapter),
+        (lambda: hf_spec.merge_adapter(peft_model), lambda: hf_spec.unmerge_adapter(peft_model)),
+    ):
+        merge()
+        merged, found = check()
+        assert torch.equal(merged, second) and found["made"]  # one without hooks
+        assert check()[1]["made"] == 0
+        unmerge()
+        assert torch.equal(check()[0], second)
+    peft_model.set_adapter("one")
+    first, _ = check()
+    assert not torch.equal(first, second)
+    peft_model.merge_adapter()
+    peft_model.set_adapter("two")  # takes it out
+    assert torch.equal(check()[0], second)
+    with peft_model.disable_adapter():
+        base, _ = check("prompt_lookup")
+    assert not torch.equal(base, second)
+    assert torch.equal(check("prompt_lookup")[0], second)
+
+
+def test_a_lora_is_merged_between_calls(fresh: Any) -> None:
+    import peft
+
+    model = peft.get_peft_model(fresh(), peft.LoraConfig(init_lora_weights=False))
+    plain = []
+    for change in (lambda: None, model.merge_adapter, model.unmerge_adapter, model.merge_adapter):
+        change()
+        plain.append(generate(model, prompt()).sequences)
+        output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
+        assert torch.equal(output.sequences, plain[-1])
+        assert compiled(output)["kept"] and not compiled(output)["refused"]
+    assert torch.equal(plain[0], plain[1])
+
+
+def test_fully_fine_tuned_weights(fresh: Any) -> None:
+    """``update="full"``: a step of training changes numbers, a checkpoint's weights the memory."""
+    model = fresh()
+    model.add_adapter(hf_spec.SpaceConfig(update="full"))
+    randomise(model, "SPACE")
+    weight, seen = model.model.layers[1].mlp.up_proj.weight, []
+    for change in (lambda x: x, torch.neg_, lambda x: x.flip(0).contiguous()):
+        weight.data = change(weight.data)
+        plain = generate(model, prompt()).sequences
+        output = generate(model, prompt(), **strategy("space", max_depth=1), **CAPTURED)
+        assert torch.equal(output.sequences, plain)
+        seen.append((plain.tolist(), compiled(output)))
+    assert seen[2][1]["made"] and seen[0][0] != seen[1][0] != seen[2][0]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_with_a_compiler(fresh: Any) -> None:
     """Inductor's code gives the same tokens, and is made once."""
@@ -221,7 +292,11 @@ def test_a_warm_up(fresh: Any, name: str) -> None:
     model = adapt(fresh(), name)
     config = CAPTURED["compile_config"]
     options = {"assistant_strategy": name, "compile_config": config}
-    made = hf_spec.warm_up(model, batch_sizes=(1, 2), max_length=100, **options)
+    told: list[int] = []
+    made = hf_spec.warm_up(
+        model, batch_sizes=(1, 2), max_length=100, progress=told.append, **options
+    )
+    assert told == list(range(1, made + 1))
     assert made and hf_spec.warm_up(model, batch_sizes=(1, 2), max_length=256, **options) == 0
     for inputs in (prompt(), prompt(7, 2)):
         for _ in range(3):

