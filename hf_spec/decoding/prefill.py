@@ -24,6 +24,7 @@ from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import final_hidden, states_at
 from hf_spec.model.tree_forward import TreeForward
+from modeling_patches.attention_masks import PATCHES
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
 
@@ -176,7 +177,7 @@ def _rides(
     """Whether a prompt without other inputs is forwarded by us, so that probes ride along.
 
     It is one that we forward as plain generation does: short, from its beginning, of tokens at
-    positions of their own, all of it at once, with attention that takes explicit masks.
+    positions of their own, all of it at once, with the model's own attention, which takes masks.
     """
     given, emission = handover.given, handover.emission
     if not isinstance(given, DynamicCache) or not given.layers or given.get_seq_length():
@@ -198,6 +199,7 @@ def _rides(
         and text._attn_implementation in TAKES_MASKS
         and type(model)._prefill is GenerationMixin._prefill
         and not followers(model)
+        and not any(patch.applies(model) for patch in PATCHES)
         and len(devices) == 1  # what is on the host else stands where the prompt's logits are
     )
 
