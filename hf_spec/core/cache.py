@@ -37,6 +37,8 @@ BUCKET = 256
 
 #: Makes a buffer of a shape, type and device.
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+#: Gives a process's part of learned states ``(kv_heads, slots, head_dim)``, for its heads.
+Share = Callable[[Tensor, int], Tensor]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -54,10 +56,25 @@ class TreeLayer(CacheLayerMixin):
         self.with_front: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise RuntimeError(
-            "TreeCache: this layer had no keys when the cache was packed. Start generation again "
-            "without `past_key_values`."
-        )
+        """Slots for an empty cache's first block."""
+        cache = self.cache
+        if cache.block is None or not cache.is_empty:
+            raise RuntimeError(
+                "TreeCache: this layer had no keys when the cache was packed. Start generation "
+                "again without `past_key_values`."
+            )
+        for name, states in (("keys", key_states), ("values", value_states)):
+            batch, heads, _, dim = states.shape
+            shape = batch, heads, cache.front + cache.block[2], dim
+            self.attach(name, zeros(shape, states.dtype, states.device))
+        cache.first_block_of(self)
+
+    def attach(self, name: str, with_front: Tensor) -> None:
+        """Use these ``keys`` or ``values``, with the slots in front of them."""
+        self.with_front[name] = with_front
+        setattr(self, name, with_front[:, :, self.cache.front :])
+        self.is_initialized = True
+        self.dtype, self.device = with_front.dtype, with_front.device
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -104,7 +121,10 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """One preallocated cache for speculative decoding; made by :meth:`pack` after a prefill.
+    """One preallocated cache for speculative decoding.
+
+    Made by :meth:`pack` after a prefill, or empty: then layers take the shapes of what the first
+    block writes.
 
     Attributes:
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
@@ -128,6 +148,9 @@ class TreeCache(Cache):
         self.tokens: list[list[int]] | None = None
         self.block: tuple[int, Tensor | None, int] | None = None
         self._offset = 0
+        #: Of an empty cache: states for the slots in front, and what gives this process its part.
+        self._learned: Sequence[tuple[Tensor, Tensor]] = ()
+        self._own: Share | None = None
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
         #: Lengths below which a row cannot be cut but to nothing: a window dropped what lies there.
         self._floor = [0] * batch_size
@@ -256,12 +279,20 @@ class TreeCache(Cache):
         for storage, members in self._groups:
             own = storage[: self.batch_size]  # parked rows stand behind
             for view, (index, name) in zip(own.unbind(1), members):
-                layer = self.layers[index]
-                layer.with_front[name] = view
-                view = view[:, :, self.front :]
-                setattr(layer, name, view)
-                layer.is_initialized = True
-                layer.dtype, layer.device = view.dtype, view.device
+                self.layers[index].attach(name, view)
+
+    def _join(self) -> None:
+        """Move what an empty cache's first block wrote into buffers that layers share."""
+        made = {
+            (index, name): states
+            for index, layer in enumerate(self.layers)
+            for name, states in layer.with_front.items()
+        }
+        self._allocate(made, self.capacity)
+        while made:
+            (index, name), states = made.popitem()
+            self.layers[index].with_front[name][:, :, : states.shape[2]] = states
+        self._learned = ()
 
     def reserve(self, slots: int) -> None:
         """Make room for ``slots`` slots per row; grows by doubling, so copies stay rare."""
@@ -319,7 +350,7 @@ class TreeCache(Cache):
         self._groups, self.front, self.capacity = groups, front, capacity
         self._attach()
 
-    def set_front(self, states: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def set_front(self, states: Sequence[tuple[Tensor, Tensor]], own: Share | None = None) -> None:
         """Put learned keys and values into the last slots in front of the tokens.
 
         They are seen by forwards whose block was begun with ``front=True``, where the mask allows.
@@ -327,25 +358,45 @@ class TreeCache(Cache):
         Args:
             states: per layer, keys and values ``(kv_heads, slots, head_dim)``, the same number of
                 slots in every layer.
+            own: gives this process's heads of them, for so many; None: it has all.
 
         Raises:
-            ValueError: if they do not have the cache's layers, heads and dimensions.
+            ValueError: if they do not have the cache's layers, heads and dimensions; where the
+                cache is empty, in the first block.
         """
         count = states[0][0].shape[1] if states else 0
         if _aligned(count) > self.front:
             self._resize(_aligned(count), self.capacity)
         if len(states) != len(self.layers):
             raise ValueError(f"{len(states)} layers of learned states for {len(self.layers)}.")
-        for index, (layer, pair) in enumerate(zip(self.layers, states)):
-            for name, state in zip(("keys", "values"), pair):
-                have = layer.with_front[name]
-                place = have[:, :, self.front - count : self.front]
-                if place.shape[1:] != state.shape:
-                    raise ValueError(
-                        f"layer {index}: learned {name} of shape {tuple(state.shape)}, the model's "
-                        f"have {have.shape[1]} heads of dimension {have.shape[3]}."
-                    )
-                place.copy_(bounded(state.to(place.dtype)))
+        if self.is_empty:  # layers take theirs when they know their shapes
+            self._learned, self._own = states, own
+            return
+        for index, pair in enumerate(states):
+            self._put_front(index, pair, own)
+
+    def first_block_of(self, layer: TreeLayer) -> None:
+        """A layer of an empty cache has its first slots: put its learned states in front."""
+        index = self.layers.index(layer)
+        if self._learned:
+            self._put_front(index, self._learned[index], self._own)
+
+    def _put_front(self, index: int, pair: tuple[Tensor, Tensor], own: Share | None) -> None:
+        for name, learned in zip(("keys", "values"), pair):
+            have = self.layers[index].with_front[name]
+            state = learned if own is None else own(learned, have.shape[1])
+            place = have[:, :, self.front - state.shape[1] : self.front]
+            if place.shape[1:] != state.shape:
+                raise ValueError(
+                    f"layer {index}: learned {name} of shape {tuple(state.shape)}, the model's "
+                    f"have {have.shape[1]} heads of dimension {have.shape[3]}."
+                )
+            place.copy_(bounded(state.to(place.dtype)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block has been committed yet, so that there are no buffers."""
+        return not self._groups
 
     # -- lengths -----------------------------------------------------------------------------
 
@@ -447,6 +498,8 @@ class TreeCache(Cache):
             path: ``(batch, depth)`` node indices of the accepted path, root first; entries past
                 ``counts`` may be any node. None: the accepted nodes stand first already.
         """
+        if self.is_empty:
+            self._join()
         if path is not None:
             self._move(path)
         self.block = None

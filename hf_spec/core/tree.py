@@ -232,6 +232,20 @@ class TreeBatch:
         return inner, place.gather(1, self.parents.clamp(min=0))
 
     @staticmethod
+    def chain(batch_size: int, nodes: int, device: torch.device | str = "cpu") -> TreeBatch:
+        """A chain of so many nodes in every row; not kept, as prompts have many lengths."""
+        order = torch.arange(nodes, device=device)
+        return TreeBatch(
+            parents=(order - 1).expand(batch_size, -1),
+            depths=order.expand(batch_size, -1),
+            ancestors=(order <= order[:, None]).expand(batch_size, -1, -1),
+            valid=torch.ones(batch_size, nodes, dtype=torch.bool, device=device),
+            row_depths=(nodes - 1,) * batch_size,
+            row_candidates=(nodes - 1,) * batch_size,
+            is_chain=True,
+        )
+
+    @staticmethod
     def of(
         parents: Tensor, depths: Tensor, valid: Tensor, real: Sequence[Sequence[int]]
     ) -> TreeBatch:

@@ -132,6 +132,7 @@ def warm(state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int
     Args:
         shapes: nodes of the tree, and those of them that have probes.
     """
+    known = state.probe_hidden
     for nodes, probed in shapes:
         paths = [[rank] for rank in range(nodes - 1)]
         tree = TokenTree.from_paths(paths) if paths else TokenTree.chain(0)
@@ -143,4 +144,4 @@ def warm(state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int
         if probes is not None and output.probe_hidden is not None:
             state.probe_hidden = output.probe_hidden[:, : drafter.num_probes]
     drafter.warm(state)
-    state.probe_hidden = None
+    state.probe_hidden = known

@@ -68,15 +68,28 @@ class Handover:
             capacity, front: as for :meth:`TreeCache.take_over`.
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
-        cache = TreeCache(len(source.layers), len(logits), logits.device)
+        cache = self.empty(len(source.layers), len(logits), logits.device)
+        # Known here before it takes over anything, since that is when ``source`` is emptied.
+        self.adopt(cache, mask)
+        cache.take_over(source, mask, capacity, front)
+        return cache
+
+    def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
+        """A cache that is not the call's yet."""
+        cache = TreeCache(layers, rows, device)
         if self.allocate is not None:
             cache.use_buckets(self.allocate)
-        # Known here before it takes over anything, since that is when ``source`` is emptied.
-        self.cache, self._mask, self._before = cache, mask, None
-        cache.take_over(source, mask, capacity, front)
-        if self.emission.width:  # otherwise the prompt came as embeddings
-            self.history = [[] for _ in logits]
         return cache
+
+    def adopt(self, cache: TreeCache, mask: Tensor | None) -> None:
+        """Take a cache that begins with the prompt for the call's.
+
+        Args:
+            mask: ``(batch, width)`` bool, the prompt's real tokens; None if all are.
+        """
+        self.cache, self._mask, self._before = cache, mask, None
+        if self.emission.width:  # otherwise the prompt came as embeddings
+            self.history = [[] for _ in range(cache.batch_size)]
 
     def ends(self, rows: Sequence[int]) -> list[int]:
         """For each of these rows, which the cache carries: 1 if its last token should be cached.

@@ -90,7 +90,7 @@ def decode(
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
-                drafter.probe_inputs, drafter.wants_hidden, graphs,
+                drafter, drafter.wants_hidden, graphs,
             )  # fmt: skip
         forward, cache = prefilled.forward, prefilled.forward.cache
         prompt = cache.host_lengths
@@ -98,7 +98,7 @@ def decode(
             model, forward, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            hidden=prefilled.hidden, timed=timed,
+            probe_hidden=prefilled.probe_hidden, hidden=prefilled.hidden, timed=timed,
         )  # fmt: skip
 
         # The prompt's last logits are a step whose tree is the root alone.
@@ -108,6 +108,7 @@ def decode(
             state.root = decision.accepted.bonus.to(state.root.device)
             choice, _ = decision.on_host()
         _emit(choice, draft, emission, state)
+        state.probe_counts = [prefilled.num_probes if on else 0 for on in state.active]
         if any(state.active):
             drafter.start(state)
         context, device = max(prompt).bit_length(), str(model.device)

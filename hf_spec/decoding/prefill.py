@@ -2,31 +2,42 @@
 
 A fresh prompt (or a continued ``DynamicCache``) is prefilled by Transformers itself, exactly as in
 plain generation; the result is then packed into a ``TreeCache``. A continued ``TreeCache`` takes
-its new tokens in chunks through the tree forward, each row its own number of them.
+its new tokens in chunks through the tree forward, each row its own number of them; so does an empty
+one a short prompt, if the strategy has probes, which ride along under the prompt's last token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from hf_spec.core.cache import TreeCache, check_packable
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.probes import ProbeGroup, hang
+from hf_spec.core.tree import TreeBatch
 from hf_spec.decoding.handover import Handover
-from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import final_hidden
-from hf_spec.model.tree_forward import ProbeInputs, TreeForward
+from hf_spec.model.hidden_states import final_hidden, states_at
+from hf_spec.model.tree_forward import TreeForward
+from modeling_patches.attention_masks import PATCHES
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
 
 #: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
 CHUNK = 256
+
+#: Columns of a fresh prompt with which probes ride along, at most. Plain attention knows that it is
+#: causal, ours has a mask: the longer the prompt, the more of that is in vain. Up to here it costs
+#: no more than the step that it saves (docs/loop.md).
+RIDING = 512
+
+#: Attention that is as fast with an explicit mask of a prompt's size.
+TAKES_MASKS = ("eager", "sdpa")
 
 #: Slots allocated ahead of the prompt at first; more are added by doubling.
 RESERVE = 512
@@ -45,11 +56,19 @@ class Prefilled:
         logits: ``(batch, vocab)`` after the last prompt token.
         hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not asked for,
             or a compiled model does not tell it.
+        probe_hidden: ``(batch, group, hidden)`` what it made of probes under that token; None if
+            there were none.
     """
 
     forward: TreeForward
     logits: Tensor
     hidden: Tensor | None
+    probe_hidden: Tensor | None = None
+
+    @property
+    def num_probes(self) -> int:
+        """Probes under each row's last token."""
+        return 0 if self.probe_hidden is None else self.probe_hidden.shape[1]
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -76,13 +95,15 @@ def prefill(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     handover: Handover,
-    probe_inputs: ProbeInputs | None = None,
+    drafter: Drafter | None = None,
     wants_hidden: bool = False,
     graphs: Graphs | None = None,
 ) -> Prefilled:
     """Run the prompt; gives a tree forward behind it.
 
     Args:
+        drafter: whose probes run.
+        wants_hidden: give final hidden states, too.
         graphs: compiled code for forwards behind the prompt, which itself runs as the model is.
     """
     given, emission = handover.given, handover.emission
@@ -101,22 +122,31 @@ def prefill(
                 "values for candidates. Generate without assistant_strategy."
             )
 
-    def make_forward(
-        cache: TreeCache,
-        last: Tensor | None,
-        inputs: ProbeInputs | None = probe_inputs,
-        code: Graphs | None = graphs,
-    ) -> TreeForward:
-        lengths = cache.lengths
+    probe_inputs = None if drafter is None else drafter.probe_inputs
+    group = None if drafter is None else drafter.group
+
+    def make_forward(cache: TreeCache, lengths: Tensor, last: Tensor | None = None) -> TreeForward:
+        """Behind a prompt of these lengths, whose last tokens stand at positions ``last``."""
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, limit, shift, extra, inputs, wants_hidden, code)
+        return TreeForward(model, cache, limit, shift, extra, probe_inputs, wants_hidden, graphs)
 
     mask = model_kwargs.get("attention_mask")
+    real = None if mask is None else mask.bool()
     if isinstance(given, TreeCache):
         cache, rows = given, _new_tokens(handover, mask, config, model)
-        logits, hidden = _extend(make_forward(cache, None, None, None), rows)  # without probes
+        counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
+        forward = make_forward(cache, cache.lengths + counts)
+        end = _extend(forward, rows, group)
+    elif group is not None and not extra and _rides(model, config, model_kwargs, handover):
+        rows = [list(row) for row in emission.tokens]
+        lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
+        cache = handover.empty(len(given.layers), len(rows), lengths.device)
+        cache.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
+        forward = make_forward(cache, lengths)
+        end = _append(forward, rows, RIDING, group)
+        handover.adopt(cache, real)
     else:
         if given is not None:
             check_packable(given)
@@ -127,17 +157,51 @@ def prefill(
         )
         # Of the last chunk, if there are several; a model that is compiled as a whole tells
         # nothing.
-        hidden = seen[0][:, -1].clone() if seen else None
-        source, logits = outputs.past_key_values, outputs.logits[:, -1]
+        end = _End(outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None)
+        source = outputs.past_key_values
         check_packable(source)
         capacity = source.get_seq_length() + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
-        real = None if mask is None else mask.bool()
-        cache = handover.take_over(source, real, capacity, front, logits)
+        cache = handover.take_over(source, real, capacity, front, end.logits)
+        forward = make_forward(
+            cache, cache.lengths, None if positions is None else positions[:, -1]
+        )
     handover.start = cache.host_lengths
-    forward = make_forward(cache, None if positions is None else positions[:, -1])
     forward.reach = _reach(forward, input_ids.shape[1])
-    return Prefilled(forward, logits, hidden)
+    return Prefilled(forward, *end)
+
+
+def _rides(
+    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover
+) -> bool:
+    """Whether a prompt without other inputs is forwarded by us, so that probes ride along.
+
+    It is one that we forward as plain generation does: short, from its beginning, of tokens at
+    positions of their own, all of it at once, with the model's own attention, which takes masks.
+    """
+    given, emission = handover.given, handover.emission
+    if not isinstance(given, DynamicCache) or not given.layers or given.get_seq_length():
+        return False
+    check_packable(given)
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is not None:
+        real = torch.ones_like(positions) if mask is None else mask
+        if not bool(((positions == real.cumsum(-1) - 1) | (real == 0)).all()):
+            return False
+    devices = {
+        part.weight.device for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+    text = model.config.get_text_config(decoder=True)
+    return (
+        0 < emission.width <= RIDING
+        and model_kwargs.get("inputs_embeds") is None
+        and config.prefill_chunk_size is None
+        and text._attn_implementation in TAKES_MASKS
+        and type(model)._prefill is GenerationMixin._prefill
+        and not followers(model)
+        and not any(patch.applies(model) for patch in PATCHES)
+        and len(devices) == 1  # what is on the host else stands where the prompt's logits are
+    )
 
 
 def _new_tokens(
@@ -184,48 +248,65 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _extend(forward: TreeForward, rows: list[list[int]]) -> tuple[Tensor, Tensor | None]:
-    """Append each row's new tokens to a continued TreeCache.
+class _End(NamedTuple):
+    """What a forward gives at the last token of each row; shapes as in :class:`Prefilled`."""
 
-    Returns:
-        ``(batch, vocab)`` logits after the last ones, and their ``(batch, hidden)`` final hidden
-        states if ``forward`` gives them.
-    """
+    logits: Tensor
+    hidden: Tensor | None = None
+    probe_hidden: Tensor | None = None
+
+
+def _extend(forward: TreeForward, rows: list[list[int]], group: ProbeGroup | None) -> _End:
+    """Append each row's new tokens to a continued TreeCache."""
     cache = forward.cache
     if followers(forward.model):
         forward.reach = Reach(forward.model, [1] * len(rows))
         forward.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
-    return _append(forward, rows)
+    return _append(forward, rows, CHUNK, group)
 
 
-def _append(forward: TreeForward, rows: list[list[int]]) -> tuple[Tensor, Tensor | None]:
-    """Forward tokens behind each row, its own number of them, and keep them; see `_extend`."""
-    cache, limit = forward.cache, forward.last_position
-    counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
-    # Shorter rows are filled up; what fills them must not be looked up behind the last position.
-    ends = (cache.lengths + counts - 1).clamp(min=0)
-    forward.last_position = ends[:, None] + forward.position_shift
-    last: list[tuple[Tensor, Tensor | None] | None] = [None] * len(rows)
-    longest = max(len(row) for row in rows)
-    for start in range(0, longest, CHUNK):
-        parts = [row[start : start + CHUNK] for row in rows]
-        size = max(len(part) for part in parts)
-        tokens = torch.tensor(
-            [part + [0] * (size - len(part)) for part in parts], device=cache.lengths.device
-        )
-        tree = TokenTree.chain(size - 1).batch(len(rows), cache.lengths.device)
-        output = forward(tokens, tree)
-        logits, hidden = output.logits, output.node_hidden
+def _append(
+    forward: TreeForward, rows: list[list[int]], at_once: int, group: ProbeGroup | None = None
+) -> _End:
+    """Forward tokens behind each row, its own number of them, and keep them.
+
+    Args:
+        at_once: of each row in one forward.
+        group: probes that run under the last token of each row.
+
+    Returns:
+        What was found there, of the rows that have new tokens.
+    """
+    cache, device = forward.cache, forward.cache.lengths.device
+    found: dict[int, list[Tensor]] = {}
+    for start in range(0, max(map(len, rows)), at_once):
+        parts = [row[start : start + at_once] for row in rows]
+        size = max(map(len, parts))  # shorter rows are filled up
+        tokens = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=device)
+        tree = TreeBatch.chain(len(rows), size, device)
+        ended = [
+            row for row, part in enumerate(parts) if part and start + len(part) == len(rows[row])
+        ]
+        last = torch.tensor([max(len(part) - 1, 0) for part in parts], device=device)
+        probes = None
+        if group is not None and ended:
+            sizes = [[0] * len(part) for part in parts]
+            for row in ended:
+                sizes[row][-1] = len(group)
+            probes = hang(group, tree, sizes)
+        output = forward(tokens, tree, probes=probes, logits_at=last[:, None])
         cache.commit([len(part) for part in parts])
-        for row, part in enumerate(parts):
-            if part and start + len(part) == len(rows[row]):
-                end = len(part) - 1
-                state = None if hidden is None else hidden[row, end].clone()
-                last[row] = logits[row, end].clone(), state
-    forward.last_position = limit
-    found = [one for one in last if one is not None]
-    states = [state for _, state in found if state is not None]
-    return torch.stack([one for one, _ in found]), torch.stack(states) if states else None
+        states = [output.logits[:, 0]]
+        if output.node_hidden is not None:
+            states.append(output.node_hidden[:, 0])
+        if probes is not None and output.probe_hidden is not None:
+            states.append(states_at(output.probe_hidden, probes.under(last)))
+        for row in ended:
+            found[row] = [state[row] for state in states]
+    made = [torch.stack(column) for column in zip(*(found[row] for row in sorted(found)))]
+    logits = made.pop(0)
+    hidden = made.pop(0) if forward.wants_hidden else None
+    return _End(logits, hidden, made.pop() if made else None)
 
 
 def _reach(forward: TreeForward, width: int) -> Reach | None:
@@ -262,6 +343,6 @@ def catch_up(state: DecodingState) -> None:
         rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
         cache.truncate([0 if now else length for length, now in zip(lengths, due)])
         forward.reach.least = least
-        _append(forward, rows)
+        _append(forward, rows, CHUNK)
         forward.reach.least = 0
         forward.reach.renewed(lengths)

@@ -147,7 +147,7 @@ class _Trial:
         handover = Handover(inputs["past_key_values"], emission, False)
         with as_before(model):
             forward = prefill(
-                model, self.prompt, self.config, inputs, handover, probe_inputs, reads
+                model, self.prompt, self.config, inputs, handover, drafter, reads
             ).forward
             if forward.cache.max_length != _PROMPT:
                 raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.cache import TreeCache
-from hf_spec.core.probes import ProbeRows
+from hf_spec.core.probes import ProbeGroup, ProbeRows
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TreeBatch
@@ -94,8 +94,8 @@ class DecodingState:
         do_sample: whether tokens are sampled.
         process: applies the call's logits processors.
         stats: the statistics of the call so far.
-        probe_hidden: ``(batch, group, hidden)`` what the last step's forward made of the probes
-            under each row's last accepted node; None if there were none.
+        probe_hidden: ``(batch, group, hidden)`` what the last step's forward, or the prompt's, made
+            of the probes under each row's last accepted node; None if there were none.
         probe_counts: how many of them each row has; the others are any rows. 0 in finished rows.
         probe_sizes: ``(batch,)`` the same on the device, before the host knows it.
         hidden: ``(batch, hidden)`` final hidden state of each row's last accepted node, from which
@@ -166,6 +166,7 @@ class Drafter(CandidateGenerator):
             policy says so for each step.
         distances: tokens behind the next one that probes under a node predict.
         num_probes: of them under a node; 0: its drafts have none, or bring them along.
+        group: these probes, which also hang under the prompt's last token.
         looks_up: whether :meth:`look_up` gives part of its drafts by itself.
     """
 
@@ -178,6 +179,7 @@ class Drafter(CandidateGenerator):
     prunes: bool | None = False
     distances: int = 0
     num_probes: int = 0
+    group: ProbeGroup | None = None
     looks_up: bool = False
 
     def __init__(self, model: Any, options: Any):

@@ -28,6 +28,7 @@ class ProbeDrafter(TreeDrafter):
     """
 
     probe_inputs: ProbeInputs
+    group: ProbeGroup
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ class WrappedDrafter(Drafter):
         self.wants_hidden = inner.wants_hidden
         self.prune_layer, self.drafting = inner.prune_layer, inner.drafting
         self.prunes, self.distances = inner.prunes, inner.distances
-        self.num_probes, self.looks_up = inner.num_probes, inner.looks_up
+        self.num_probes, self.group = inner.num_probes, inner.group
+        self.looks_up = inner.looks_up
 
     @property
     def pruning(self) -> Pruning | None:

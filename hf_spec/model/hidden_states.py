@@ -136,7 +136,7 @@ def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor
 
 
 def final_hidden(
-    model: Any, changes: Changes, rows: Callable[[], int] | None = None
+    model: Any, changes: Changes, wanted: Callable[[Tensor], Tensor] | None = None
 ) -> list[Tensor]:
     """A list that each forward of ``model`` with these changes fills with its final hidden states.
 
@@ -145,17 +145,17 @@ def final_hidden(
     Args:
         model: a causal language model.
         changes: what this is added to.
-        rows: how many rows, from the first, logits are made of; asked behind the decoder. None:
-            of all.
+        wanted: gives the states ``(batch, n, hidden)`` that logits are made of; asked behind the
+            decoder. None: of all.
     """
     seen: list[Tensor] = []
 
     def note(args: Any, kwargs: Any, output: Any) -> Any:
         seen[:] = [output[0]]
-        if rows is None or rows() == output[0].shape[1]:
+        fewer = output[0] if wanted is None else wanted(output[0])
+        if fewer.shape == output[0].shape:
             return None
         # Not `contiguous()`, which keeps the stride of a single batch row: see output_logits.
-        fewer = output[0][:, : rows()]
         fewer = fewer.flatten(0, 1).unflatten(0, fewer.shape[:2])
         if isinstance(output, tuple):
             return (fewer, *output[1:])

@@ -21,7 +21,7 @@ from hf_spec.core.probes import ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import embedded, final_hidden, taken
+from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.slot_cache import Layout, SlotCache
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.dynamic_rope import Reach
@@ -85,10 +85,11 @@ class TreeOutput(NamedTuple):
     """What a forward gives, of the nodes that it forwarded and did not prune.
 
     Attributes:
-        logits: ``(batch, nodes, vocab)`` after each forwarded node, in the model's dtype.
+        logits: ``(batch, nodes, vocab)`` after each forwarded node, or those that were asked for,
+            in the model's dtype.
         probe_hidden: ``(batch, probes, hidden)`` final hidden state of each probe; None without
             probes. :func:`output_logits` makes logits of the few that are wanted.
-        node_hidden: ``(batch, nodes, hidden)`` that of each forwarded node, what the model's output
+        node_hidden: ``(batch, nodes, hidden)`` of the same nodes, what the model's output
             embeddings are applied to; None unless it was asked for.
         survivors: what was left of the tree; None if all of it.
     """
@@ -179,16 +180,24 @@ class _Pass:
     """What changes of the model ask of the forward that runs.
 
     Attributes:
-        nodes: rows that logits are made of; the first.
+        nodes: rows of nodes; the first.
         probes: rows behind them.
         probed: whether probes were asked for, if only none.
+        logits_at: ``(batch, n)`` nodes that logits are made of; None: all.
         choose: which rows stay; None: all.
     """
 
     nodes: int = 0
     probes: int = 0
     probed: bool = False
+    logits_at: Tensor | None = None
     choose: Choose | None = None
+
+    def wanted(self, hidden: Tensor) -> Tensor:
+        """Those of all rows' states that logits are made of."""
+        if self.logits_at is None:
+            return hidden[:, : self.nodes]
+        return states_at(hidden, self.logits_at)
 
 
 class TreeForward:
@@ -244,13 +253,7 @@ class TreeForward:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
-                heads, ranks = cache.layers[0].keys.shape[1], Ranks(model)
-                cache.set_front(
-                    [
-                        (ranks.own_heads(keys, heads), ranks.own_heads(values, heads))
-                        for keys, values in probe_inputs.front
-                    ]
-                )
+                cache.set_front(probe_inputs.front, Ranks(model).own_heads)
 
     def __call__(
         self,
@@ -260,6 +263,7 @@ class TreeForward:
         probes: ProbeRows | None = None,
         pruning: Pruning | None = None,
         changes: Changes | None = None,
+        logits_at: Tensor | None = None,
     ) -> TreeOutput:
         """Run the nodes ``first ..`` of the tree and the probes under them.
 
@@ -270,6 +274,8 @@ class TreeForward:
             probes: rows to add behind the nodes; made for this tree.
             pruning: leaves out nodes, and probes under them, on the way; not with ``first``.
             changes: what else the model does otherwise in this forward, such as leaving out layers.
+            logits_at: ``(batch, n)`` forwarded nodes whose logits are wanted, for prompts; such a
+                forward is not compiled, and brings none of the three before. None: of all.
         """
         depths, ancestors = tree.depths, tree.ancestors
         if probes is not None:
@@ -283,27 +289,28 @@ class TreeForward:
         call = self._reaching(tree, first, probes)
         if pruning is not None and tokens.shape[1] > 1:
             return self._pruned(call, step, keys, tree, probes, pruning)
-        if self.graphs is not None and self.reach is None:
+        if self.graphs is not None and self.reach is None and logits_at is None:
             return self._compiled(self.graphs, call, step, keys, first, changes)
-        return self._forward(call, step, keys, changes)
+        return self._forward(call, step, keys, changes, logits_at)
 
     def _forward(
-        self, call: Callable[..., Any], step: StepTokens, keys: int, changes: Changes | None = None
-    ) -> TreeOutput:
+        self, call: Callable[..., Any], step: StepTokens, keys: int,
+        changes: Changes | None = None, logits_at: Tensor | None = None,
+    ) -> TreeOutput:  # fmt: skip
         """The forward over an open block, all of it; tensors only, so that it can be traced.
 
         Args:
             call: runs the model.
             step: what it runs over.
             keys: slots that attention sees, those in front left out.
-            changes: see :meth:`__call__`.
+            changes, logits_at: see :meth:`__call__`.
         """
         inputs = self._inputs(step, keys)
         if changes is not None:
             return TreeOutput(changes.run(self._changes.run, call, **inputs).logits)
-        if step.kinds is None and not self.wants_hidden:
+        if step.kinds is None and not self.wants_hidden and logits_at is None:
             return TreeOutput(self._changes.run(call, **inputs).logits)
-        watching, seen = self._watched(step)
+        watching, seen = self._watched(step, logits_at)
         logits = watching.run(call, **inputs).logits
         return self._output(logits, seen[0])
 
@@ -399,7 +406,7 @@ class TreeForward:
     def _output(self, logits: Tensor, hidden: Tensor, survivors: Survivors | None = None) -> Any:
         nodes, probes = self._pass.nodes, self._pass.probes
         behind = hidden[:, nodes : nodes + probes] if self._pass.probed else None
-        own = hidden[:, :nodes] if self.wants_hidden else None
+        own = self._pass.wanted(hidden) if self.wants_hidden else None
         return TreeOutput(logits, behind, own, survivors)
 
     def _reaching(
@@ -465,11 +472,14 @@ class TreeForward:
         running.choose = None  # nothing may hold what it belongs to until it is collected
         return self._output(logits, seen[0], left)
 
-    def _watched(self, step: StepTokens) -> tuple[Changes, list[Tensor]]:
+    def _watched(
+        self, step: StepTokens, logits_at: Tensor | None = None
+    ) -> tuple[Changes, list[Tensor]]:
         """What forwards run with that give more than logits, and where final states are found."""
         running = self._pass
         running.nodes, running.probed = step.ids.shape[1], step.kinds is not None
         running.probes = 0 if step.kinds is None else step.kinds.shape[1]
+        running.logits_at = logits_at
         if self._watching is None:
             changes = Changes().update(self._changes)
 
@@ -482,7 +492,7 @@ class TreeForward:
                     self.probe_inputs.update.add_to(
                         changes, lambda: (running.nodes + running.probes, running.probes)
                     )
-            self._watching = changes, final_hidden(self.model, changes, nodes)
+            self._watching = changes, final_hidden(self.model, changes, running.wanted)
         return self._watching
 
     def _mask(self, step: StepTokens, keys: int, positions: Tensor) -> Any:

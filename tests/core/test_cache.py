@@ -854,3 +854,54 @@ def test_front_slots_stay_where_rows_are_parked() -> None:
         for name, state in (("keys", keys), ("values", values)):
             front = layer.with_front[name][:, :, pair.cache.front - 5 : pair.cache.front]
             assert all(torch.equal(row, state) for row in front)
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+def test_an_empty_cache_takes_shapes_of_its_first_block(specs: list[Spec], buckets: bool) -> None:
+    """Rows keep their own number of nodes; then it is as if it had been packed."""
+    pair = Pair(specs, [4, 2], capacity=32, seed=3)
+    pair.naive = NaiveCache(specs, 2)
+    pair.cache = cache = TreeCache(len(specs), 2, "cpu")
+    if buckets:
+        cache.use_buckets()
+    with pytest.raises(RuntimeError, match="no keys when the cache was packed"):
+        cache.update(*pair.states(2, 3)[0], 0)
+    states = pair.forward(5)
+    cache.commit([5, 3])
+    for row, count in enumerate((5, 3)):
+        pair.naive.accept(states, row, range(count))
+    pair.check()
+    packed = Pair(specs, [5, 3], capacity=32, seed=3).cache
+    if buckets:
+        packed.use_buckets()
+    assert len(list(cache.buffers())) == len(list(packed.buffers()))
+    assert len(cache._groups) == len(packed._groups)
+    for _ in range(20):
+        pair.step()
+
+
+def test_learned_states_in_front_of_an_empty_cache() -> None:
+    """Seen by the first block that asks for them, and kept; each process has its own heads."""
+    specs = SPECS["equal"]
+    generator = torch.Generator().manual_seed(0)
+    learned = [tuple(torch.randn(4, 3, 4, generator=generator) for _ in "kv") for _ in specs]
+    cache = TreeCache(3, 1, "cpu")
+    cache.set_front(learned, own=lambda states, heads: states[heads:])
+    states = torch.randn(1, 2, 5, 4, generator=generator)
+    cache.begin(5, front=True)
+    for layer, parts in enumerate(learned):
+        for seen, part in zip(cache.update(states, states, layer), parts):
+            assert torch.equal(seen[0, :, cache.front - 3 : cache.front], part[2:])
+            assert torch.equal(seen[0, :, cache.front : cache.front + 5], states[0])
+    cache.commit([4])
+    for layer, parts in zip(cache.layers, learned):
+        for name, part in zip(("keys", "values"), parts):
+            assert torch.equal(
+                layer.with_front[name][0, :, cache.front - 3 : cache.front], part[2:]
+            )
+    cache = TreeCache(3, 1, "cpu")
+    cache.set_front([tuple(torch.zeros(2, 3, 5) for _ in "kv")] * 3)
+    cache.begin(5, front=True)
+    with pytest.raises(ValueError, match="layer 0: learned keys of shape .2, 3, 5."):
+        cache.update(states, states, 0)

@@ -268,14 +268,14 @@ def test_what_was_learned_is_accepted(tiny: Tiny, shared_mask: bool) -> None:
     ours = model.generate(ids, **GREEDY, **drafting("space", tree="chain"))
     assert ours.tolist() == plain.tolist()
     stats = hf_spec.last_stats(model)
-    # After the prefill and a step without candidates, k + 1 tokens per step.
-    assert stats.accepted_histogram == {1: 2, 4: 3, 2: 1}
-    assert stats.num_steps == 6 and stats.num_draft_forwards == 0
-    assert stats.offered == {1: 4, 2: 3, 3: 3}
+    # After the prefill, k + 1 tokens per step.
+    assert stats.accepted_histogram == {1: 1, 4: 3, 3: 1}
+    assert stats.num_steps == 5 and stats.num_draft_forwards == 0
+    assert stats.offered == {1: 4, 2: 4, 3: 3}
 
 
-def test_a_step_without_candidates_comes_first(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step has k + 1 groups of k mask tokens, one under the root alone in the first."""
+def test_all_steps_have_candidates(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has k + 1 groups of k mask tokens, the first one, too."""
     model = copy.deepcopy(tiny("llama"))
     added(model, num_mask_tokens=3)
     method, seen = get_method("space"), []
@@ -291,7 +291,7 @@ def test_a_step_without_candidates_comes_first(tiny: Tiny, monkeypatch: pytest.M
     monkeypatch.setattr(method.drafter, "propose", watched)
     model.generate(prompt(), **GREEDY, **drafting("space", tree="chain"))
     # The budget ends: a candidate that could not be emitted is not proposed.
-    assert seen[:2] == [0, 3] and seen[-1] <= 3 and max(seen) == 3
+    assert seen[:2] == [3, 3] and seen[-1] <= 3 and max(seen) == 3
 
 
 def test_sampled_candidates_carry_the_whole_distribution(

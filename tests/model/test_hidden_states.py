@@ -93,7 +93,7 @@ def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> N
         rows = args[0][:, :2]
         asked.append((rows, model_logits(model, rows)))
 
-    seen = final_hidden(model, changes, rows=lambda: 1)
+    seen = final_hidden(model, changes, wanted=lambda hidden: hidden[:, :1])
     changes.before(model.model.layers[1], ask)
     with torch.no_grad():
         logits = changes.run(model, prompt(5)).logits
