@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.drafter import DecodingState, Drafter
-from hf_spec.model.tree_forward import bucket
+from hf_spec.model.step_tokens import bucket
 
 #: Share of the carried rows that must have finished. In the way of the others stands at most one
 #: row per finished one, and swapping two rows takes about as long as one row's share of a step

@@ -23,6 +23,7 @@ from hf_spec.core.tree import TreeBatch
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.slot_cache import Layout, SlotCache
+from hf_spec.model.step_tokens import StepTokens, bucket, padded
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
@@ -30,9 +31,6 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.low_rank import LowRank
 from modeling_patches.per_call import Changes, eager
 from modeling_patches.ranks import Ranks
-
-#: Slots of this step's tokens that a forward which runs behind some of them can see, at least.
-SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -98,72 +96,6 @@ class TreeOutput(NamedTuple):
     probe_hidden: Tensor | None = None
     node_hidden: Tensor | None = None
     survivors: Survivors | None = None
-
-
-class StepTokens(NamedTuple):
-    """What a forward runs over: some nodes of a tree, and probes behind them.
-
-    Attributes:
-        ids: ``(batch, nodes)`` of these nodes.
-        depths: ``(batch, nodes + probes)``
-        visible: ``(batch, nodes + probes, slots)`` bool, what each sees of what stands in the
-            slots behind the accepted tokens.
-        slot_depths: ``(batch, slots)`` depths of that.
-        kinds: ``(batch, probes)`` which of the learned embeddings each probe has; None without
-            probes.
-    """
-
-    ids: Tensor
-    depths: Tensor
-    visible: Tensor
-    slot_depths: Tensor
-    kinds: Tensor | None = None
-
-    @property
-    def total(self) -> int:
-        return self.depths.shape[1]
-
-    def tensors(self) -> list[Tensor]:
-        """Those that are there."""
-        return [part for part in self if part is not None]
-
-
-def bucket(count: int) -> int:
-    """Nodes, or probes, that a compiled forward over so many has: a power of two."""
-    return 1 << (count - 1).bit_length() if count else 0
-
-
-def _padded(step: StepTokens, first: int) -> StepTokens:
-    """The same with numbers of nodes and probes that come again; fillings see themselves alone.
-
-    Args:
-        first: what stands in slots before those that the forward writes.
-    """
-    nodes, batch = step.ids.shape[1], step.ids.shape[0]
-    probes = step.total - nodes
-    most, behind = bucket(nodes), bucket(probes)
-    # Tokens of this step that stand in the cache already are followed slot by slot.
-    slots = most + behind if not first else max(SLOTS, bucket(first + most))
-    places = [(slice(0, nodes), slice(0, nodes)), (slice(most, most + probes), slice(nodes, None))]
-    depths = step.depths.new_zeros(batch, most + behind)
-    visible = step.visible.new_zeros(batch, most + behind, slots)
-    visible.diagonal(first, 1, 2).fill_(True)
-    for into, part in places:
-        depths[:, into] = step.depths[:, part]
-    if first:
-        slot_depths = step.depths.new_zeros(batch, slots)
-        slot_depths[:, : first + nodes] = step.slot_depths
-        visible[:, :nodes, : first + nodes] = step.visible
-    else:
-        slot_depths = depths
-        for into, part in places:
-            for slot_into, slot_part in places:
-                visible[:, into, slot_into] = step.visible[:, part, slot_part]
-    ids = torch.nn.functional.pad(step.ids, (0, most - nodes))
-    kinds = step.kinds
-    if kinds is not None:
-        kinds = torch.nn.functional.pad(kinds, (0, behind - probes))
-    return StepTokens(ids, depths, visible, slot_depths, kinds)
 
 
 def _tensors_in(output: TreeOutput) -> tuple[Tensor, ...]:
@@ -326,14 +258,14 @@ class TreeForward:
     ) -> TreeOutput:  # fmt: skip
         """:meth:`_forward` by compiled code: padded to a shape that comes again."""
         nodes, probes = step.ids.shape[1], 0 if step.kinds is None else step.kinds.shape[1]
-        padded = _padded(step, first)
-        self.cache.reserve(self.cache.max_length + first + padded.total)
+        whole = padded(step, first)
+        self.cache.reserve(self.cache.max_length + first + whole.total)
         layout, extra = Layout.of(self.cache), _tensors_of(self.model_kwargs)
         learned = [] if step.kinds is None else self._learned()
         names = tuple(extra)
         others = tuple((n, repr(x)) for n, x in self.model_kwargs.items() if n not in extra)
         small = [
-            self.cache.lengths, self.position_shift, self.last_position, *padded.tensors(),
+            self.cache.lengths, self.position_shift, self.last_position, *whole.tensors(),
             *learned, *extra.values(), *([self.cache.lengths + first] if first else []),
         ]  # fmt: skip
         inputs = [buffer for buffer, _ in self.cache.buffers()]
@@ -343,7 +275,7 @@ class TreeForward:
             given = iter(tensors)
             buffers = [next(given) for _ in layout.members]
             lengths, shift, last = (next(given) for _ in range(3))
-            rows = StepTokens(*(next(given) for _ in padded.tensors()))
+            rows = StepTokens(*(next(given) for _ in whole.tensors()))
             own = copy.copy(self)
             own._watching, own._prunes, own._pass = None, False, _Pass()
             own.position_shift, own.last_position = shift, last

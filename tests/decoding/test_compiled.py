@@ -24,7 +24,7 @@ from hf_spec.core.cache import BUCKET, TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
-from hf_spec.model.tree_forward import StepTokens, _padded, bucket
+from hf_spec.model.step_tokens import StepTokens, bucket, padded
 
 NEW = 20
 CAPTURED = {"cache_implementation": STATIC, "compile_config": CompileConfig(backend="eager")}
@@ -492,11 +492,11 @@ def test_buckets() -> None:
 def test_padding_sees_only_itself() -> None:
     tree = TokenTree.from_paths([[0], [1], [0, 0], [1, 0]]).batch(2)
     step = StepTokens(torch.arange(10).view(2, 5), tree.depths, tree.ancestors, tree.depths)
-    padded = _padded(step, 0)
-    assert padded.visible.shape == (2, 8, 8) and padded.ids.shape == (2, 8)
-    assert torch.equal(padded.visible[:, :5, :5], tree.ancestors)
-    assert torch.equal(padded.visible[0, 5:], torch.eye(8, dtype=torch.bool)[5:])
-    assert not padded.visible[:, :5, 5:].any()
+    whole = padded(step, 0)
+    assert whole.visible.shape == (2, 8, 8) and whole.ids.shape == (2, 8)
+    assert torch.equal(whole.visible[:, :5, :5], tree.ancestors)
+    assert torch.equal(whole.visible[0, 5:], torch.eye(8, dtype=torch.bool)[5:])
+    assert not whole.visible[:, :5, 5:].any()
 
 
 def test_buffers_have_few_sizes() -> None:

@@ -29,7 +29,7 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import Draft
 from hf_spec.drafting.ngram import NOTHING, Found, draft_of
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.model.tree_forward import bucket
+from hf_spec.model.step_tokens import bucket
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.learned import LOOKS, Average, Learned, first_sizes

@@ -1,0 +1,77 @@
+"""What a forward runs over, and shapes that come again for compiled code."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+#: Slots of this step's tokens that a forward which runs behind some of them can see, at least.
+SLOTS = 64
+
+
+class StepTokens(NamedTuple):
+    """What a forward runs over: some nodes of a tree, and probes behind them.
+
+    Attributes:
+        ids: ``(batch, nodes)`` of these nodes.
+        depths: ``(batch, nodes + probes)``
+        visible: ``(batch, nodes + probes, slots)`` bool, what each sees of what stands in the
+            slots behind the accepted tokens.
+        slot_depths: ``(batch, slots)`` depths of that.
+        kinds: ``(batch, probes)`` which of the learned embeddings each probe has; None without
+            probes.
+    """
+
+    ids: Tensor
+    depths: Tensor
+    visible: Tensor
+    slot_depths: Tensor
+    kinds: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        return self.depths.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        return [part for part in self if part is not None]
+
+
+def bucket(count: int) -> int:
+    """Nodes, or probes, that a compiled forward over so many has: a power of two."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def padded(step: StepTokens, first: int) -> StepTokens:
+    """The same with numbers of nodes and probes that come again; fillings see themselves alone.
+
+    Args:
+        first: what stands in slots before those that the forward writes.
+    """
+    nodes, batch = step.ids.shape[1], step.ids.shape[0]
+    probes = step.total - nodes
+    most, behind = bucket(nodes), bucket(probes)
+    # Tokens of this step that stand in the cache already are followed slot by slot.
+    slots = most + behind if not first else max(SLOTS, bucket(first + most))
+    places = [(slice(0, nodes), slice(0, nodes)), (slice(most, most + probes), slice(nodes, None))]
+    depths = step.depths.new_zeros(batch, most + behind)
+    visible = step.visible.new_zeros(batch, most + behind, slots)
+    visible.diagonal(first, 1, 2).fill_(True)
+    for into, part in places:
+        depths[:, into] = step.depths[:, part]
+    if first:
+        slot_depths = step.depths.new_zeros(batch, slots)
+        slot_depths[:, : first + nodes] = step.slot_depths
+        visible[:, :nodes, : first + nodes] = step.visible
+    else:
+        slot_depths = depths
+        for into, part in places:
+            for slot_into, slot_part in places:
+                visible[:, into, slot_into] = step.visible[:, part, slot_part]
+    ids = pad(step.ids, (0, most - nodes))
+    kinds = step.kinds
+    if kinds is not None:
+        kinds = pad(kinds, (0, behind - probes))
+    return StepTokens(ids, depths, visible, slot_depths, kinds)
