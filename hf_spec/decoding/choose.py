@@ -96,6 +96,11 @@ class Chooser:
         self.do_sample = do_sample
         self.record = record
 
+    def matches(self, draft: Draft) -> bool:
+        """Whether the match rule decides by the logits as they are: the likeliest tokens."""
+        known = self.scorer.trivial and not self.do_sample and not self.record
+        return known and draft.distributions is None and self.options.acceptance != "typical"
+
     def accept(self, draft: Draft, logits: Tensor, active: list[bool]) -> Decision:
         """Choose the accepted path of every row.
 
@@ -104,11 +109,10 @@ class Chooser:
             logits: ``(batch, nodes, vocab)`` of the model.
             active: rows that matter.
         """
-        typical, q = self.options.acceptance == "typical", draft.distributions
-        known = self.scorer.trivial and not self.do_sample and not self.record
-        if known and q is None and not typical:
+        if self.matches(draft):
             accepted = verify.match(draft.tree, draft.tokens, logits.argmax(-1))
             return Decision(accepted, active)
+        typical, q = self.options.acceptance == "typical", draft.distributions
 
         target = _Target(self.scorer, draft, logits, active, self.record)
         if typical:

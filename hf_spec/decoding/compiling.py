@@ -126,11 +126,14 @@ def warm_up(
         length *= 2
 
 
-def warm(state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int]]) -> None:
+def warm(
+    state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int]], match: bool
+) -> None:
     """Run forwards of all these shapes behind a prompt, and forget them.
 
     Args:
         shapes: nodes of the tree, and those of them that have probes.
+        match: whether steps end by the match rule; see :class:`TreeForward`.
     """
     known = state.probe_hidden
     for nodes, probed in shapes:
@@ -139,7 +142,8 @@ def warm(state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int
         batch = tree.batch(state.batch_size, state.root.device)
         ahead = [[drafter.distances] * probed] * state.batch_size
         probes = drafter.hang(batch, ahead) if probed else None
-        output = state.forward(state.root[:, None].expand(-1, nodes), batch, probes=probes)
+        tokens = state.root[:, None].expand(-1, nodes)
+        output = state.forward(tokens, batch, probes=probes, match=match)
         state.cache.rollback()
         if probes is not None and output.probe_hidden is not None:
             state.probe_hidden = output.probe_hidden[:, : drafter.num_probes]

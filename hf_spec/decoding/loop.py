@@ -15,9 +15,8 @@ from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.core.verify import Accepted
 from hf_spec.decoding.batch import Shrinking
-from hf_spec.decoding.choose import Choice, Chooser
+from hf_spec.decoding.choose import Choice, Chooser, Decision
 from hf_spec.decoding.compiling import graphs_for, warm
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
@@ -28,8 +27,7 @@ from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.methods.registry import Method, get_method
-from hf_spec.model.hidden_states import states_at
-from hf_spec.model.tree_forward import TreeOutput
+from hf_spec.model.tree_forward import Ending
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.memory import recall
 from hf_spec.policy.step_policy import StepPolicy, switched_on
@@ -118,7 +116,8 @@ def decode(
             _measured(model, adapter, len(prompt), context), forward.width,
         )  # fmt: skip
         if getattr(config, "_warms_up", False):
-            warm(state, drafter, policy.shapes(drafter.num_probes, drafter.looks_up))
+            shapes = policy.shapes(drafter.num_probes, drafter.looks_up)
+            warm(state, drafter, shapes, chooser.matches(draft))
         shrinking = Shrinking(state, drafter, scorer, handover, graphs is not None)
         watch.step()
 
@@ -127,7 +126,8 @@ def decode(
         ):
             if not any(state.active):
                 # For last tokens; or with synced_gpus other ranks still need this one's shards.
-                forward(state.root[:, None], _root_only(state))
+                alone, match = _root_only(state), chooser.matches(draft)
+                forward(state.root[:, None], alone, match=match)
                 cache.commit(handover.ends(state.rows))
                 continue
             if shrinking.step():
@@ -145,12 +145,20 @@ def decode(
                     draft = _within(draft, limits)
             with watch.phase("forward"):
                 pruning = drafter.pruning if draft.pruned else None
-                output = forward(draft.tokens, draft.tree, probes=draft.probes, pruning=pruning)
+                output = forward(
+                    draft.tokens, draft.tree, probes=draft.probes, pruning=pruning,
+                    match=chooser.matches(draft),
+                )  # fmt: skip
             left = output.survivors
             verified = draft if left is None else draft.left_with(left)
             with watch.phase("verify"):
-                decision = chooser.accept(verified, output.logits, state.active)
-                _move_on(decision.accepted, verified, output, state)
+                ending = output.ending
+                if ending is None:
+                    decision = chooser.accept(verified, output.logits, state.active)
+                    _move_on(Ending.of(decision.accepted, output, verified.probes), state)
+                else:
+                    decision = Decision(ending.accepted, state.active)
+                    _move_on(ending, state)
             with watch.phase("draft"):
                 # Near the end trees are grown when it is known how much of them can be used.
                 room = state.max_depth - draft.tree.max_depth - 1
@@ -163,7 +171,7 @@ def decode(
             if left is not None:
                 choice = _unpruned(choice, left, draft, counts, state)
             kept = [max(count, end) for count, end in zip(counts, ends)]
-            cache.commit(kept, _moved(choice, kept))
+            cache.commit(kept, None if output.ending is not None else _moved(choice, kept))
             seconds = watch.step()
             drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
             if graphs is None or graphs.made == made:  # compiling takes many steps' time
@@ -274,17 +282,11 @@ def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
     return None if in_place else choice.path
 
 
-def _move_on(accepted: Accepted, draft: Draft, output: TreeOutput, state: DecodingState) -> None:
-    """Keep the token and the final hidden states that each row goes on from: those of its last
-    accepted node and of the probes under it. On the device alone."""
-    last, probes = accepted.last, draft.probes
-    state.root = accepted.bonus.to(state.root.device)
-    state.hidden = state.probe_hidden = state.probe_sizes = None
-    if output.node_hidden is not None:
-        state.hidden = states_at(output.node_hidden, last[:, None])[:, 0]
-    if probes is not None and probes.num_probes and output.probe_hidden is not None:
-        state.probe_hidden = states_at(output.probe_hidden, probes.under(last))
-        state.probe_sizes = probes.counts.gather(1, last[:, None])[:, 0]
+def _move_on(ending: Ending, state: DecodingState) -> None:
+    """Keep what each row goes on from; on the device alone."""
+    state.root = ending.accepted.bonus.to(state.root.device)
+    state.hidden, state.probe_hidden = ending.hidden, ending.probe_hidden
+    state.probe_sizes = ending.probe_sizes
 
 
 def _note_probes(choice: Choice, counts: list[int], draft: Draft, state: DecodingState) -> None:

@@ -93,9 +93,21 @@ class SlotCache(Cache):
 
     def __init__(self, layout: Layout, buffers: Sequence[Tensor], lengths: Tensor, slots: Tensor):
         self.lengths, self.front, self.shows_front = lengths, layout.front, layout.shows_front
+        self._buffers = buffers
         shown = layout.front if layout.shows_front else 0
         layers = [SlotLayer(layout.front, shown, slots) for _ in range(layout.num_layers)]
         for buffer, (index, name) in zip(buffers, layout.members):
             setattr(layers[index], name, buffer)
             layers[index].is_initialized = True
         super().__init__(layers=layers)
+
+    def keep(self, path: Tensor) -> None:
+        """Put the nodes of a path, ``(batch, depth)``, into the first slots behind the lengths."""
+        if path.shape[1] == 1:  # the root stands there
+            return
+        steps = torch.arange(path.shape[1], device=path.device)
+        for buffer in self._buffers:
+            rows = torch.arange(len(path), device=buffer.device)[:, None]
+            start = (self.lengths + self.front).to(buffer.device)[:, None]
+            moved = buffer[rows, :, start + path.to(buffer.device)]
+            buffer[rows, :, start + steps.to(buffer.device)] = moved

@@ -7,6 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_spec.core.probes import ProbeGroup, ProbeRows
+from hf_spec.core.tree import TreeBatch
+
 #: Slots of this step's tokens that a forward which runs behind some of them can see, at least.
 SLOTS = 64
 
@@ -37,6 +40,47 @@ class StepTokens(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Those that are there."""
         return [part for part in self if part is not None]
+
+
+class MatchInputs(NamedTuple):
+    """What deciding by the match rule takes beside the tokens that ran.
+
+    Attributes:
+        parents, valid: ``(batch, nodes)``, see :class:`TreeBatch`.
+        first, counts: ``(batch, nodes)``, see :class:`ProbeRows`; None without probes.
+    """
+
+    parents: Tensor
+    valid: Tensor
+    first: Tensor | None = None
+    counts: Tensor | None = None
+
+    @classmethod
+    def of(cls, tree: TreeBatch, probes: ProbeRows | None) -> MatchInputs:
+        """Padded to a number of nodes that comes again; what fills them up is not valid."""
+        parts = [tree.parents, tree.valid]
+        parts += [] if probes is None else [probes.first, probes.counts]
+        more = bucket(tree.num_nodes) - tree.num_nodes
+        return cls(*(pad(part, (0, more)) for part in parts))
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        return [part for part in self if part is not None]
+
+    def tree(self, step: StepTokens) -> TreeBatch:
+        """The trees of a padded step, as deep as they can be."""
+        batch, nodes = step.ids.shape
+        most = (nodes - 1,) * batch
+        depths, ancestors = step.depths[:, :nodes], step.visible[:, :nodes, :nodes]
+        return TreeBatch(self.parents, depths, ancestors, self.valid, most, most, False)
+
+    def probes(self, step: StepTokens, group: ProbeGroup) -> ProbeRows | None:
+        """The probes of a padded step."""
+        if step.kinds is None or self.first is None or self.counts is None:
+            return None
+        return ProbeRows(
+            group, step.kinds, step.kinds, step.depths, step.visible, self.first, self.counts, ()
+        )
 
 
 def bucket(count: int) -> int:

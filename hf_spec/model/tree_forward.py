@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from hf_spec.core import mask as masks
+from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache, bounded
-from hf_spec.core.probes import ProbeRows
+from hf_spec.core.probes import ProbeGroup, ProbeRows
 from hf_spec.core.pruning import Survivors, survive
 from hf_spec.core.tree import TreeBatch
+from hf_spec.core.verify import Accepted
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.slot_cache import Layout, SlotCache
-from hf_spec.model.step_tokens import StepTokens, bucket, padded
+from hf_spec.model.step_tokens import MatchInputs, StepTokens, bucket, padded
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
@@ -79,6 +81,43 @@ class Pruning(Protocol):
         """
 
 
+class Ending(NamedTuple):
+    """What a step accepted, and what each row goes on from, on the device.
+
+    Attributes:
+        path, counts, tokens: see :class:`Accepted`.
+        hidden: ``(batch, hidden)`` final hidden state of the last accepted node; None unless nodes'
+            states were asked for.
+        probe_hidden: ``(batch, group, hidden)`` those of the probes under it; None without probes.
+        probe_sizes: ``(batch,)`` how many of them each row has; the others are any rows.
+    """
+
+    path: Tensor
+    counts: Tensor
+    tokens: Tensor
+    hidden: Tensor | None = None
+    probe_hidden: Tensor | None = None
+    probe_sizes: Tensor | None = None
+
+    @classmethod
+    def of(cls, accepted: Accepted, output: TreeOutput, probes: ProbeRows | None) -> Ending:
+        """What a forward's output holds of it."""
+        last = accepted.last
+        hidden = probe_hidden = probe_sizes = None
+        if output.node_hidden is not None:
+            hidden = states_at(output.node_hidden, last[:, None])[:, 0]
+        if probes is not None and probes.num_probes and output.probe_hidden is not None:
+            probe_hidden = states_at(output.probe_hidden, probes.under(last))
+            probe_sizes = probes.counts.gather(1, last[:, None])[:, 0]
+        return cls(
+            accepted.path, accepted.counts, accepted.tokens, hidden, probe_hidden, probe_sizes
+        )
+
+    @property
+    def accepted(self) -> Accepted:
+        return Accepted(self.path, self.counts, self.tokens)
+
+
 class TreeOutput(NamedTuple):
     """What a forward gives, of the nodes that it forwarded and did not prune.
 
@@ -90,12 +129,15 @@ class TreeOutput(NamedTuple):
         node_hidden: ``(batch, nodes, hidden)`` of the same nodes, what the model's output
             embeddings are applied to; None unless it was asked for.
         survivors: what was left of the tree; None if all of it.
+        ending: how the step ends by the match rule, where that was asked for and the forward was
+            compiled; accepted nodes then stand in the cache's first slots behind each row.
     """
 
     logits: Tensor
     probe_hidden: Tensor | None = None
     node_hidden: Tensor | None = None
     survivors: Survivors | None = None
+    ending: Ending | None = None
 
 
 def _tensors_in(output: TreeOutput) -> tuple[Tensor, ...]:
@@ -196,6 +238,7 @@ class TreeForward:
         pruning: Pruning | None = None,
         changes: Changes | None = None,
         logits_at: Tensor | None = None,
+        match: bool = False,
     ) -> TreeOutput:
         """Run the nodes ``first ..`` of the tree and the probes under them.
 
@@ -208,6 +251,8 @@ class TreeForward:
             changes: what else the model does otherwise in this forward, such as leaving out layers.
             logits_at: ``(batch, n)`` forwarded nodes whose logits are wanted, for prompts; such a
                 forward is not compiled, and brings none of the three before. None: of all.
+            match: the step ends by the match rule and the logits as they are; compiled code then
+                ends it, too. Not with ``first``.
         """
         depths, ancestors = tree.depths, tree.ancestors
         if probes is not None:
@@ -222,7 +267,8 @@ class TreeForward:
         if pruning is not None and tokens.shape[1] > 1:
             return self._pruned(call, step, keys, tree, probes, pruning)
         if self.graphs is not None and self.reach is None and logits_at is None:
-            return self._compiled(self.graphs, call, step, keys, first, changes)
+            deciding = (tree, probes) if match else None
+            return self._compiled(self.graphs, call, step, keys, first, changes, deciding)
         return self._forward(call, step, keys, changes, logits_at)
 
     def _forward(
@@ -254,19 +300,28 @@ class TreeForward:
 
     def _compiled(
         self, graphs: Graphs, call: Callable[..., Any], step: StepTokens, keys: int, first: int,
-        changes: Changes | None,
+        changes: Changes | None, deciding: tuple[TreeBatch, ProbeRows | None] | None,
     ) -> TreeOutput:  # fmt: skip
-        """:meth:`_forward` by compiled code: padded to a shape that comes again."""
+        """:meth:`_forward` by compiled code: padded to a shape that comes again.
+
+        Args:
+            deciding: the trees and their probes, where the step is to end in it.
+        """
         nodes, probes = step.ids.shape[1], 0 if step.kinds is None else step.kinds.shape[1]
         whole = padded(step, first)
         self.cache.reserve(self.cache.max_length + first + whole.total)
         layout, extra = Layout.of(self.cache), _tensors_of(self.model_kwargs)
         learned = [] if step.kinds is None else self._learned()
         names = tuple(extra)
+        rule = None if deciding is None else MatchInputs.of(*deciding)
+        group = ProbeGroup.causal(0)
+        if deciding is not None and deciding[1] is not None:
+            group = deciding[1].group
         others = tuple((n, repr(x)) for n, x in self.model_kwargs.items() if n not in extra)
         small = [
             self.cache.lengths, self.position_shift, self.last_position, *whole.tensors(),
             *learned, *extra.values(), *([self.cache.lengths + first] if first else []),
+            *([] if rule is None else rule.tensors()),
         ]  # fmt: skip
         inputs = [buffer for buffer, _ in self.cache.buffers()]
         inputs += [tensor.contiguous() for tensor in small]
@@ -285,21 +340,44 @@ class TreeForward:
             start = next(given) if first else lengths
             slots = start[:, None] + torch.arange(rows.total, device=lengths.device)
             own.cache = SlotCache(layout, buffers, lengths, slots)
-            return _tensors_in(own._forward(call, rows, self.cache.capacity, changes))
+            output = own._forward(call, rows, self.cache.capacity, changes)
+            if rule is None:
+                return _tensors_in(output)
+            decide = MatchInputs(*(next(given) for _ in rule.tensors()))
+            targets = output.logits.argmax(-1)
+            accepted = verify.match(decide.tree(rows), rows.ids, targets)
+            own.cache.keep(accepted.path)
+            ending = Ending.of(accepted, output, decide.probes(rows, group))
+            return (*_tensors_in(output), *(part for part in ending if part is not None))
 
         def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             sizes = [nodes] + [probes] * (step.kinds is not None) + [nodes] * self.wants_hidden
-            return [tensor[:, :size] for tensor, size in zip(tensors, sizes)]
+            found = [tensor[:, :size] for tensor, size in zip(tensors, sizes)]
+            # Copies: the next compiled code may write where these are.
+            return found + [tensor.clone() for tensor in tensors[len(sizes) :]]
 
         results = graphs.run(
-            ("forward", layout, changes is not None, names, others, bool(first)), function, inputs,
+            ("forward", layout, changes is not None, names, others, bool(first), rule and group),
+            function, inputs,
             lambda: _tensors_in(self._forward(call, step, keys, changes)), cut,
             static=len(layout.members),
         )  # fmt: skip
         found = iter(results)
         logits = next(found)
         behind = next(found) if step.kinds is not None and changes is None else None
-        return TreeOutput(logits, behind, next(found, None))
+        own = next(found) if self.wants_hidden and changes is None else None
+        return TreeOutput(logits, behind, own, None, self._ending(list(found), own, behind))
+
+    @staticmethod
+    def _ending(found: list[Tensor], own: Tensor | None, behind: Tensor | None) -> Ending | None:
+        """What compiled code gives of a step's end, if it ended it."""
+        if not found:
+            return None
+        path, counts, tokens, *rest = found
+        hidden = None if own is None else rest.pop(0)
+        if behind is None or not rest:
+            return Ending(path, counts, tokens, hidden)
+        return Ending(path, counts, tokens, hidden, *rest)
 
     def _learned(self) -> list[Tensor]:
         """What stands for probes in a forward, as its inputs."""
