@@ -17,9 +17,10 @@ from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
 from hf_spec.drafting.predictions import distribution
-from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.policy.memory import alone, recall
+from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.low_rank import MergedCopies
 from modeling_patches.per_call import Changes
 
 
@@ -34,7 +35,10 @@ class LayerSkipDrafter(Drafter):
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)
         attention, mlp, adapter = _choice(model, options)
-        self.drafting = drafting_model(model, attention, mlp, adapter)
+        self.drafting = LayerSkipper(model, attention, mlp).changes
+        layer: Any = None if adapter is None else adapter.layer
+        update = None if adapter is None else layer.updates.get(adapter.name)
+        self.learned = None if update is None else MergedCopies(update, self.drafting)
         name = None if adapter is None else adapter.name
         key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
@@ -43,6 +47,11 @@ class LayerSkipDrafter(Drafter):
     @property
     def kind_of_forward(self) -> Hashable:
         return super().kind_of_forward, self._left_out
+
+    def start(self, state: DecodingState) -> None:
+        graphs = state.forward.graphs
+        if graphs is not None and self.learned is not None:
+            graphs.hold(self.learned.weights.values())
 
     def propose(self, state: DecodingState) -> Draft:
         depth = min(self.options.max_draft, state.max_depth)
@@ -87,7 +96,8 @@ class LayerSkipDrafter(Drafter):
             self.exit.update(sum(len(path) - 1 for path in nodes if path) / drafted)
 
     def details(self) -> dict[str, Any]:
-        return {"threshold": round(self.exit.gamma, 4)}
+        merged = {} if self.learned is None else {"merged_bytes": self.learned.num_bytes}
+        return {"threshold": round(self.exit.gamma, 4), **merged}
 
     def chain(self, input_ids: Tensor) -> list[int]:
         output = self.drafting.run(
