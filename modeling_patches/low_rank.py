@@ -349,13 +349,9 @@ class MergedCopies:
     def weights(self) -> dict[str, Tensor]:
         """The copies by the names of their modules, shaped as these have them."""
         modules = {name: self._update.modules[name] for name in self._factors}
-        sources = [
-            tensor
-            for name, factors in self._factors.items()
-            for tensor in (modules[name].weight, factors.down, factors.up)
-        ]
+        factors = [part for one in self._factors.values() for part in (one.down, one.up)]
         with _COPYING, torch.inference_mode(False), torch.no_grad():
-            made_of, sample = _seen(sources)
+            made_of, sample = _seen([module.weight for module in modules.values()], factors)
             kept = _COPIES.get(self._update)
             if kept is not None and kept[0] == made_of and torch.equal(kept[1], sample):
                 return kept[2]
@@ -394,20 +390,20 @@ _COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, Tensor, dict[str, Tensor]]] 
 _COPYING = threading.Lock()
 
 
-def _seen(tensors: Sequence[Tensor]) -> tuple[Hashable, Tensor]:
+def _seen(weights: Sequence[Tensor], factors: Sequence[Tensor]) -> tuple[Hashable, Tensor]:
     """What tells these tensors from others, and from themselves with other numbers in them.
 
-    Where they are and how often they were written to; and some of their numbers, since what is
-    written through `.data` is not counted.
+    Where they are and how often they were written to; and some of the weights' numbers, since what
+    is written through `.data` is not counted, and PEFT merges so.
     """
-    if not tensors:
+    if not weights:
         return (), torch.empty(0)
     places = tuple(
-        (x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version) for x in tensors
+        (x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version)
+        for x in (*weights, *factors)
     )
-    some = [x.detach().reshape(-1)[:: max(x.numel() // _SAMPLED, 1)] for x in tensors]
-    device = tensors[0].device
-    return places, torch.cat([part.to(device, torch.float32) for part in some])
+    some = [x.reshape(-1)[:: max(x.numel() // _SAMPLED, 1)] for x in weights]
+    return places, torch.cat([part.to(weights[0].device, torch.float32) for part in some])
 
 
 def _copyable(module: Any, factors: Factors) -> bool:

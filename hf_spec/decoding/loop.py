@@ -113,6 +113,7 @@ def decode(
             stats, known, (len(prompt), context, device), state.timed,
             _measured(model, adapter, len(prompt), context), forward.width,
         )  # fmt: skip
+        state.draft_price = policy.draft_price
         if getattr(config, "_warms_up", False):
             warm(state, drafter, policy.shapes(drafter.num_probes, drafter.looks_up))
         shrinking = Shrinking(state, drafter, scorer, handover, graphs is not None)

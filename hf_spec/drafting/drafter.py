@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -102,6 +102,8 @@ class DecodingState:
             at first. None unless the drafter wants it, or while it is not known.
         rows: which row of the call each of these is.
         timed: whether how much is drafted may depend on what steps take.
+        draft_price: tokens that one more forward of drafting must bring for its time; None while
+            nothing is known of it.
     """
 
     model: Any
@@ -119,6 +121,7 @@ class DecodingState:
     hidden: Tensor | None = None
     rows: list[int] = field(default_factory=list)
     timed: bool = False
+    draft_price: Callable[[], float | None] = lambda: None
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)

@@ -330,13 +330,23 @@ def _likeliest(
     surest = [*chances[: len(first)], *[0.0] * (len(tree) - len(first))]
     for place, chance in zip(places, second.chances[1:]):
         surest[place] = max(surest[place], chance)
-    # A parent is at least as likely as its child and stands before it, here, too.
-    order = sorted(range(len(tree)), key=lambda node: -surest[node])
+    return best_first(tree.parents, own, surest)
+
+
+def best_first(parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float]) -> Found:
+    """A tree whose candidates stand best first; those without a chance are left out.
+
+    Args:
+        parents, tokens, chances: of its nodes; none is likelier than its parent, which stands
+            before it.
+    """
+    order = sorted(range(len(parents)), key=lambda node: -chances[node])
+    order = [node for node in order if chances[node] > 0]
     number = {node: place for place, node in enumerate(order)}
-    sorted_parents = [-1, *(number[tree.parents[node]] for node in order[1:])]
+    sorted_parents = [-1, *(number[parents[node]] for node in order[1:])]
     return Found(
-        TokenTree.from_parents(sorted_parents), [own[node] for node in order],
-        [surest[node] for node in order],
+        TokenTree.from_parents(sorted_parents), [tokens[node] for node in order],
+        [chances[node] for node in order],
     )  # fmt: skip
 
 
