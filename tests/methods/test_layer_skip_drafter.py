@@ -435,10 +435,11 @@ def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting
     one = setting([4, 5, 6, 7])
     forget(one.model)
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="adaptive"))
-    tree = TreeBatch.stack([TokenTree.chain(n) for n in (4, 4, 4, 0)])
-    draft = Draft(tree, torch.zeros(4, 5, dtype=torch.long))
-    # All accepted, a quarter, a finished row, nothing drafted.
-    drafter.observe(one.state, draft, [range(count) for count in (5, 2, 0, 1)])
+    drafter._lengths = [4, 4, 4, 0]
+    tree = TreeBatch.stack([TokenTree.chain(n) for n in (4, 4, 4, 6)])
+    draft = Draft(tree, torch.zeros(4, 7, dtype=torch.long))
+    # All accepted, a quarter, a finished row, nothing drafted but something looked up.
+    drafter.observe(one.state, draft, [range(count) for count in (5, 2, 0, 3)])
     assert drafter.exit.acceptance == 5 / 8
     assert drafter.details() == {"threshold": 0.601}
     nothing = Draft(TreeBatch.stack([TokenTree.chain(0)] * 4), torch.zeros(4, 1, dtype=torch.long))

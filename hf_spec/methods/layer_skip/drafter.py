@@ -52,8 +52,10 @@ class LayerSkipDrafter(Drafter):
         key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, key, lambda: DraftExit(options))
-        #: What the last step's candidates were proposed with.
-        self._proposed: tuple[list[float], list[Found]] | None = None
+        #: What was proposed in this step, if anything was: trees, or lengths of chains. Look-ups
+        #: may stand among the candidates that are forwarded.
+        self._trees: tuple[list[float], list[Found]] | None = None
+        self._lengths: list[int] | None = None
 
     @property
     def kind_of_forward(self) -> Hashable:
@@ -123,7 +125,7 @@ class LayerSkipDrafter(Drafter):
                 drafted[row].append(int(found[row][0]))
         state.cache.rollback()
         trees = [best_first(*row) if on else NOTHING for row, on in zip(rows, active)]
-        self._proposed = trust, trees
+        self._trees = trust, trees
         return draft_of(trees, state.root.device)
 
     def _chain(self, state: DecodingState, depth: int) -> Draft:
@@ -151,6 +153,7 @@ class LayerSkipDrafter(Drafter):
                     lengths[row] = k + 1
                     drafting[row] = self.exit.go_on(confidence[row])
         state.cache.rollback()
+        self._lengths = lengths
         tree = TreeBatch.stack([TokenTree.chain(n) for n in lengths], tokens.device)
         stacked = None
         if distributions:
@@ -158,13 +161,14 @@ class LayerSkipDrafter(Drafter):
         return Draft(tree, tokens, stacked)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        if self._proposed is not None:
-            self.exit.learn(*self._proposed, emitted(state, nodes))
-            self._proposed = None
-            return
-        drafted = sum(depth for path, depth in zip(nodes, draft.tree.row_depths) if path)
-        if drafted:
-            self.exit.update(sum(len(path) - 1 for path in nodes if path) / drafted)
+        if self._trees is not None:
+            self.exit.learn(*self._trees, emitted(state, nodes))
+        if self._lengths is not None:
+            rows = [(len(path) - 1, n) for path, n in zip(nodes, self._lengths) if path]
+            drafted = sum(length for _, length in rows)
+            if drafted:
+                self.exit.update(sum(min(row) for row in rows) / drafted)
+        self._trees = self._lengths = None
 
     def details(self) -> dict[str, Any]:
         merged = {} if self.learned is None else {"merged_bytes": self.learned.num_bytes}
