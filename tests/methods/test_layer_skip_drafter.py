@@ -20,9 +20,9 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.drafter import DecodingState, Draft, Found
 from hf_spec.drafting.ngram import with_retrieval
-from hf_spec.methods.layer_skip.drafter import DraftExit, LayerSkipDrafter
+from hf_spec.methods.layer_skip.drafter import AGAIN, DraftExit, LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
@@ -490,6 +490,15 @@ def test_gamma_decides_while_no_price_is_known() -> None:
     assert one.pays(2, [0.1, 0.1], [0.2, 0.5], None)  # of the surest row
     assert not one.pays(2, [0.1, 0.1], [0.2, 0.4], None)
     assert not one.pays(2, [0.1, 0.0], [0.2, 0.9], None)  # which is not finished
+    assert one.pays(1, [1.0], [], None, [0.9])  # and drafts begin
+
+
+def test_steps_in_which_no_draft_pays_look_again_seldom(setting: Callable[..., Setting]) -> None:
+    one, drafter = timed(setting, [6], 1.01)
+    for _ in range(2 * AGAIN):
+        draft = drafter.propose(one.state)
+        drafter.observe(one.state, draft, [[0]])
+    assert one.state.stats.num_draft_forwards == 2
 
 
 def timed(
@@ -553,7 +562,7 @@ def test_trees_are_chains_with_the_next_likeliest_tokens(
 def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
     setting: Callable[..., Setting],
 ) -> None:
-    for price in (0.001, 0.01, 0.05, 0.2, 0.6, 2.0):
+    for price in (0.001, 0.01, 0.05, 0.2, 0.6, 1.5):  # less than two rows can bring
         one, drafter = timed(setting, [9, 4], price, max_draft=6)
         drafter.exit.calibration.came *= 0.9
         rate = 0.9
@@ -633,7 +642,7 @@ def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
 
 
 def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> None:
-    one, inner = timed(setting, [12])
+    one, inner = timed(setting, [12], -1.0)
     chain = [path for path in nodes_of(inner.propose(one.state), 0) if len(path) == 4]
     row = one.state.tokens[0]
     # What is drafted has followed the root before: one node each, as likely as the surer says.
@@ -648,11 +657,32 @@ def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> Non
     assert not LayerSkipOptions(draft_exit="adaptive").looks_up(True)
 
 
+def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:
+    """It must bring its price beyond the tokens that are candidates already."""
+    one, drafter = timed(setting, [6])
+    chain = next(path for path in nodes_of(drafter.propose(one.state), 0) if len(path) == 4)
+    for sure, wanted in ((0.6, 0), (0.4, 4)):
+        one, drafter = timed(setting, [6], 0.5)
+        drafter.exit.calibration.promised[:] *= 1e-3  # so that paths are as sure as can be
+        chances = [1.0, sure, sure]
+        one.state.found = [Found(TokenTree.chain(2), [0, *chain[:2]], chances)]
+        draft = drafter.propose(one.state)
+        assert one.state.stats.num_draft_forwards == wanted
+        assert draft.tree.max_depth == wanted
+    # Where drafts part with what was looked up, that holds nothing.
+    one, drafter = timed(setting, [6], 0.5)
+    drafter.exit.calibration.promised[:] *= 1e-3
+    other = (chain[0] + 1) % 50
+    one.state.found = [Found(TokenTree.chain(2), [0, other, chain[1]], [1.0, 0.4, 0.4])]
+    drafter.propose(one.state)
+    assert one.state.stats.num_draft_forwards == 4
+
+
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step drafts as deep as it may, and takes all candidates."""
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, looks_up=False: drafts(self))
-    monkeypatch.setattr(StepPolicy, "draft_price", lambda self: 0.0)
+    monkeypatch.setattr(StepPolicy, "draft_price", lambda self: -1.0)
     monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
 
     def drafts(policy: StepPolicy) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
-from hf_spec.drafting.ngram import NOTHING, Found, best_first, draft_of
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, Found, emitted
+from hf_spec.drafting.ngram import NOTHING, best_first, draft_of
 from hf_spec.drafting.predictions import distribution
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
 from hf_spec.policy.calibration import Calibration, walk
@@ -31,6 +31,8 @@ from modeling_patches.per_call import Changes
 
 #: Likeliest tokens of a drafting forward that stand in the tree; the first is drafted on.
 RANKS = 3
+#: Steps without drafting until one drafts though that does not pay: the text may change.
+AGAIN = 64
 
 
 class LayerSkipDrafter(Drafter):
@@ -102,11 +104,13 @@ class LayerSkipDrafter(Drafter):
         trust, price = self.exit.calibration.log_factors, state.draft_price()
         paths = [float(on) for on in active]  # chance of all that was drafted
         sure: list[float] = []
+        looked_up = [_Followed(one) for one in state.found]
         rows: list[tuple[list[int], list[int], list[float]]] = [
             ([-1], [root], [1.0]) for root in state.root.tolist()
         ]
         for k in range(depth):
-            if k and not self.exit.pays(k + 1, paths, sure, price):
+            held = [one.held for one in looked_up]
+            if not self.exit.pays(k + 1, paths, sure, price, held) and (k or not self.exit.due()):
                 break
             own, scores = self._run(state, tokens, drafted, active)
             best = scores.topk(min(RANKS, scores.shape[1]))
@@ -123,6 +127,8 @@ class LayerSkipDrafter(Drafter):
                 chances += [paths[row] * min(factor * one, 1.0) for one in said[row]]
                 paths[row] *= min(factor * sure[row], 1.0)
                 drafted[row].append(int(found[row][0]))
+            for one, so_far in zip(looked_up, drafted):
+                one.follow(so_far[-1])
         state.cache.rollback()
         trees = [best_first(*row) if on else NOTHING for row, on in zip(rows, active)]
         self._trees = trust, trees
@@ -182,6 +188,26 @@ class LayerSkipDrafter(Drafter):
         return output[0, input_ids.shape[1] :].tolist()
 
 
+class _Followed:
+    """What was looked up, along drafted tokens."""
+
+    def __init__(self, found: Found):
+        self._found = found
+        nodes = enumerate(zip(found.tree.parents, found.tokens))
+        self._children = {edge: node for node, edge in nodes}
+        self._node: int | None = 0
+
+    @property
+    def held(self) -> float:
+        """Chance that one of the tokens looked up behind them comes, and they before."""
+        parents, chances = self._found.tree.parents, self._found.chances
+        return sum(chance for chance, parent in zip(chances, parents) if parent == self._node)
+
+    def follow(self, token: int) -> None:
+        if self._node is not None:
+            self._node = self._children.get((self._node, token))
+
+
 class DraftExit:
     """When to stop drafting: as it pays, or by gamma (section 3.4, eqs. (2)-(4)).
 
@@ -200,21 +226,33 @@ class DraftExit:
         self.gamma = options.threshold
         self.acceptance: float | None = None
         self.calibration = Calibration(options.max_draft)
+        self._idle = 0
+
+    @alone
+    def due(self) -> bool:
+        """Whether a step in which that does not pay drafts all the same, seldom."""
+        self._idle = (self._idle + 1) % AGAIN
+        return not self._idle
 
     def pays(
-        self, distance: int, paths: Sequence[float], sure: Sequence[float], price: float | None
-    ) -> bool:
+        self, distance: int, paths: Sequence[float], sure: Sequence[float], price: float | None,
+        held: Sequence[float] = (),
+    ) -> bool:  # fmt: skip
         """Whether to run the drafting model for the tokens at a distance.
 
         Args:
-            distance: from 2.
+            distance: from 1.
             paths: chance of each row that all tokens before are accepted; 0 of finished rows.
-            sure: draft probability of each row's last token.
+            sure: draft probability of each row's last token; none at distance 1.
             price: tokens that the forward must bring; None: not known yet, so that gamma decides.
+            held: chance of each row that a token there is a candidate already, and accepted.
         """
         if price is None:
+            sure = sure or [1.0] * len(paths)
             return any(self.go_on(one) for one, path in zip(sure, paths) if path > 0)
-        return sum(paths) * self.calibration.rate(distance) > price
+        rate = self.calibration.rate(distance)
+        held = held or [0.0] * len(paths)
+        return sum(max(path * rate - own, 0.0) for path, own in zip(paths, held)) > price
 
     @alone
     def learn(
