@@ -421,14 +421,18 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
         (False, {"draft_tokens": "sampled"}, False),
     ],
 )
+@pytest.mark.parametrize("timed", [False, True])
 def test_when_drafts_are_sampled(
-    setting: Callable[..., Setting], do_sample: bool, options: dict[str, Any], sampled: bool
-) -> None:
+    setting: Callable[..., Setting], do_sample: bool, options: dict[str, Any], sampled: bool,
+    timed: bool,
+) -> None:  # fmt: skip
     one = setting([4])
-    one.state.do_sample = do_sample
+    one.state.do_sample, one.state.timed = do_sample, timed
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], max_draft=2, **options))
     drafter.start(one.state)
-    assert (drafter.propose(one.state).distributions is not None) == sampled
+    draft = drafter.propose(one.state)
+    assert (draft.distributions is not None) == sampled
+    assert (draft.chances is not None) == (timed and not sampled)
 
 
 def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting]) -> None:
@@ -655,6 +659,7 @@ def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> Non
     assert [LayerSkipOptions(retrieval=r).looks_up(t) for r in ("auto", True, False)
             for t in (True, False)] == [True, False, True, True, False, False]  # fmt: skip
     assert not LayerSkipOptions(draft_exit="adaptive").looks_up(True)
+    assert not LayerSkipOptions(acceptance="rejection").looks_up(True)
 
 
 def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:

@@ -70,9 +70,10 @@ class LayerSkipDrafter(Drafter):
 
     def propose(self, state: DecodingState) -> Draft:
         depth = min(self.options.max_draft, state.max_depth)
-        if self.options.draft_exit == POLICY and state.timed:
+        samples = self.options.samples and state.do_sample
+        if self.options.draft_exit == POLICY and state.timed and not samples:
             return self._tree(state, depth)
-        return self._chain(state, depth)
+        return self._chain(state, depth, samples)
 
     def _run(
         self, state: DecodingState, tokens: Tensor, drafted: Sequence[Sequence[int]],
@@ -134,9 +135,8 @@ class LayerSkipDrafter(Drafter):
         self._trees = trust, trees
         return draft_of(trees, state.root.device)
 
-    def _chain(self, state: DecodingState, depth: int) -> Draft:
+    def _chain(self, state: DecodingState, depth: int, samples: bool) -> Draft:
         """Chains that end as the paper's do, sampled ones with their distributions."""
-        samples = self.options.samples and state.do_sample
         tokens = state.root[:, None]
         drafting = list(state.active)
         lengths = [0] * len(drafting)

@@ -84,7 +84,7 @@ class LayerSkipOptions(StrategyOptions):
     def looks_up(self, timed: bool) -> bool:
         if self.retrieval != AUTO:
             return bool(self.retrieval)
-        return timed and self.draft_exit == POLICY
+        return timed and self.draft_exit == POLICY and not self.samples
 
     def untimed(self) -> dict[str, Any]:
         static = {} if self.draft_exit == "fixed" else {"draft_exit": "threshold"}
