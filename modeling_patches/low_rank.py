@@ -5,14 +5,18 @@ own. Here a module stays what and where it is: it carries a forward hook while i
 attached, or is updated in the forwards of one call only. Of a module only input and output are
 used: quantised linear modules work as plain ones do.
 
-Updates can also be merged into the weights of plain modules, and be taken out again bit for bit.
+Updates can also be merged into the weights of plain modules, and be taken out again bit for bit;
+or into copies of these weights, for the forwards of some calls (`MergedCopies`).
 This file knows neither adapters nor files: where the factors come from is the caller's business.
 """
 
 import inspect
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import regex
 import torch
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.layer_skip import decoder_layers, sublayers
-from modeling_patches.per_call import Changes
+from modeling_patches.per_call import Changes, plain
 from modeling_patches.ranks import own_share, summed
 
 #: PEFT's word for the linear modules of all decoder layers.
@@ -30,6 +34,9 @@ ALL_LINEAR = "all-linear"
 _FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
 #: Integers as wide as the entries of a weight, to compare bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Numbers of a tensor that are looked at to see whether it has changed.
+_SAMPLED = 64
 
 #: Characters of a pattern of names, and seconds that it may take to try it on all of a model's.
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
@@ -315,6 +322,103 @@ class _Hook:
         return _updated(args[0], output, *factors, self.owner.modules[self.name])
 
 
+class MergedCopies:
+    """Lets modules compute with weights of their own, W + scale BA, where ``changes`` run.
+
+    The modules keep their weights; a module that has no plain one (it is quantised, offloaded, or
+    split over ranks) has its output updated. The copies are made when they are first needed, and
+    all calls share them until a weight or a factor is another one, or the update goes.
+
+    Args:
+        update: the update.
+        changes: what this is added to.
+    """
+
+    def __init__(self, update: LowRank, changes: Changes) -> None:
+        self._update = update
+        self._factors: dict[str, Factors] = {}
+        for name, module in update.modules.items():
+            factors = update.factors(name)
+            if factors is not None and _copyable(module, factors):
+                self._factors[name] = factors
+                changes.instead(module, "forward", _Forward(self, name, module))
+            else:
+                changes.after(module, _Hook(update, name).within_call)
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The copies by the names of their modules, shaped as these have them."""
+        modules = {name: self._update.modules[name] for name in self._factors}
+        factors = [part for one in self._factors.values() for part in (one.down, one.up)]
+        with _COPYING, torch.inference_mode(False), torch.no_grad():
+            made_of, sample = _seen([module.weight for module in modules.values()], factors)
+            kept = _COPIES.get(self._update)
+            if kept is not None and kept[0] == made_of and torch.equal(kept[1], sample):
+                return kept[2]
+            _COPIES.pop(self._update, None)  # frees them before others are made
+            del kept
+            copies = {name: _merged(modules[name], factors)
+                      for name, factors in self._factors.items()}  # fmt: skip
+            _COPIES[self._update] = made_of, sample, copies
+            return copies
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copies; 0 while they are not needed."""
+        made: dict[str, Tensor] = vars(self).get("weights", {})
+        return sum(weight.nbytes for weight in made.values())
+
+
+class _Forward:
+    """A linear module's forward with another weight."""
+
+    def __init__(self, owner: MergedCopies, name: str, module: Any) -> None:
+        self.owner, self.name, self.module = owner, name, module
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        weight = self.owner.weights[self.name]
+        if isinstance(self.module, Conv1D):
+            weight = weight.T
+        return nn.functional.linear(inputs, weight, self.module.bias)
+
+
+#: The copies of each update, with what they were made of. They are no attribute of it: a model is
+#: copied and pickled without them.
+_COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, Tensor, dict[str, Tensor]]] = (
+    WeakKeyDictionary()
+)
+_COPYING = threading.Lock()
+
+
+def _seen(weights: Sequence[Tensor], factors: Sequence[Tensor]) -> tuple[Hashable, Tensor]:
+    """What tells these tensors from others, and from themselves with other numbers in them.
+
+    Where they are and how often they were written to; and some of the weights' numbers, since what
+    is written through `.data` is not counted, and PEFT merges so.
+    """
+    if not weights:
+        return (), torch.empty(0)
+    places = tuple(
+        (x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version)
+        for x in (*weights, *factors)
+    )
+    some = [x.reshape(-1)[:: max(x.numel() // _SAMPLED, 1)] for x in weights]
+    return places, torch.cat([part.to(weights[0].device, torch.float32) for part in some])
+
+
+def _copyable(module: Any, factors: Factors) -> bool:
+    """Whether a module does no more than multiply with a plain weight, which is whole."""
+    runs = getattr(plain(module, "forward"), "__func__", None)
+    shape = factors.up.shape[0], factors.down.shape[1]
+    if isinstance(module, Conv1D):
+        shape = shape[::-1]
+    return (
+        runs in (nn.Linear.forward, Conv1D.forward)
+        and not _unmergeable(module)
+        and tuple(module.weight.shape) == shape
+    )
+
+
 class _Gated:
     """A module's hook that updates the last rows of a forward; the others stay bit for bit."""
 
@@ -404,20 +508,23 @@ def _shared_weights(model: nn.Module) -> set[int]:
     return shared
 
 
+def _unmergeable(module: Any) -> str:
+    """Why the module's weight is no plain one; nothing if it is."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return f"is a {type(module).__name__}"
+    # Quantisers' parameters are of classes of their own, or hold integers.
+    if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
+        return f"is quantised ({type(weight).__name__} of {getattr(weight, 'dtype', None)})"
+    if weight.dtype.itemsize < 2:
+        return f"is stored in {weight.dtype}"
+    return "has no weight in memory" if weight.is_meta else ""
+
+
 def _check_mergeable(name: str, module: Any, shared: set[int]) -> None:
     """Raise unless the module's weight is a plain one of its own."""
-    weight = getattr(module, "weight", None)
-    reason = ""
-    if not isinstance(module, (nn.Linear, Conv1D)):
-        reason = f"is a {type(module).__name__}"
-    # Quantisers' parameters are of classes of their own, or hold integers.
-    elif type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
-        reason = f"is quantised ({type(weight).__name__} of {getattr(weight, 'dtype', None)})"
-    elif weight.dtype.itemsize < 2:
-        reason = f"is stored in {weight.dtype}"
-    elif weight.is_meta:
-        reason = "has no weight in memory"
-    elif id(weight) in shared:
+    reason = _unmergeable(module)
+    if not reason and id(module.weight) in shared:
         reason = "shares its weight with another module"
     if reason:
         raise ValueError(

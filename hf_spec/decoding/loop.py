@@ -115,6 +115,7 @@ def decode(
             stats, known, (len(prompt), context, device), state.timed,
             _measured(model, adapter, len(prompt), context), forward.width,
         )  # fmt: skip
+        state.draft_price = policy.draft_price
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes(drafter.num_probes, drafter.looks_up)
             warm(state, drafter, shapes, chooser.matches(draft))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, ProbeRows
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import TreeBatch
+from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.model.tree_forward import ProbeInputs, Pruning, TreeForward
 from modeling_patches.per_call import Changes
 
@@ -33,6 +33,20 @@ class Chances(NamedTuple):
     paths: Any
     parents: Any
     depths: Any
+
+
+class Found(NamedTuple):
+    """What a look-up returns.
+
+    Attributes:
+        tree: of continuations.
+        tokens: on its nodes, the root's, which is any, included.
+        chances: of its nodes, which stand best first.
+    """
+
+    tree: TokenTree
+    tokens: list[int]
+    chances: list[float]
 
 
 @dataclass
@@ -104,6 +118,9 @@ class DecodingState:
         rows: which row of the call each of these is.
         timed: whether how much is drafted may depend on what steps take.
         foreseen: what :meth:`Drafter.foresee` wanted to know on the host; None if it was not asked.
+        draft_price: tokens that one more forward of drafting must bring for its time; None while
+            nothing is known of it.
+        found: what was looked up in this step, by row; stands among the candidates anyway.
     """
 
     model: Any
@@ -123,6 +140,8 @@ class DecodingState:
     timed: bool = False
     probe_sizes: Tensor | None = None
     foreseen: Any = None
+    draft_price: Callable[[], float | None] = lambda: None
+    found: Sequence[Found] = ()
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from hf_spec.core.probes import hang
 from hf_spec.core.tree import TokenTree, TreeBatch, merge
-from hf_spec.drafting.drafter import Chances, DecodingState, Draft, Drafter, emitted
+from hf_spec.drafting.drafter import Chances, DecodingState, Draft, Drafter, Found, emitted
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 
 #: How much more a match counts per token of its n-gram.
@@ -184,20 +184,6 @@ class Limits:
     min_probability: float = 0.02
 
 
-class Found(NamedTuple):
-    """What a look-up returns.
-
-    Attributes:
-        tree: of continuations.
-        tokens: on its nodes, the root's, which is any, included.
-        chances: of its nodes, which stand best first.
-    """
-
-    tree: TokenTree
-    tokens: list[int]
-    chances: list[float]
-
-
 #: What a row has where nothing is looked up.
 NOTHING = Found(TokenTree.chain(0), [0], [1.0])
 
@@ -292,7 +278,8 @@ class WithRetrieval(WrappedDrafter):
         return draft_of(self._found(state), state.root.device)
 
     def propose(self, state: DecodingState) -> Draft:
-        draft, found = self.inner.propose(state), self._found(state)
+        state.found = found = self._found(state)
+        draft = self.inner.propose(state)
         own, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
         counts = draft.tree.row_candidates
         if draft.chances is not None:
@@ -330,13 +317,23 @@ def _likeliest(
     surest = [*chances[: len(first)], *[0.0] * (len(tree) - len(first))]
     for place, chance in zip(places, second.chances[1:]):
         surest[place] = max(surest[place], chance)
-    # A parent is at least as likely as its child and stands before it, here, too.
-    order = sorted(range(len(tree)), key=lambda node: -surest[node])
+    return best_first(tree.parents, own, surest)
+
+
+def best_first(parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float]) -> Found:
+    """A tree whose candidates stand best first; those without a chance are left out.
+
+    Args:
+        parents, tokens, chances: of its nodes; none is likelier than its parent, which stands
+            before it.
+    """
+    order = sorted(range(len(parents)), key=lambda node: -chances[node])
+    order = [node for node in order if chances[node] > 0]
     number = {node: place for place, node in enumerate(order)}
-    sorted_parents = [-1, *(number[tree.parents[node]] for node in order[1:])]
+    sorted_parents = [-1, *(number[parents[node]] for node in order[1:])]
     return Found(
-        TokenTree.from_parents(sorted_parents), [own[node] for node in order],
-        [surest[node] for node in order],
+        TokenTree.from_parents(sorted_parents), [tokens[node] for node in order],
+        [chances[node] for node in order],
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -124,6 +124,11 @@ class Graphs:
         """The code for this; None if there is none yet, or it is for other weights."""
         graph = self._kept.graphs.get(self._key(name, inputs))
         return graph if graph is not None and graph.baked <= self._tensors else None
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Let code have these in it, as it has the model's tensors: other tensors are for other
+        numbers, in memory of their own."""
+        self._tensors |= frozenset(map(_identity, tensors))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer with finite numbers in it: an earlier call's, if there is one, since CUDA graphs

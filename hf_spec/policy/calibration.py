@@ -21,7 +21,7 @@ class Calibration:
     """By distance, how often what was predicted came, and how often it was promised to.
 
     A prediction counts where the tokens before it have come: what it promises is the chance that
-    one of the candidates given there follows.
+    one of the candidates given there follows. A guess stands for some that were right.
 
     Args:
         depth: distances.
@@ -30,15 +30,20 @@ class Calibration:
     depth: int
     promised: Array = field(init=False)
     came: Array = field(init=False)
+    tries: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        self.promised = np.full(self.depth, GUESSED)
-        self.came = np.full(self.depth, GUESSED)
+        self.promised, self.came, self.tries = (np.full(self.depth, GUESSED) for _ in range(3))
 
     def observe(self, distance: int, promised: float, came: bool) -> None:
         """A prediction at a distance, from 1."""
-        for sums, value in ((self.promised, promised), (self.came, float(came))):
+        news = (self.promised, promised), (self.came, float(came)), (self.tries, 1.0)
+        for sums, value in news:
             sums[distance - 1] += value - ALPHA * sums[distance - 1]
+
+    def rate(self, distance: int) -> float:
+        """How often one of the candidates at a distance came, whatever was promised."""
+        return float(self.came[distance - 1] / self.tries[distance - 1])
 
     @property
     def log_factors(self) -> list[float]:

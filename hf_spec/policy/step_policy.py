@@ -109,7 +109,7 @@ class StepPolicy:
         self._key = setting
         self._plan: Plan | None = None
         self._live = 1
-        self._before = 0.0  # seconds of drafting
+        self._before = 0.0, 0  # seconds of drafting, and forwards
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._taken: Counter[tuple[int, int]] = Counter()
         self.looks_up_only = False
@@ -126,7 +126,8 @@ class StepPolicy:
         Args:
             looks_up: look-ups can be had by themselves (:attr:`looks_up_only`).
         """
-        self._plan, self._before = None, self.stats.draft_seconds
+        self._plan = None
+        self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         paused = self.enabled and self.learned.guard.paused
         self.looks_up_only = paused and looks_up and not self.learned.lookups.paused
         plain = (paused and not self.looks_up_only) or (self.enabled and self._plain_is_due())
@@ -147,6 +148,17 @@ class StepPolicy:
             return False
         setting.look = min(2 * setting.look, LOOKS[1])
         return True
+
+    @alone
+    def draft_price(self) -> float | None:
+        """Tokens that one more forward of drafting must bring: what its time, and that of another
+        candidate in the step, would bring otherwise. None while unknown, and where nothing may
+        depend on time."""
+        times, rate = self.setting.times, self.setting.rate.value
+        seconds, line = times.drafted_seconds, times.line
+        if not self.enabled or rate is None or seconds is None or line is None:
+            return None
+        return rate * (seconds + line[1])
 
     @alone
     def choose(
@@ -338,12 +350,13 @@ class StepPolicy:
             seconds: that it took.
         """
         setting, plan = self.setting, self._plan
-        drafting = self.stats.draft_seconds - self._before
+        drafting = self.stats.draft_seconds - self._before[0]
+        forwards = self.stats.num_draft_forwards - self._before[1]
         live = [count for count in emitted if count]
         tokens, rows = sum(live), self._rows(draft)
         times = setting.pruned if draft.pruned else setting.times
         mostly = plan is not None and not self.looks_up_only  # drafting is as it mostly is
-        times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None)
+        times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None, forwards)
         setting.times.pace = setting.pruned.pace = times.pace  # it is the machine's
         setting.rate.add(tokens, seconds)
         setting.wide = setting.wide + 1 if rows > 1 else 0
@@ -397,6 +410,7 @@ class StepPolicy:
                 "b0": None if line is None else line[0],
                 "b1": None if line is None else line[1],
                 "drafting_seconds": times.drafting_seconds,
+                "drafted_seconds": times.drafted_seconds,
                 "seconds": {str(rows): spent for rows, spent in times.means.items()},
                 "prediction_worth": self.learned.worth,
                 "came_per_promised": came / promised if promised else None,

@@ -90,6 +90,7 @@ class StepTimes:
         pace: of the machine by now: seconds that pass where 1 is kept.
         sizes: what is known, by rows per batch row.
         drafting: seconds before the forward of a step that drafts.
+        drafted: seconds of one forward among these, where drafting runs the model.
         errors: of the latest predictions, relative to the measured time.
     """
 
@@ -98,23 +99,29 @@ class StepTimes:
     pace: float = 1.0
     sizes: dict[int, SizeTime] = field(default_factory=dict)
     drafting: SizeTime = field(default_factory=SizeTime)
+    drafted: SizeTime = field(default_factory=SizeTime)
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
     #: The line at a pace of 1, until the next step is observed.
     _line: Any = UNKNOWN
 
-    def observe(self, rows: int, seconds: float, drafting: float | None = None) -> None:
+    def observe(
+        self, rows: int, seconds: float, drafting: float | None = None, forwards: int = 0
+    ) -> None:
         """A step is over.
 
         Args:
             rows: of its forward, per batch row.
             seconds: from the forward on.
             drafting: seconds before it; None if it did not draft, or not as it mostly does.
+            forwards: of the model while drafting.
         """
         self.steps += 1
         self.wide += rows > 1
         if drafting is not None:
             self._note_error(rows, seconds + drafting)
             self.drafting.add(drafting / self.pace)
+            if forwards:
+                self.drafted.add(drafting / (forwards * self.pace))
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
         size = self.sizes.setdefault(rows, SizeTime())
@@ -206,6 +213,11 @@ class StepTimes:
         """What drafting takes; None while unknown."""
         return None if self.drafting.mean is None else self.pace * self.drafting.mean
 
+    @property
+    def drafted_seconds(self) -> float | None:
+        """What one forward of drafting takes; None while unknown."""
+        return None if self.drafted.mean is None else self.pace * self.drafted.mean
+
     def plain_seconds(self) -> float | None:
         """What a plain step takes; measured rather than estimated where some were."""
         mean = self.means.get(1)
@@ -226,7 +238,8 @@ class StepTimes:
         guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
         alone = max(plain + slope - line[1], plain * min(scale, 1.0))
         cost = StepTimes.guessed({1: alone, **guess})
-        return replace(cost, drafting=SizeTime(self.drafting_seconds), errors=self.errors)
+        drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
+        return replace(cost, drafting=drafting, drafted=drafted, errors=self.errors)
 
     @classmethod
     def guessed(cls, seconds: dict[int, float]) -> StepTimes:

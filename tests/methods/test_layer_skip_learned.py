@@ -7,13 +7,18 @@ without our code, with layers left out.
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from datasets import Dataset
@@ -22,7 +27,7 @@ from running import drafting, running
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import cli
@@ -33,7 +38,7 @@ from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.train import TrainSettings, bit_sums, split, train
 from modeling_patches import per_call
 from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.low_rank import _Hook
+from modeling_patches.low_rank import _COPIES, _Forward
 
 Tiny = Callable[..., PreTrainedModel]
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
@@ -106,13 +111,7 @@ def test_verifying_never_sees_the_updates(
         if self is last:
             running = per_call._running.get()
             skipping = any(method == "forward" for c in running for _, method in c._instead)
-            updating = any(
-                hook.__func__ is _Hook.within_call
-                for changes in running
-                for hooks in changes._after.values()
-                for hook in hooks
-                if hasattr(hook, "__func__")
-            )
+            updating = any(isinstance(f, _Forward) for c in running for f in c._instead.values())
             seen.add((skipping, updating))
         return run(self, *args, **kwargs)
 
@@ -137,6 +136,173 @@ def test_other_layers_are_drafted_without_the_updates(tiny: Tiny) -> None:
         drafting = method.drafter(model, method.parse_options(options)).drafting
         drafted, bare = (one.run(model, prompt()).logits for one in (drafting, changes))
         assert torch.equal(drafted, bare) == same
+
+
+# -- merged weights ------------------------------------------------------------------------------
+
+
+def drafter_of(model: Any, **options: Any) -> Any:
+    method = get_method("layer_skip")
+    return method.drafter(model, method.parse_options({**FIXED, **options}))
+
+
+def by_hooks(model: Any) -> Any:
+    """The drafting model whose updates are added to outputs."""
+    changes = LayerSkipper(model, **SKIP).changes
+    find_active(model, "LAYER_SKIP").layer.updates["mine"].add_to(changes)
+    return changes
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "opt"])
+def test_merged_weights_draft_what_updated_outputs_draft(tiny: Tiny, architecture: str) -> None:
+    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
+    before, sums = model(prompt()).logits, bit_sums(list(model.parameters()))
+    added(model)
+    drafter = drafter_of(model)
+    assert drafter.details()["merged_bytes"] == 0  # nothing was drafted
+    with torch.no_grad():
+        merged = drafter.drafting.run(model, prompt()).logits
+        hooks = by_hooks(model).run(model, prompt()).logits
+    # Some norms are computed in fp32.
+    torch.testing.assert_close(merged, hooks, rtol=0, atol=1e-5)
+    assert not torch.equal(merged, before)
+    config = find_active(model, "LAYER_SKIP").config
+    held = sum(m.weight.nbytes for m in config.draft_modules(model).values())
+    assert drafter.details()["merged_bytes"] == held > 0
+    # The model itself has neither another weight nor another output, bit for bit.
+    model.delete_adapter("mine")
+    assert torch.equal(model(prompt()).logits, before)
+    assert bit_sums(list(model.parameters())) == sums
+
+
+def test_calls_share_copies_until_a_number_changes(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    adapter = added(model)
+    name = next(iter(adapter.config.draft_modules(model)))
+    weight = model.get_submodule(name).weight
+    down = next(w for key, w in adapter.weights().items() if key.startswith("down__"))
+
+    def copies() -> dict[str, Tensor]:
+        return drafter_of(model).learned.weights
+
+    def check_changed(before: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = copies()
+        assert found[name] is not before[name] and copies() is found
+        update = adapter.layer.updates["mine"].factors(name)
+        wanted = weight + update.scale * update.up @ update.down
+        torch.testing.assert_close(found[name], wanted)
+        return found
+
+    kept = copies()
+    assert copies() is kept
+    with torch.no_grad():
+        weight[0, 0] += 1  # one number: it is counted
+    kept = check_changed(kept)
+    weight.data *= 0.5  # not counted, as when PEFT merges
+    kept = check_changed(kept)
+    with torch.no_grad():
+        down *= 2
+    kept = check_changed(kept)
+    weight.data = weight.data.clone()
+    check_changed(kept)
+
+
+def test_copies_go_with_the_adapter_or_the_model(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    gc.collect()  # other tests' models
+    before = len(_COPIES)
+    for _ in range(2):
+        added(model)
+        model.generate(prompt(), max_new_tokens=4, **drafting("layer_skip", **FIXED))
+        assert len(_COPIES) == before + 1
+        assert len(pickle.dumps(model)) < 2 * sum(p.nbytes for p in model.parameters())
+        model.delete_adapter("mine")
+        gc.collect()
+        assert len(_COPIES) == before
+    added(model)
+    drafter_of(model).drafting.run(model, prompt())
+    del model
+    gc.collect()
+    assert len(_COPIES) == before
+
+
+def test_modules_without_a_plain_weight_are_updated_by_hooks(tiny: Tiny) -> None:
+    """A linear module of its own kind, and one that accelerate looks after."""
+
+    class Own(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    model = copy.deepcopy(tiny("llama", dtype=torch.float64))
+    mlp = model.model.layers[2].mlp
+    mlp.up_proj.__class__ = Own
+    add_hook_to_module(mlp.down_proj, ModelHook())
+    added(model)
+    drafter = drafter_of(model)
+    with torch.no_grad():
+        merged = drafter.drafting.run(model, prompt()).logits
+        hooks = by_hooks(model).run(model, prompt()).logits
+    torch.testing.assert_close(merged, hooks, rtol=0, atol=1e-5)
+    names = {name.rpartition(".")[2] for name in drafter.learned.weights if ".2." in name}
+    assert names == {"gate_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_other_threads_see_the_models_own_weights(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    added(model)
+    ids, calls = prompt(), 12
+    with torch.no_grad():
+        logits = model(ids).logits
+    plain = model.generate(ids, max_new_tokens=16, do_sample=False)
+    _COPIES.clear()
+    start = threading.Barrier(4)
+
+    def run(drafts: bool) -> bool:
+        start.wait()
+        if drafts:
+            same = (
+                model.generate(ids, max_new_tokens=16, do_sample=False,
+                               **drafting("layer_skip", **FIXED))
+                for _ in range(calls)
+            )  # fmt: skip
+            return all(torch.equal(plain, one) for one in same)
+        with torch.no_grad():
+            return all(torch.equal(model(ids).logits, logits) for _ in range(8 * calls))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, [True, False] * 2))
+    assert sum(update is find_active(model, "LAYER_SKIP").layer.updates["mine"]
+               for update in _COPIES) == 1  # fmt: skip
+
+
+def test_compiled_steps_have_merged_weights(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    adapter = added(model)
+    plain = model.generate(**ragged(), max_new_tokens=16, do_sample=False)
+
+    def call() -> Any:
+        output = model.generate(
+            **ragged(), max_new_tokens=16, do_sample=False, return_dict_in_generate=True,
+            cache_implementation="static", compile_config=CompileConfig(backend="eager"),
+            **drafting("layer_skip", **FIXED),
+        )  # fmt: skip
+        assert torch.equal(output.sequences, plain)
+        return output.spec_stats
+
+    first = call()
+    assert first.details["compiled"]["made"] and not first.details["compiled"]["refused"]
+    again = call()
+    assert again.details["compiled"]["made"] == 0 and again.accepted == first.accepted
+    with torch.no_grad():  # draft what the model says, updates being gone
+        for tensor in adapter.weights().values():
+            tensor.zero_()
+    other = call()
+    assert other.details["compiled"]["made"] and not other.details["compiled"]["refused"]
+    uncompiled = model.generate(
+        **ragged(), max_new_tokens=16, do_sample=False, return_dict_in_generate=True,
+        **drafting("layer_skip", **FIXED),
+    )  # fmt: skip
+    assert other.accepted == uncompiled.spec_stats.accepted
 
 
 # -- the loss ------------------------------------------------------------------------------------

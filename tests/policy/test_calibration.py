@@ -20,6 +20,16 @@ def test_the_factor_by_hand() -> None:
     assert one.log_factors == [0.0, pytest.approx(math.log(came / promised))]
 
 
+def test_the_rate_by_hand() -> None:
+    one = Calibration(2)
+    assert (one.rate(1), one.rate(2)) == (1.0, 1.0)
+    came = tries = GUESSED
+    for hit in (True, False, False):
+        one.observe(2, 0.3, hit)
+        tries, came = tries * (1 - ALPHA) + 1, came * (1 - ALPHA) + hit
+    assert (one.rate(1), one.rate(2)) == (1.0, pytest.approx(came / tries))
+
+
 @pytest.mark.parametrize(("said", "real"), [(0.9, 0.3), (0.2, 0.6), (0.5, 0.5)])
 def test_factors_settle_at_what_comes_per_promise(said: float, real: float) -> None:
     """Within four standard deviations of an average with alpha; the seed is fixed."""

@@ -42,6 +42,41 @@ Tiny = Callable[..., PreTrainedModel]
 Seconds = Callable[[int], float]
 HERE = (1, 8, "cpu")
 
+# -- what drafting costs -----------------------------------------------------------------------
+
+
+def test_the_price_of_a_drafting_forward() -> None:
+    """What its time, and that of another candidate, would bring at the current rate."""
+    stats, known = SpecStats(), Learned()
+    policy = StepPolicy(stats, known, HERE)
+    assert policy.draft_price() is None  # nothing is known
+    for forwards in (1, 3, 2, 3, 3, 2):
+        tree = TokenTree.chain(forwards).batch(1, "cpu")
+        draft = Draft(tree, torch.zeros(1, len(tree.parents[0]), dtype=torch.long))
+        draft.chances = draft_of([Found(TokenTree.chain(forwards), [0] * (forwards + 1),
+                                        [1.0] * (forwards + 1))], "cpu").chances  # fmt: skip
+        policy.setting.tries.clear()
+        policy.setting.tries.append((forwards, 0))
+        policy.drafts()
+        stats.draft_seconds += 0.25 * forwards
+        stats.num_draft_forwards += forwards
+        draft = policy.choose(draft, Probing(), [True], [forwards])
+        seconds = 0.25 * forwards + 0.9 + 0.1 * draft.tree.num_nodes
+        policy.observe(draft, [draft.tree.num_nodes], seconds)
+    times, rate = policy.setting.times, policy.setting.rate.value
+    assert times.drafted_seconds == pytest.approx(0.25) and rate is not None
+    assert policy.draft_price() == pytest.approx(rate * (0.25 + 0.1), rel=1e-3)
+    assert policy.details()["policy"]["drafted_seconds"] == times.drafted_seconds
+    # Of steps that look up alone, and of plain ones, nothing is learned.
+    policy.drafts()
+    stats.draft_seconds += 1.0
+    policy.observe(Draft(TokenTree.chain(0).batch(1, "cpu"), torch.zeros(1, 1)), [1], 2.0)
+    assert times.drafted_seconds == pytest.approx(0.25, rel=0.5)
+    assert StepPolicy(stats, known, HERE, enabled=False).draft_price() is None
+    # Another setting starts from there.
+    assert known.setting((2, 8, "cpu")).times.drafted_seconds == pytest.approx(0.25, rel=0.5)
+
+
 # -- planted probabilities ---------------------------------------------------------------------
 
 #: Chances of a trained adapter's ranks, by distance.

@@ -3,10 +3,14 @@
 Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
 Decoding" (2023), algorithms 3 and 4. What a drafted token writes into the cache is overwritten by
 the verifying forward, so every layer ends up with the full model's states.
+
+Each drafting forward gives more than the token that is drafted on: the next likeliest ones stand
+beside it in the tree, where the policy chooses by probabilities.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -15,16 +19,24 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, Found, emitted
+from hf_spec.drafting.ngram import NOTHING, best_first, draft_of
 from hf_spec.drafting.predictions import distribution
-from hf_spec.methods.layer_skip.drafting import drafting_model
-from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
+from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.memory import alone, recall
+from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.low_rank import MergedCopies
 from modeling_patches.per_call import Changes
+
+#: Likeliest tokens of a drafting forward that stand in the tree; the first is drafted on.
+RANKS = 3
+#: Steps without drafting until one drafts though that does not pay: the text may change.
+AGAIN = 64
 
 
 class LayerSkipDrafter(Drafter):
-    """Drafts a chain token by token with the chosen sublayers left out."""
+    """Drafts token by token with the chosen sublayers left out."""
 
     single_forward: ClassVar[bool] = False
     runs_modules: ClassVar[bool] = True
@@ -34,19 +46,97 @@ class LayerSkipDrafter(Drafter):
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)
         attention, mlp, adapter = _choice(model, options)
-        self.drafting = drafting_model(model, attention, mlp, adapter)
+        self.drafting = LayerSkipper(model, attention, mlp).changes
+        layer: Any = None if adapter is None else adapter.layer
+        update = None if adapter is None else layer.updates.get(adapter.name)
+        self.learned = None if update is None else MergedCopies(update, self.drafting)
         name = None if adapter is None else adapter.name
         key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, key, lambda: DraftExit(options))
+        #: What was proposed in this step, if anything was: trees, or lengths of chains. Look-ups
+        #: may stand among the candidates that are forwarded.
+        self._trees: tuple[list[float], list[Found]] | None = None
+        self._lengths: list[int] | None = None
 
     @property
     def kind_of_forward(self) -> Hashable:
         return super().kind_of_forward, self._left_out
 
+    def start(self, state: DecodingState) -> None:
+        graphs = state.forward.graphs
+        if graphs is not None and self.learned is not None:
+            graphs.hold(self.learned.weights.values())
+
     def propose(self, state: DecodingState) -> Draft:
         depth = min(self.options.max_draft, state.max_depth)
         samples = self.options.samples and state.do_sample
+        if self.options.draft_exit == POLICY and state.timed and not samples:
+            return self._tree(state, depth)
+        return self._chain(state, depth, samples)
+
+    def _run(
+        self, state: DecodingState, tokens: Tensor, drafted: Sequence[Sequence[int]],
+        drafting: Sequence[bool],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What the drafting model says itself, and the call's scores, behind drafted tokens.
+
+        The former is what exits look at: a low temperature is always sure.
+
+        Args:
+            tokens: ``(batch, 1 + k)`` root and drafted tokens.
+            drafted: the latter by row.
+            drafting: rows that matter.
+
+        Returns:
+            ``(batch, vocab)`` probabilities and scores.
+        """
+        k = tokens.shape[1] - 1
+        chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
+        output = state.forward(tokens, chain, first=k, changes=self.drafting)
+        state.stats.num_draft_forwards += 1
+        logits = output.logits[:, -1]
+        return distribution(logits.float()), state.process(logits, drafted, drafting)
+
+    def _tree(self, state: DecodingState, depth: int) -> Draft:
+        """A chain as deep as it pays, with the next likeliest tokens beside each of its own."""
+        active, tokens = state.active, state.root[:, None]
+        drafted: list[list[int]] = [[] for _ in active]
+        trust, price = self.exit.calibration.log_factors, state.draft_price()
+        paths = [float(on) for on in active]  # chance of all that was drafted
+        sure: list[float] = []
+        looked_up = [_Followed(one) for one in state.found]
+        rows: list[tuple[list[int], list[int], list[float]]] = [
+            ([-1], [root], [1.0]) for root in state.root.tolist()
+        ]
+        for k in range(depth):
+            held = [one.held for one in looked_up]
+            if not self.exit.pays(k + 1, paths, sure, price, held) and (k or not self.exit.due()):
+                break
+            own, scores = self._run(state, tokens, drafted, active)
+            best = scores.topk(min(RANKS, scores.shape[1]))
+            # What processors rule out is never accepted, whatever the drafting model says.
+            likely = own.gather(1, best.indices).masked_fill(best.values == -torch.inf, 0)
+            # One transfer; tokens are below 2 ** 24, which float32 holds exactly.
+            found, said = torch.stack([best.indices.to(likely), likely]).tolist()
+            tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
+            sure, factor = [one[0] for one in said], math.exp(trust[k])
+            for row, (parents, ids, chances) in enumerate(rows):
+                above = len(ids) - len(found[row]) if k else 0
+                parents += [above] * len(found[row])
+                ids += map(int, found[row])
+                chances += [paths[row] * min(factor * one, 1.0) for one in said[row]]
+                paths[row] *= min(factor * sure[row], 1.0)
+                drafted[row].append(int(found[row][0]))
+            for one, so_far in zip(looked_up, drafted):
+                one.follow(so_far[-1])
+        state.cache.rollback()
+        trees = [best_first(*row) if on else NOTHING for row, on in zip(rows, active)]
+        self._trees = trust, trees
+        return draft_of(trees, state.root.device)
+
+    def _chain(self, state: DecodingState, depth: int, samples: bool) -> Draft:
+        """Chains that end as the paper's do, sampled ones with their distributions."""
         tokens = state.root[:, None]
         drafting = list(state.active)
         lengths = [0] * len(drafting)
@@ -55,13 +145,7 @@ class LayerSkipDrafter(Drafter):
         for k in range(depth):
             if not any(drafting):
                 break
-            chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
-            output = state.forward(tokens, chain, first=k, changes=self.drafting)
-            logits = output.logits[:, -1]
-            state.stats.num_draft_forwards += 1
-            # What the drafting model itself says: a low temperature is always sure.
-            own = distribution(logits.float())
-            scores = state.process(logits, drafted, drafting)
+            own, scores = self._run(state, tokens, drafted, drafting)
             if samples:
                 distributions.append(distribution(scores))
                 token = torch.multinomial(distributions[-1], 1)
@@ -75,6 +159,7 @@ class LayerSkipDrafter(Drafter):
                     lengths[row] = k + 1
                     drafting[row] = self.exit.go_on(confidence[row])
         state.cache.rollback()
+        self._lengths = lengths
         tree = TreeBatch.stack([TokenTree.chain(n) for n in lengths], tokens.device)
         stacked = None
         if distributions:
@@ -82,12 +167,18 @@ class LayerSkipDrafter(Drafter):
         return Draft(tree, tokens, stacked)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        drafted = sum(depth for path, depth in zip(nodes, draft.tree.row_depths) if path)
-        if drafted:
-            self.exit.update(sum(len(path) - 1 for path in nodes if path) / drafted)
+        if self._trees is not None:
+            self.exit.learn(*self._trees, emitted(state, nodes))
+        if self._lengths is not None:
+            rows = [(len(path) - 1, n) for path, n in zip(nodes, self._lengths) if path]
+            drafted = sum(length for _, length in rows)
+            if drafted:
+                self.exit.update(sum(min(row) for row in rows) / drafted)
+        self._trees = self._lengths = None
 
     def details(self) -> dict[str, Any]:
-        return {"threshold": round(self.exit.gamma, 4)}
+        merged = {} if self.learned is None else {"merged_bytes": self.learned.num_bytes}
+        return {"threshold": round(self.exit.gamma, 4), **merged}
 
     def chain(self, input_ids: Tensor) -> list[int]:
         output = self.drafting.run(
@@ -97,18 +188,79 @@ class LayerSkipDrafter(Drafter):
         return output[0, input_ids.shape[1] :].tolist()
 
 
+class _Followed:
+    """What was looked up, along drafted tokens."""
+
+    def __init__(self, found: Found):
+        self._found = found
+        nodes = enumerate(zip(found.tree.parents, found.tokens))
+        self._children = {edge: node for node, edge in nodes}
+        self._node: int | None = 0
+
+    @property
+    def held(self) -> float:
+        """Chance that one of the tokens looked up behind them comes, and they before."""
+        parents, chances = self._found.tree.parents, self._found.chances
+        return sum(chance for chance, parent in zip(chances, parents) if parent == self._node)
+
+    def follow(self, token: int) -> None:
+        if self._node is not None:
+            self._node = self._children.get((self._node, token))
+
+
 class DraftExit:
-    """When to stop drafting: section 3.4, eqs. (2)-(4).
+    """When to stop drafting: as it pays, or by gamma (section 3.4, eqs. (2)-(4)).
 
     A drafting stage moves gamma by (1 - beta2) epsilon, 0.001 with the paper's numbers, so that it
     takes hundreds of them to adapt; hence one object serves all calls, those of several threads,
     too.
+
+    Attributes:
+        gamma: draft probability below which drafting stops.
+        acceptance: AR, smoothed; None before the first stage.
+        calibration: how far the drafting model's own probabilities can be trusted.
     """
 
     def __init__(self, options: LayerSkipOptions):
         self.options = options
         self.gamma = options.threshold
         self.acceptance: float | None = None
+        self.calibration = Calibration(options.max_draft)
+        self._idle = 0
+
+    @alone
+    def due(self) -> bool:
+        """Whether a step in which that does not pay drafts all the same, seldom."""
+        self._idle = (self._idle + 1) % AGAIN
+        return not self._idle
+
+    def pays(
+        self, distance: int, paths: Sequence[float], sure: Sequence[float], price: float | None,
+        held: Sequence[float] = (),
+    ) -> bool:  # fmt: skip
+        """Whether to run the drafting model for the tokens at a distance.
+
+        Args:
+            distance: from 1.
+            paths: chance of each row that all tokens before are accepted; 0 of finished rows.
+            sure: draft probability of each row's last token; none at distance 1.
+            price: tokens that the forward must bring; None: not known yet, so that gamma decides.
+            held: chance of each row that a token there is a candidate already, and accepted.
+        """
+        if price is None:
+            sure = sure or [1.0] * len(paths)
+            return any(self.go_on(one) for one, path in zip(sure, paths) if path > 0)
+        rate = self.calibration.rate(distance)
+        held = held or [0.0] * len(paths)
+        return sum(max(path * rate - own, 0.0) for path, own in zip(paths, held)) > price
+
+    @alone
+    def learn(
+        self, trust: Sequence[float], trees: Sequence[Found], came: Sequence[Sequence[int]]
+    ) -> None:
+        """Learn from the tokens that came where each row's tree was proposed."""
+        for one, tokens in zip(trees, came):
+            walk(self.calibration, one.tree.parents, one.tokens, one.chances, trust, tokens)
 
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""
@@ -117,7 +269,7 @@ class DraftExit:
     @alone
     def update(self, acceptance: float) -> None:
         """Adapt gamma to the acceptance rate AR_e of the e-th drafting stage, over all its rows."""
-        if self.options.draft_exit != "adaptive":
+        if self.options.draft_exit not in (POLICY, "adaptive"):
             return
         o = self.options
         beta1 = o.beta1 if self.acceptance is not None else 0.0

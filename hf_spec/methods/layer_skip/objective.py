@@ -15,10 +15,10 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
-from hf_spec.methods.layer_skip.drafting import drafting_model
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
+from modeling_patches.layer_skip import LayerSkipper
 
 #: Tokens of a piece: about as many as are drafted in a step.
 PIECE = 4
@@ -51,7 +51,9 @@ def loss(
     config: Any = adapter.config
     if not config.draft_rank:
         raise ValueError("draft_rank=0: the adapter has no weights to train.")
-    drafting = drafting_model(model, config.skip_attention, config.skip_mlp, adapter)
+    layer: Any = adapter.layer
+    drafting = LayerSkipper(model, config.skip_attention, config.skip_mlp).changes
+    layer.updates[adapter.name].add_to(drafting)
     # A piece sees the tokens up to its anchor, and itself, causally: as a group of probes does.
     group = ProbeGroup.causal(PIECE)
     wanted = future_labels(labels, anchors, group)

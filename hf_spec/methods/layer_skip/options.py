@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
-from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.options import AUTO, StrategyOptions
 
-EXITS = ("adaptive", "threshold", "fixed")
+#: Values of ``draft_exit``: the policy's exit, then those of the paper.
+POLICY = "policy"
+EXITS = (POLICY, "adaptive", "threshold", "fixed")
 DRAFTS = ("auto", "greedy", "sampled")
 
 
@@ -21,12 +23,15 @@ class LayerSkipOptions(StrategyOptions):
     Attributes:
         skip_attention, skip_mlp: layers whose attention / MLP the draft leaves out. None takes
             those of the active ``LAYER_SKIP`` adapter.
-        draft_exit: when to stop drafting. ``adaptive`` and ``threshold`` stop after a token whose
-            draft probability is below gamma, which eqs. (2)-(4) adapt or which stays as it is;
-            ``fixed`` drafts ``max_draft`` tokens. Under ``adaptive`` a call goes on with the gamma
-            of the one before.
+        draft_exit: when to stop drafting. ``policy``: when the next token is not worth the time of
+            its forward; drafts are then trees with alternatives, of which the policy takes what
+            pays. ``adaptive`` and ``threshold`` stop after a token whose draft probability is below
+            gamma, which eqs. (2)-(4) adapt or which stays as it is; ``fixed`` drafts ``max_draft``
+            tokens. Under ``adaptive`` a call goes on with the gamma of the one before. Where
+            nothing may depend on time, and where the call samples its candidates, ``policy`` is
+            ``adaptive``.
         max_draft: K, most tokens drafted in a step.
-        threshold: gamma, its initial value under ``adaptive``.
+        threshold: gamma, its initial value under ``adaptive`` and ``policy``.
         threshold_step: epsilon of eq. (3).
         beta1, beta2: smoothing of the acceptance rate and of gamma.
         target_acceptance: alpha, the acceptance rate that ``adaptive`` aims at.
@@ -36,7 +41,7 @@ class LayerSkipOptions(StrategyOptions):
 
     skip_attention: Sequence[int] | None = None
     skip_mlp: Sequence[int] | None = None
-    draft_exit: str = "adaptive"
+    draft_exit: str = POLICY
     max_draft: int = 12
     threshold: float = 0.6
     threshold_step: float = 0.01
@@ -76,6 +81,11 @@ class LayerSkipOptions(StrategyOptions):
     def samples(self) -> bool:
         return super().samples or self.draft_tokens == "sampled"
 
+    def looks_up(self, timed: bool) -> bool:
+        if self.retrieval != AUTO:
+            return bool(self.retrieval)
+        return timed and self.draft_exit == POLICY and not self.samples
+
     def untimed(self) -> dict[str, Any]:
-        static = {"draft_exit": "threshold"} if self.draft_exit == "adaptive" else {}
+        static = {} if self.draft_exit == "fixed" else {"draft_exit": "threshold"}
         return {**super().untimed(), **static}
