@@ -119,9 +119,9 @@ def test_draft_exits_are_compared(whole: SearchResult) -> None:
     assert fixed == [1, 2, 4, 6]  # table 3, up to max_draft
     assert len(whole.exits) == len(exit_choices(SETTINGS))
     least = min(row["value"] for row in whole.exits)
-    chosen = [row for row in whole.exits if row["chosen"]]
+    chosen = [row for row in whole.exits if row["best"]]
     assert len(chosen) == 1 and chosen[0]["value"] == least
-    assert whole.stop.options().items() <= chosen[0].items()
+    assert whole.options() == {"max_draft": SETTINGS.max_draft}
     # Drafts of four that are always accepted: twelve tokens come as 1 (prefill) + 5 + 5 + 1.
     four = next(r for r in whole.exits if (r["draft_exit"], r["max_draft"]) == ("fixed", 4))
     assert four["acceptance"] == 1.0 and four["tau"] == pytest.approx(12 / 4)

@@ -27,7 +27,7 @@ def measure(
     model: Any, tokenizer: Any, prompts: list[Prompt], result: SearchResult, progress: Any
 ) -> BenchResult:
     """Wall-clock time of the result beside plain decoding, as ``hf-spec bench`` measures."""
-    options = {**result.best.skip.options(), **result.stop.options()}
+    options = {**result.best.skip.options(), **result.options()}
     contender = Contender(STRATEGY, ours(STRATEGY, options))
     settings = result.settings
     return run(
@@ -45,7 +45,7 @@ def write_folder(
     config_class = get_method(STRATEGY).adapter_config
     assert config_class is not None
     save_weightless(model, config_class(**result.best.skip.options()), folder)
-    save_spec_config(folder, STRATEGY, result.stop.options())
+    save_spec_config(folder, STRATEGY, result.options())
     data = json.loads(json.dumps({"environment": environment, **result.to_dict()}))
     write_atomically(folder / SEARCH_FILE, json.dumps(data, indent=1))
     bench_report.write_results(folder / RESULTS, bench, environment)
@@ -77,7 +77,7 @@ def print_result(result: SearchResult, bench: BenchResult, console: Console) -> 
     heads = ["K", "gamma", "target", *heads]
     table = bench_report.new_table("when to stop drafting", ["exit"], heads)
     for row in result.exits:
-        name = row["draft_exit"] + (" (chosen)" if row["chosen"] else "")
+        name = row["draft_exit"] + (" (best)" if row["best"] else "")
         names = ("max_draft", "threshold", "target_acceptance")
         table.add_row(name, *(str(row.get(option, "")) for option in names), *figures(row))
     console.print(table)

@@ -93,7 +93,7 @@ class SearchResult:
     Attributes:
         best: the best complete trial.
         baselines: rows as in ``search.json``, the searched choice first; None if left out.
-        exits: a row per draft exit; ``stop`` is the best of them.
+        exits: a row per draft exit of the paper.
     """
 
     settings: Settings
@@ -104,7 +104,10 @@ class SearchResult:
     best: Trial
     baselines: list[dict[str, Any]] | None
     exits: list[dict[str, Any]]
-    stop: Exit
+
+    def options(self) -> dict[str, Any]:
+        """As ``assistant_kwargs``, beside the layers: drafting stops as it pays, by default."""
+        return {"max_draft": self.settings.max_draft}
 
     def to_dict(self) -> dict[str, Any]:
         """The body of ``search.json``."""
@@ -182,16 +185,15 @@ def search(
             # Only a deterministic value may be taken over from the trials.
             taken = settings.objective == "modelled" and stop == settings.stop
             evaluation = best.evaluation if taken else judge(best.skip, stop)
-            exits.append({**stop.options(), **evaluation.to_dict(), "chosen": False})
+            exits.append({**stop.options(), **evaluation.to_dict(), "best": False})
         least = min(range(len(exits)), key=lambda index: (exits[index]["value"], index))
-        exits[least]["chosen"] = True
+        exits[least]["best"] = True
         rows = None
         if baselines:
             status("comparing baselines")
             rows = _baselines(evaluator.sublayers, best, settings.stop, judge)
         return SearchResult(
             settings, identity, evaluator.sublayers, evaluator.costs, done, best, rows, exits,
-            exit_choices(settings)[least],
         )  # fmt: skip
 
 
