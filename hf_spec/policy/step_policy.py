@@ -376,7 +376,7 @@ class StepPolicy:
         if expected is None:
             expected = (plain or 0.0) + drafting if rows == 1 and plain else seconds
         self.history.append({
-            "candidates": draft.tree.num_nodes - 1, "rows": rows, "pruned": draft.pruned,
+            "candidates": draft.tree.num_nodes - 1, "step_tokens": rows, "pruned": draft.pruned,
             "promised_tokens": plan.promised or None, "tokens": tokens,
             "promised_seconds": expected, "seconds": seconds, "batch_size": len(live),
         })  # fmt: skip
@@ -416,7 +416,7 @@ class StepPolicy:
                 "came_per_promised": came / promised if promised else None,
                 "median_time_error": times.median_error,
                 "steps": [
-                    {"candidates": n, "rows": rows, "count": count}
+                    {"candidates": n, "step_tokens": rows, "count": count}
                     for (n, rows), count in sorted(self._taken.items())
                 ],
                 "history": list(self.history),
