@@ -212,9 +212,9 @@ class Bench:
         for way, found in steps.items():
             row = {"way": way, **spread([step["seconds"] for step in found])}
             if "forward" in found[0]:
-                for phase in PHASES:
-                    shares = [step[phase] / step["seconds"] for step in found]
-                    row[f"{phase}_share"] = statistics.median(shares)
+                seconds = sum(step["seconds"] for step in found)
+                for phase in PHASES:  # of sums: a phase may be booked with a later step
+                    row[f"{phase}_share"] = sum(step[phase] for step in found) / seconds
                 row["outside_share"] = 1 - row["forward_share"]
                 row["drafted"] = statistics.median(step["drafted"] for step in found)
             yield {**row, **first[way], "waits": _waits(self.device, calls[way])}
@@ -238,10 +238,10 @@ def recorded() -> Iterator[list[Row]]:
     """For the block, what each step of a strategy took, in all and by phase."""
     found, stock, drafted = list[Row](), Stopwatch.step, 0
 
-    def step(watch: Stopwatch) -> float:
+    def step(watch: Stopwatch, last: bool = False) -> float:
         nonlocal drafted
         before = copy.copy(watch.stats)
-        row = {"seconds": stock(watch), "drafted": before.num_drafted_tokens - drafted}
+        row = {"seconds": stock(watch, last), "drafted": before.num_drafted_tokens - drafted}
         drafted = before.num_drafted_tokens
         for phase in PHASES:
             name = f"{phase}_seconds"
@@ -260,7 +260,7 @@ def _graphs(details: Row) -> Row:
 def _waits(device: torch.device, call: Callable[[], list[Row]]) -> float | str:
     """How often PyTorch waits for the device, per step of a call; its prefill counts, too.
 
-    Explicit synchronisations, such as the stopwatch's behind each phase, are not among them.
+    Explicit synchronisations are not among them.
     """
     if device.type != "cuda":
         return NOT_HERE

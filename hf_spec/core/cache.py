@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from hf_spec.core.transfer import sent
+
 #: Views end on multiples of this many slots: fused attention kernels want aligned mask rows.
 ALIGNMENT = 16
 #: Slots of the smallest buffers of a cache whose buffers have few sizes.
@@ -434,7 +436,7 @@ class TreeCache(Cache):
     def _set_lengths(self, lengths: list[int]) -> None:
         self.tokens = None
         self.host_lengths = lengths
-        self.lengths = torch.tensor(lengths, device=self.lengths.device)
+        self.lengths = sent(lengths, self.lengths.device)
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] == "rows"}
 
     @property

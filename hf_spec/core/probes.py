@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import TreeBatch
 
 
@@ -120,7 +121,7 @@ def hang(
         held = ((len(group),) * nodes,) * batch
     else:
         held = tuple((*row, *[0] * (nodes - len(row))) for row in sizes)
-    count = torch.tensor(held, dtype=torch.long, device=device)
+    count = sent(held, device, torch.long)
     end = count.cumsum(-1)
     first = end - count
     rows = torch.arange(nodes + max(map(sum, held)), device=device).expand(batch, -1)

@@ -125,8 +125,9 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Adds wall-clock time to a :class:`SpecStats`, step by step.
 
-    On an accelerator each phase ends with a synchronisation, so that its time is its own; a step
-    reads its result on the host anyway.
+    On CUDA events around a phase say what it took, without waiting for them: what the device has
+    not finished when a step is booked is booked with a later one. On other accelerators each phase
+    ends with a synchronisation, so that its time is its own.
 
     Args:
         stats: gets the times.
@@ -143,10 +144,22 @@ class Stopwatch:
         self._device = device
         self._began = time.perf_counter()
         self._spent = dict.fromkeys(PHASES, 0.0)
+        #: Phases that the device may not have finished: their names, and events around them.
+        self._running: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block's time as ``name`` (draft, forward or verify)."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record(stream)
+            try:
+                yield
+            finally:
+                ended.record(stream)
+                self._running.append((name, begun, ended))
+            return
         start = time.perf_counter()
         try:
             yield
@@ -154,11 +167,23 @@ class Stopwatch:
             synchronize(self._device)
             self._spent[name] += time.perf_counter() - start
 
-    def step(self) -> float:
+    def _collect(self) -> None:
+        """Count the phases that the device has finished; they finish in their order."""
+        while self._running and self._running[0][2].query():
+            name, begun, ended = self._running.pop(0)
+            self._spent[name] += begun.elapsed_time(ended) / 1000
+
+    def step(self, last: bool = False) -> float:
         """Book what passed since the last call of this; the seconds.
 
         What no phase took is ``other_seconds``.
+
+        Args:
+            last: of the call, so that nothing is left for a later step.
         """
+        if last:
+            synchronize(self._device)
+        self._collect()
         now = time.perf_counter()
         seconds, *phases = self._same([now - self._began, *self._spent.values()])
         self._began = now

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats, Stopwatch
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.decoding.batch import Shrinking
 from hf_spec.decoding.choose import Choice, Chooser, Decision
@@ -184,7 +185,7 @@ def decode(
     if graphs is not None:
         stats.details["compiled"] = graphs.details()
         graphs.spare(handover.release())
-    watch.step()
+    watch.step(last=True)
     remember_stats(model, stats)
     if not config.return_dict_in_generate:
         return sequences
@@ -236,7 +237,7 @@ def _within(draft: Draft, limits: Sequence[int]) -> Draft:
     tree = draft.tree
     if tree.max_depth <= min(limits):
         return draft
-    deepest = torch.tensor(limits, device=tree.depths.device)[:, None]
+    deepest = sent(limits, tree.depths.device)[:, None]
     valid = tree.valid & (tree.depths <= deepest)
     return dataclasses.replace(draft, tree=dataclasses.replace(tree, valid=valid))
 
@@ -259,7 +260,7 @@ def _emit(choice: Choice, draft: Draft, emission: Emission, state: DecodingState
     state.active = [active[row] for row in state.rows]
     state.remaining = [remaining[row] for row in state.rows]
     if not all(state.active):  # some may have stopped before the last token that was accepted
-        state.root = torch.tensor([row[-1] for row in state.tokens], device=state.root.device)
+        state.root = sent([row[-1] for row in state.tokens], state.root.device)
     return counts
 
 

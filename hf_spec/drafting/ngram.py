@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hf_spec.core.probes import hang
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import TokenTree, TreeBatch, merge
 from hf_spec.drafting.drafter import Chances, DecodingState, Draft, Drafter, Found, emitted
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
@@ -240,7 +241,7 @@ def draft_of(rows: Sequence[Found], device: torch.device | str) -> Draft:
         np.array([filled([0, *row.tree.parents[1:]]) for row in rows]),
         np.array([filled(row.tree.depths) for row in rows]),
     )
-    tokens = torch.tensor([filled(row.tokens) for row in rows], device=device)
+    tokens = sent([filled(row.tokens) for row in rows], device)
     return Draft(tree, tokens, chances=chances)
 
 

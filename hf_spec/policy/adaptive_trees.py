@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import Chances, DecodingState, Draft
@@ -93,7 +94,7 @@ def grow(
     if isinstance(trust, Tensor):
         after = after + trust[:depth, None, None].to(after)
     elif trust is not None and any(trust[:depth]):
-        after = after + torch.tensor(trust[:depth], device=after.device)[:, None, None].to(after)
+        after = after + sent(trust[:depth], after.device)[:, None, None].to(after)
     after = after.clamp(max=0)  # never above, or a child could stand before its parent
     known = predictions.known
     if isinstance(known, Tensor) or min(known) < depth:
@@ -267,8 +268,8 @@ def _compiled(
     seen, made = drafter.seen(state), drafter.made()
     device = seen.device
     inputs = [
-        state.root.to(device), torch.as_tensor(known, device=device),
-        torch.tensor(trust, device=device), seen.contiguous(), *made.values(),
+        state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
+        sent(trust, device), seen.contiguous(), *made.values(),
     ]  # fmt: skip
 
     def function(

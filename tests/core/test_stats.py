@@ -157,3 +157,43 @@ def test_a_phase_that_raises_is_counted(clock: FakeClock) -> None:
         raise KeyError
     watch.step()
     assert (stats.forward_seconds, stats.other_seconds) == (3.0, 0.0)
+
+
+def test_a_device_is_not_waited_for(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device has not finished is booked with a later step; the last one waits."""
+    done, waits = [0.0], []  # what the device has come to
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            assert stream == "stream of cuda:1"
+            self.at = clock.now
+
+        def query(self) -> bool:
+            return self.at <= done[0]
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1000 * (other.at - self.at)
+
+    def synchronize() -> None:
+        done[0] = clock.now
+        waits.append(clock.now)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    stats = SpecStats()
+    watch = Stopwatch(stats, torch.device("cuda", 1))
+    for name, seconds in (("forward", 4.0), ("verify", 1.0)):
+        with watch.phase(name):
+            clock.now += seconds
+    done[0] = clock.now - 1.0  # the forward is over, verification is not
+    assert watch.step() == 5.0 and not waits
+    assert (stats.forward_seconds, stats.verify_seconds, stats.other_seconds) == (4.0, 0.0, 1.0)
+    with pytest.raises(KeyError), watch.phase("draft"):
+        clock.now += 2.0
+        raise KeyError
+    assert watch.step(last=True) == 2.0 and len(waits) == 1
+    assert (stats.draft_seconds, stats.verify_seconds, stats.other_seconds) == (2.0, 1.0, 0.0)

@@ -66,8 +66,10 @@ def run() -> dict[str, Any]:
         "drafting_seconds": 0.001, "seconds": {"1": 0.02, "3": 0.03, "9": 0.033},
         "prediction_worth": 0.5, "came_per_promised": 0.8, "median_time_error": 0.07,
         "steps": [
-            {"candidates": 0, "step_tokens": 1, "count": 5}, {"candidates": 2, "rows": 3, "count": 3},
-            {"candidates": 8, "step_tokens": 9, "count": 2}, {"candidates": 8, "rows": 17, "count": 4},
+            {"candidates": 0, "step_tokens": 1, "count": 5},
+            {"candidates": 2, "step_tokens": 3, "count": 3},
+            {"candidates": 8, "step_tokens": 9, "count": 2},
+            {"candidates": 8, "step_tokens": 17, "count": 4},
         ],
         "history": [
             step(), step(candidates=8, promised_tokens=None, tokens=9),
