@@ -21,18 +21,20 @@ from modeling_patches.per_call import Changes
 
 
 class Chances(NamedTuple):
-    """How likely a draft's candidates are, on the host; they stand best first.
+    """A draft's candidates and how likely they are, on the host; they stand best first.
 
     Attributes:
         paths: ``(batch, nodes)`` float64 chance that all candidates down to a node are accepted: 1
             for the root, 0 for padding, never more than the parent's.
         parents: ``(batch, nodes)`` int64; 0 for padding.
         depths: ``(batch, nodes)`` int64
+        tokens: ``(batch, nodes)`` int64; any on padding.
     """
 
     paths: Any
     parents: Any
     depths: Any
+    tokens: Any
 
 
 class Found(NamedTuple):

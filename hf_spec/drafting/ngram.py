@@ -240,9 +240,9 @@ def draft_of(rows: Sequence[Found], device: torch.device | str) -> Draft:
         np.array([filled(row.chances) for row in rows], float),
         np.array([filled([0, *row.tree.parents[1:]]) for row in rows]),
         np.array([filled(row.tree.depths) for row in rows]),
+        np.array([filled(row.tokens) for row in rows]),
     )
-    tokens = sent([filled(row.tokens) for row in rows], device)
-    return Draft(tree, tokens, chances=chances)
+    return Draft(tree, sent(chances.tokens, device), chances=chances)
 
 
 def with_retrieval(drafter: Drafter) -> Drafter:
@@ -281,15 +281,17 @@ class WithRetrieval(WrappedDrafter):
     def propose(self, state: DecodingState) -> Draft:
         state.found = found = self._found(state)
         draft = self.inner.propose(state)
-        own, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
-        counts = draft.tree.row_candidates
-        if draft.chances is not None:
-            paths = draft.chances.paths.tolist()
+        counts, chances = draft.tree.row_candidates, draft.chances
+        if chances is not None:
             rows = [
-                _likeliest(parents[n][: count + 1], own[n][: count + 1], paths[n], found[n])
-                for n, count in enumerate(counts)
-            ]
+                _likeliest(one[1 : count + 1], own[: count + 1], paths, first)
+                for one, own, paths, count, first in zip(
+                    chances.parents.tolist(), chances.tokens.tolist(), chances.paths.tolist(),
+                    counts, found,
+                )
+            ]  # fmt: skip
             return draft_of(rows, draft.tokens.device)
+        own, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
         merged = [
             merge(
                 TokenTree.from_parents(parents[n][: count + 1]), own[n][: count + 1],
@@ -312,8 +314,8 @@ class WithRetrieval(WrappedDrafter):
 def _likeliest(
     parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float], second: Found
 ) -> Found:
-    """Both trees in one, best first."""
-    first = TokenTree.from_parents(parents)
+    """Both trees in one, best first; ``parents`` are those of the first one's candidates."""
+    first = TokenTree.from_parents([-1, *parents])
     tree, own, places = merge(first, tokens, second.tree, second.tokens[1:])
     surest = [*chances[: len(first)], *[0.0] * (len(tree) - len(first))]
     for place, chance in zip(places, second.chances[1:]):

@@ -51,8 +51,8 @@ class Grown(NamedTuple):
         # Tokens are whole numbers below 2 ** 24, which float32 holds exactly.
         return torch.cat([part.to(self.log_probs) for part in self], dim=1)
 
-    def draft(self, numbers: Array | None = None) -> tuple[Draft, list[list[int]]]:
-        """The draft, with its chances, and its tokens on the host.
+    def draft(self, numbers: Array | None = None) -> Draft:
+        """The draft, with its chances.
 
         Args:
             numbers: :meth:`packed` on the host; None: it is brought there.
@@ -62,12 +62,12 @@ class Grown(NamedTuple):
         parents, depths, tokens, log_probs = np.split(numbers, 4, axis=1)
         paths = np.exp(log_probs.astype(np.float64))
         parents, depths, tokens = (part.astype(np.int64) for part in (parents, depths, tokens))
-        chances = Chances(paths, parents * (paths > 0), depths)
+        chances = Chances(paths, parents * (paths > 0), depths, tokens)
         tree = TreeBatch.of(
             self.parents, self.depths, self.log_probs > -torch.inf,
             np.where(paths > 0, depths, -1).tolist(),
         )  # fmt: skip
-        return Draft(tree, self.tokens, chances=chances), tokens.tolist()
+        return Draft(tree, self.tokens, chances=chances)
 
 
 def grow(
@@ -218,17 +218,19 @@ class AdaptiveTrees(TreeSource):
             draft = drafter.stand([alone] * state.batch_size, state)
             if state.timed and self.candidates is None:
                 only = np.zeros((state.batch_size, 1), np.int64)
-                draft.chances, draft.probes = Chances(only + 1.0, only, only), None
+                root = np.array([row[-1:] for row in state.tokens])
+                draft.chances, draft.probes = Chances(only + 1.0, only, only, root), None
             return draft
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or state.foreseen is None:
             foreseen = self._grow(drafter, state, known, depth)
         grown, trust = foreseen
-        draft, tokens = grown.draft(state.foreseen)
+        draft = grown.draft(state.foreseen)
         chances = draft.chances
         assert chances is not None
         if self._exactly(state) is None:
-            self._proposed = trust, chances.parents.tolist(), tokens, chances.paths.tolist()
+            rows = chances.parents, chances.tokens, chances.paths
+            self._proposed = trust, *(part.tolist() for part in rows)
             return draft
         probes = drafter.hang(draft.tree, self._ahead(chances)) if self.probes else None
         return Draft(draft.tree, draft.tokens, None, probes)

@@ -68,7 +68,7 @@ def naive(
 
 def paths_of(grown: Grown | Draft, row: int) -> dict[Path, float]:
     """Token paths of a row's candidates, and the chances that they are said to have."""
-    draft = grown.draft()[0] if isinstance(grown, Grown) else grown
+    draft = grown.draft() if isinstance(grown, Grown) else grown
     parents, tokens = draft.tree.parents[row].tolist(), draft.tokens[row].tolist()
     paths: list[Path] = [()]
     for node in range(1, draft.tree.row_candidates[row] + 1):
@@ -143,7 +143,7 @@ def test_rows_that_know_less(with_transition: bool) -> None:
     logits, states, roots, transition = example(5, 3, 20, with_transition)
     known = (3, 0, 1, 2, 3)
     grown = grow(predict(logits, 8, known, transition, states), roots, 8, 3)
-    tree = grown.draft()[0].tree
+    tree = grown.draft().tree
     assert tree.row_depths[1] == tree.row_candidates[1] == 0
     for row in range(5):
         some = slice(row, row + 1)
@@ -164,7 +164,7 @@ def test_tokens_that_are_impossible() -> None:
     logits[1, :, 5:8] = 0.0
     grown = grow(predict(logits, 8), torch.tensor([4, 4]), 8, 2)
     assert set(paths_of(grown, 0)) == {(2,), (3,), (2, 2), (2, 3), (3, 2), (3, 3)}
-    tree = grown.draft()[0].tree
+    tree = grown.draft().tree
     assert tree.row_candidates == (6, 8)
     assert set(paths_of(grown, 1)) >= {(5,), (6,), (7,)}
     assert tree.valid[0].tolist() == [True] * 7 + [False] * 2
@@ -185,7 +185,7 @@ def test_certain_tokens() -> None:
     for count in (1, 2, 4):
         grown = grow(predict(logits, count), torch.tensor([0]), count, 4)
         assert grown.tokens[0].tolist() == [0, 3, 1, 3, 5][: count + 1]
-        tree = grown.draft()[0].tree
+        tree = grown.draft().tree
         assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3][: count + 1]
         assert tree.is_chain and not grown.log_probs.any()
 
@@ -196,7 +196,7 @@ def test_numbers_that_have_overflown() -> None:
     logits[0, 0, 4], logits[1, 1] = torch.nan, torch.inf
     grown = grow(predict(logits, 6), torch.tensor([1, 2, 3]), 6, 2)
     assert grown.tokens[:, 0].tolist() == [1, 2, 3]
-    assert grown.draft()[0].tree.row_candidates == (6, 6, 6)
+    assert grown.draft().tree.row_candidates == (6, 6, 6)
     for row in range(3):
         paths_of(grown, row)
     assert paths_of(grown, 2).keys() == naive(logits[2], logits[2], 3, None, 6, 2).keys()
@@ -209,7 +209,7 @@ def test_where_a_step_ends() -> None:
     """A path ends at a node with the node's chance less those of its children."""
     logits, states, roots, transition = example(4, 3, 20, True)
     grown = grow(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
-    chances = grown.draft()[0].chances
+    chances = grown.draft().chances
     found = ends(chances.paths, chances.parents)
     for row in range(4):
         paths = {(): 0.0, **paths_of(grown, row)}
@@ -226,7 +226,7 @@ def test_where_a_step_ends() -> None:
 def test_the_likeliest_ends(count: int) -> None:
     logits, states, roots, transition = example(4, 3, 20, True)
     grown = grow(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
-    chances = grown.draft()[0].chances
+    chances = grown.draft().chances
     found = ends(chances.paths, chances.parents)
     chosen = best_ends(chances.paths, chances.parents, count)
     for row in range(4):
