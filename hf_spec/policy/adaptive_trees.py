@@ -225,6 +225,8 @@ class AdaptiveTrees(TreeSource):
         if foreseen is None or state.foreseen is None:
             foreseen = self._grow(drafter, state, known, depth)
         grown, trust = foreseen
+        if not all(state.active):  # grown before it was known that rows stop short of their bonus
+            grown.tokens[:, 0] = state.root
         draft = grown.draft(state.foreseen)
         chances = draft.chances
         assert chances is not None

@@ -20,10 +20,12 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.tree_states import TreeStates
+from hf_spec.decoding import prefill
 from hf_spec.hub.folder import check_complete
 from hf_spec.methods.registry import get_method
 from hf_spec.policy import tuned_trees
 from hf_spec.policy.tuned_trees import Device
+from hf_spec.tuning.trees import future_ranks
 from hf_spec.tuning.trees import tune as work
 from hf_spec.tuning.trees.future_ranks import BEYOND, FutureRanks, measure
 from hf_spec.tuning.trees.sparse_tree import SparseTrees
@@ -243,18 +245,18 @@ def test_ranks_are_those_of_the_predictions(ranked: Any, made: Path) -> None:
     answer = model.generate(torch.tensor(prompts[:1]), max_new_tokens=30, do_sample=False)
     ids, start = answer[0].tolist(), len(prompts[0])
     rows = ranks.answers[0]
-    assert rows.shape == (30, 2)
-    for place in range(28):
+    assert rows.shape == (31, 2) and ranks.tokens == 90
+    for place in range(-1, 28):
         chain, _ = drafter.get_candidates(answer[:, : start + place + 1])
         predicted = chain[0, start + place + 2 :].tolist()
         for distance in (1, 2):
             at = start + place + 1 + distance
             if at >= len(ids):
-                assert rows[place, distance - 1] == BEYOND
+                assert rows[place + 1, distance - 1] == BEYOND
             else:
                 right = predicted[distance - 1] == ids[at]
-                assert (rows[place, distance - 1] == 0) == right
-    assert (rows[28:] == BEYOND).all()
+                assert (rows[place + 1, distance - 1] == 0) == right
+    assert (rows[-2:] == BEYOND).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 16, 40])
@@ -284,13 +286,33 @@ def test_short_answers_tell_little(ranked: Any, length: int) -> None:
     drafter: Any = get_method("bita").drafter(model, get_method("bita").parse_options(None))
     answer = model.generate(torch.tensor(prompts[:1]), max_new_tokens=length, do_sample=False)
     rows = measure(drafter, prompts[0], answer[0, len(prompts[0]) :].tolist())
-    assert rows.shape == (length, 2) and (rows != BEYOND).sum() == max(length - 2, 0)
+    assert rows.shape == (length + 1, 2)
+    assert (rows != BEYOND).sum(1).tolist() == [min(n, 2) for n in range(length - 1, -1, -1)] + [0]
+
+
+def test_prompts_too_long_for_probes(ranked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step behind them is a plain one."""
+    model, prompts, short = ranked
+    monkeypatch.setattr(future_ranks, "RIDING", 3)
+    monkeypatch.setattr(prefill, "RIDING", 3)
+    drafter: Any = get_method("bita").drafter(model, get_method("bita").parse_options(None))
+    answer = model.generate(torch.tensor(prompts[:1]), max_new_tokens=30, do_sample=False)
+    rows = measure(drafter, prompts[0], answer[0, len(prompts[0]) :].tolist())
+    assert (rows[0] == BEYOND).all() and (rows[1:] == short.answers[0][1:]).all()
+    ranks = FutureRanks((rows,))
+    states = SparseTrees(short.accuracies(), 7).best(7)
+    replay = ranks.replay(states)
+    model.generate(
+        torch.tensor(prompts[:1]), max_new_tokens=30, do_sample=False,
+        **drafting("bita", tree=states.to_json()),
+    )  # fmt: skip
+    assert hf_spec.last_stats(model).num_steps == replay.steps
 
 
 def test_accuracies_count_places() -> None:
     answers = (np.array([[0, 1], [2, 0], [-1, 0], [0, -2], [-2, -2], [-2, -2]]),)
     ranks = FutureRanks(answers)
-    assert ranks.tokens == 6 and len(ranks.places) == 3
+    assert ranks.tokens == 5 and len(ranks.places) == 3
     np.testing.assert_allclose(ranks.accuracies()[:, :3], [[1 / 3, 0, 1 / 3], [2 / 3, 1 / 3, 0]])
 
 

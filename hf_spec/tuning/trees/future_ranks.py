@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.decoding.prefill import RIDING
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.tuning.trees.bare_trees import BareTrees
 from hf_spec.tuning.trees.sparse_tree import Array, SparseTrees
@@ -62,25 +63,20 @@ class FutureRanks:
     """Ranks of the right tokens in the predictions, answer by answer.
 
     Attributes:
-        answers: ``(tokens, distances)`` each; ``[i, d - 1]`` is the rank of the token i + 1 + d of
-            the answer in the prediction for distance d at its token i. Without probes a row for the
-            prompt's last token stands before them.
+        answers: ``(1 + tokens, distances)`` each; ``[i, d - 1]`` is the rank of the token i + d of
+            the answer (its first being 0) in the prediction for distance d at the token before the
+            token i: at the prompt's last one for i = 0. Every step behind a prompt has candidates.
         per_distance: probes for each distance; 0: predictions take none, and every step knows them
-            all, that behind the prompt included.
+            all.
     """
 
     answers: tuple[Ranks, ...]
     per_distance: int = 1
 
     @property
-    def ahead(self) -> int:
-        """Rows of an answer before that of its first token."""
-        return 0 if self.per_distance else 1
-
-    @property
     def tokens(self) -> int:
         """Tokens of all answers."""
-        return sum(len(answer) - self.ahead for answer in self.answers)
+        return sum(len(answer) - 1 for answer in self.answers)
 
     def trees(self, accuracies: Array, max_size: int) -> SparseTrees | BareTrees:
         """Trees for these accuracies, of at most ``max_size`` rows, as the drafter takes them."""
@@ -127,23 +123,23 @@ class FutureRanks:
         """Decode the answers with these trees: what ``generate`` does, from the ranks alone."""
         children = [_children(state) for state in states.states]
         visits, steps, landed = np.zeros(len(children)), 0, []
-        known = len(children) - 1  # where there are no probes
+        everything = len(children) - 1  # known behind the prompt, and where there are no probes
         for answer in self.answers:
             steps += 1  # the prefill emits the first token
-            root, state = 0, 0 if self.per_distance else known
-            while root < len(answer) - self.ahead - 1:
+            root, state = 0, everything if (answer[0] != BEYOND).any() else 0
+            while root < len(answer) - 2:
                 steps += 1
                 visits[state] += 1
                 node = depth = 0
                 if state:
-                    landed.append(answer[root - 1 + self.ahead])
+                    landed.append(answer[root])
                     for rank in landed[-1]:
                         below = children[state].get((node, int(rank)))
                         if below is None:
                             break
                         node, depth = below, depth + 1
                 root += depth + 1
-                state = states.states[state].probes[node] if self.per_distance else known
+                state = states.states[state].probes[node] if self.per_distance else everything
         places = np.array(landed, dtype=np.int64).reshape(-1, self.answers[0].shape[1])
         return Replay(self.tokens, steps, visits, places[(places != BEYOND).all(1)])
 
@@ -156,7 +152,9 @@ def _children(state: TreeState) -> dict[tuple[int, int], int]:
 
 @torch.no_grad()
 def measure(drafter: TreeDrafter, prompt: Sequence[int], answer: Sequence[int]) -> Ranks:
-    """Ranks of one answer's tokens, ``(tokens, distances)``; see :class:`FutureRanks`.
+    """Ranks of one answer's tokens, ``(1 + tokens, distances)``; see :class:`FutureRanks`.
+
+    Where the prompt is longer than what probes ride along with, its row is ``BEYOND``.
 
     Args:
         drafter: makes the predictions.
@@ -164,9 +162,9 @@ def measure(drafter: TreeDrafter, prompt: Sequence[int], answer: Sequence[int]) 
     """
     device, distances = drafter.model.device, drafter.distances
     ids = torch.tensor([[*prompt, *answer]], device=device)
-    ahead = 0 if drafter.per_distance else 1
-    found = np.full((ahead + len(answer), distances), BEYOND, dtype=np.int64)
-    first, done = len(prompt) - ahead, 0
+    found = np.full((1 + len(answer), distances), BEYOND, dtype=np.int64)
+    rides = not drafter.per_distance or len(prompt) <= RIDING
+    first, done = len(prompt) - int(rides), 0
     # The last two tokens have nothing to predict.
     places = torch.arange(first, max(ids.shape[1] - 2, first), device=device)
     for logits in drafter.future_logits(ids, places) if len(places) else ():
@@ -178,6 +176,7 @@ def measure(drafter: TreeDrafter, prompt: Sequence[int], answer: Sequence[int]) 
         hits = best.to(device) == right[..., None]
         ranks = torch.where(hits.any(-1), hits.int().argmax(-1), MISS)
         ranks = torch.where(inside, ranks, BEYOND)
-        found[done : done + len(logits)] = ranks.cpu().numpy()
+        at = first + done + 1 - len(prompt)
+        found[at : at + len(logits)] = ranks.cpu().numpy()
         done += len(logits)
     return found
