@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +19,24 @@ def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> d
     generator = torch.Generator().manual_seed(seed)
     weights = find_active(model, peft_type).weights()
     for tensor in weights.values():
+        if not tensor.is_floating_point():
+            continue
         tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor.dtype)
     return weights
+
+
+@contextmanager
+def lent(model: Any, config: Any, random: bool) -> Iterator[None]:
+    """A model with an adapter, of random parameters or fresh, and then as it was."""
+    torch.manual_seed(2)
+    model.add_adapter(config, "lent")
+    if random:
+        randomise(model, config.type_name)
+    try:
+        yield
+    finally:
+        model.delete_adapter("lent")
+        model.requires_grad_(True)  # PEFT freezes the base
 
 
 def with_updates(model: PreTrainedModel, adapter: Any, scale: float) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapter_oracle import randomise
+from adapter_oracle import lent
 from architectures import EXCLUDED, REFUSED, build, model_types
 from conftest import ragged
 from test_method_contract import FIELDS, VARIANTS
@@ -83,16 +83,9 @@ def adapted(model: Any, name: str) -> Any:
     if not method.needs_adapter:
         yield
         return
-    torch.manual_seed(2)
-    try:
-        fields = FIELDS[name].get(next(iter(VARIANTS[name])), {})
-        model.add_adapter(method.adapter_config(**fields), "sweep")
-        if fields:  # all of it matters
-            randomise(model, method.adapter_config.type_name)
+    fields = FIELDS[name].get(next(iter(VARIANTS[name])), {})
+    with lent(model, method.adapter_config(**fields), random=bool(fields)):  # all of it matters
         yield
-    finally:
-        if "sweep" in (getattr(model, "peft_config", None) or {}):
-            model.delete_adapter("sweep")
 
 
 def test_exact_or_refused(

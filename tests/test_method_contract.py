@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import lent
 from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
 from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -88,14 +88,8 @@ def adapted(model: PreTrainedModel, name: str, variant: str) -> Any:
     if not method.needs_adapter:
         yield model
         return
-    torch.manual_seed(2)
-    model.add_adapter(method.adapter_config(**(fields or {})), "contract")
-    if fields is not None:
-        randomise(model, method.adapter_config.type_name)
-    try:
+    with lent(model, method.adapter_config(**(fields or {})), random=fields is not None):
         yield model
-    finally:
-        model.delete_adapter("contract")
 
 
 def back_ends(architecture: str) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import lent
 from conftest import ARCHITECTURES, prompt, ragged
 from running import drafting
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
@@ -31,17 +31,10 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 
-@contextmanager
-def adapted(model: Any, name: str) -> Iterator[Any]:
+def adapted(model: Any, name: str) -> AbstractContextManager[None]:
     """The model with an adapter of random parameters, so that all of them matter."""
-    torch.manual_seed(2)
-    config = get_method(name).adapter_config
-    model.add_adapter(config(), "riding")
-    randomise(model, config.type_name)
-    try:
-        yield model
-    finally:
-        model.delete_adapter("riding")
+    config: Any = get_method(name).adapter_config
+    return lent(model, config(), random=True)
 
 
 @pytest.fixture
