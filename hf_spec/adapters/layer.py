@@ -53,8 +53,9 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def build(self, config: SpecPeftConfig, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """The initial parameters of an adapter: name -> tensor. None by default.
 
-        Names are identifiers other than "format". Tensors are floating-point; they will be cast to
-        the dtype and moved to the device of the base's embeddings. `model` is the base model, to be
+        Names are identifiers other than "format". Floating-point tensors will be cast to the dtype
+        of the base's embeddings; integers are not trained. All move to these embeddings' device.
+        `model` is the base model, to be
         read (for an initialisation from its weights) and not to be changed. Loading a saved adapter
         calls this as well, hence shapes follow from `config` and `model.config` alone. It is called
         twice: with torch's default device set to "meta", for the shapes, and without.
@@ -63,10 +64,13 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
     def weights(self, adapter_name: str) -> dict[str, torch.Tensor]:
         """The parameters of an adapter under the names that `build` gave them."""
-        containers = (
-            (n.removeprefix(self.prefix), getattr(self, n)) for n in self.adapter_layer_names
-        )
-        return {name: values[adapter_name] for name, values in containers if adapter_name in values}
+        attributes = (*self.adapter_layer_names, *self.other_param_names)
+        containers = ((n.removeprefix(self.prefix), getattr(self, n)) for n in attributes)
+        return {
+            name: values[adapter_name]
+            for name, values in containers
+            if name != "format" and adapter_name in values
+        }
 
     def stored_facts(self, adapter_name: str) -> dict[str, TensorFacts]:
         """What is stored of an adapter: names on disk, shapes and types."""
@@ -112,11 +116,17 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         tensors = self.build(config, model)
         for name, tensor in tensors.items():
             attribute = f"{self.prefix}{name}"
-            if attribute not in self.adapter_layer_names:
-                self.add_module(attribute, nn.ParameterDict())
-                self.adapter_layer_names += (attribute,)
-            tensor = tensor.detach().clone().to(device=device, dtype=dtype)
-            getattr(self, attribute)[adapter_name] = nn.Parameter(tensor)
+            tensor = tensor.detach().clone().to(device)
+            if tensor.is_floating_point():
+                if attribute not in self.adapter_layer_names:
+                    self.add_module(attribute, nn.ParameterDict())
+                    self.adapter_layer_names += (attribute,)
+                getattr(self, attribute)[adapter_name] = nn.Parameter(tensor.to(dtype))
+            else:
+                if attribute not in self.other_param_names:
+                    self.add_module(attribute, BufferDict(persistent=True))
+                    self.other_param_names += (attribute,)
+                getattr(self, attribute)[adapter_name] = tensor
 
     def _get_available_adapters(self) -> set[str]:  # PEFT's sees parameters only
         return set(BaseTunerLayer._all_available_adapter_names(self))

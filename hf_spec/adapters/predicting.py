@@ -1,4 +1,4 @@
-"""Parameters that adapters share which predict future tokens: transitions, and states in front."""
+"""What adapters share that predict future tokens: transitions, vocabularies, states in front."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from torch import Tensor, nn
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.checks import check_count, check_range
-from hf_spec.core.limits import MAX_RANK, MAX_SHAPE
+from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.support import kv_shape
 
 #: What an adapter has that ``hf-spec train`` makes, unless the user says.
 TRAINED = {"transition_rank": 128}
 #: Names of the parameters.
 BEFORE, AFTER, STATE = "transition_before", "transition_after", "transition_state"
+#: Name of the tokens that are predicted, where these are not all.
+VOCABULARY = "draft_vocabulary"
+#: One token in so many is predicted after ``hf-spec train``, unless the user says.
+SHARE = 4
 
 
 @dataclass
-class TransitionConfig(SpecPeftConfig):
-    """Config of an adapter that may have a transition."""
+class PredictingConfig(SpecPeftConfig):
+    """Config of an adapter that may have a transition and a vocabulary of its own."""
 
     transition_rank: int = field(
         default=0,
@@ -35,8 +39,17 @@ class TransitionConfig(SpecPeftConfig):
         default=3e-3, metadata={"help": "Its peak in training; cosine schedule."}
     )
 
+    draft_vocab_size: int = field(
+        default=0,
+        metadata={
+            "help": "Tokens that are predicted: the commonest ones of the training answers; 0: "
+            "all, as in the paper. hf-spec train takes a quarter of the vocabulary."
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_count("draft_vocab_size", self.draft_vocab_size, low=0, high=MAX_SIZE)
         check_range(
             "transition_learning_rate", self.transition_learning_rate, 0.0, 1.0, open_low=True
         )
@@ -45,15 +58,41 @@ class TransitionConfig(SpecPeftConfig):
     def learning_rates(self) -> dict[str, float]:
         return {"transition": self.transition_learning_rate} if self.transition_rank else {}
 
-    def fresh_transition(self, model: nn.Module) -> dict[str, Tensor]:
+    @property
+    def reads_head(self) -> bool:
+        """Whether logits are made by the base's output embeddings, and by nothing else."""
+        return True
+
+    def set_vocabulary(self, model: nn.Module) -> None:
+        """Predict so many tokens as ``hf-spec train`` does."""
+        self.draft_vocab_size = vocab_size(model) // SHARE if self.reads_head else 0
+
+    def check_base(self, model: nn.Module) -> None:
+        super().check_base(model)
+        if self.draft_vocab_size and not self.reads_head:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size}: this adapter predicts tokens by a "
+                "matrix of its own, which has them all. Leave it out."
+            )
+        if self.draft_vocab_size and self.draft_vocab_size > vocab_size(model):
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size}: the model has {vocab_size(model)} "
+                "tokens. Take fewer, or 0 for all."
+            )
+
+    def fresh_shared(self, model: nn.Module) -> dict[str, Tensor]:
         """``transition_before`` (rank, embedding), ``transition_state`` (rank, hidden) and
-        ``transition_after`` (hidden, rank): the bias is 0 at first. Nothing for rank 0."""
-        rank = self.transition_rank
+        ``transition_after`` (hidden, rank): the bias is 0 at first. Nothing for rank 0.
+        ``draft_vocabulary`` (tokens,), int64 ids in ascending order, where not all are predicted:
+        the first ones, since they tend to be the commonest."""
+        rank, size = self.transition_rank, self.draft_vocab_size
+        tensors = {VOCABULARY: torch.arange(size)} if size else {}
         if not rank:
-            return {}
+            return tensors
         base: Any = model
         embedding, hidden = base.get_input_embeddings().weight.shape[1], _width(base)
         return {
+            **tensors,
             BEFORE: torch.randn(rank, embedding) / embedding**0.5,
             STATE: torch.randn(rank, hidden) / hidden**0.5,
             AFTER: torch.zeros(hidden, rank),
@@ -61,7 +100,7 @@ class TransitionConfig(SpecPeftConfig):
 
 
 @dataclass
-class FrontConfig(TransitionConfig):
+class FrontConfig(PredictingConfig):
     """Base of configs of adapters with learned keys and values: they have the cache's shape."""
 
     num_layers: int | None = field(
@@ -90,6 +129,12 @@ class FrontConfig(TransitionConfig):
         assert self.num_layers and self.num_kv_heads and self.head_dim
         shape = (self.num_layers, self.num_kv_heads, slots, self.head_dim)
         return {f"{name}_{part}": torch.randn(shape) * std for part in ("keys", "values")}
+
+
+def vocab_size(model: Any) -> int:
+    """Tokens that the model makes logits of."""
+    made: int = model.get_output_embeddings().out_features
+    return made
 
 
 def _width(model: Any) -> int:

@@ -61,8 +61,8 @@ class HeadDrafter(TreeDrafter):
 
     def logits(self, states: Tensor) -> Tensor:
         if self.exact and PROJECTION not in self.weights:
-            return model_logits(self.model, states)
-        return head_logits(self.model, self.weights, states)
+            return model_logits(self.model, states, head=self.vocabulary)
+        return head_logits(self.model, self.weights, states, self.vocabulary)
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         hidden = token_hidden(self.model, input_ids)[0]

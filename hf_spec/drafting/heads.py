@@ -19,12 +19,12 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.adapters.predicting import TransitionConfig
+from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import future_losses, wanted_mean
-from hf_spec.model.hidden_states import model_logits, output_logits, states_at
+from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.low_rank import features
 
@@ -34,7 +34,7 @@ WEIGHTS, BIASES, PROJECTION = HEAD_WEIGHTS = "weights", "biases", "projections"
 
 
 @dataclass
-class HeadsConfig(TransitionConfig):
+class HeadsConfig(PredictingConfig):
     """Config of an adapter with heads.
 
     Raises:
@@ -70,6 +70,10 @@ class HeadsConfig(TransitionConfig):
         check_range("decay", self.decay, 0.0, 1.0, open_low=True)
         check_choices(self, projection=PROJECTIONS, loss=LOSSES)
 
+    @property
+    def reads_head(self) -> bool:
+        return self.projection == "shared"
+
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if `model` has no output embeddings that the heads can start from."""
         super().check_base(model)
@@ -101,7 +105,7 @@ class HeadsAdapter(SpecAdapterLayer):
                 tensors[PROJECTION] = torch.zeros(heads, vocab, hidden)
             else:
                 tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
-        return {**tensors, **config.fresh_transition(model)}
+        return {**tensors, **config.fresh_shared(model)}
 
 
 def _output_embeddings(model: Any) -> Any:
@@ -138,17 +142,20 @@ def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     return torch.stack(states, dim=-2)
 
 
-def head_logits(model: Any, weights: Mapping[str, Tensor], states: Tensor) -> Tensor:
-    """Logits of the first heads, ``(..., heads, vocab)``, up to what leaves their order as it is.
+def head_logits(
+    model: Any, weights: Mapping[str, Tensor], states: Tensor, head: Head | None = None
+) -> Tensor:
+    """Logits of the first heads, ``(..., heads, tokens)``, up to what leaves their order as it is.
 
     Args:
         model: the base model.
         weights: see :func:`head_states`.
         states: ``(..., heads, hidden)`` what their blocks made.
+        head: in place of the base's output embeddings, where heads share them.
     """
     if PROJECTION in weights:
         return _projected(model, weights[PROJECTION], states)
-    return output_logits(model, states)
+    return output_logits(model, states, head)
 
 
 def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Predictions:
             ``(batch,)``, where the host is not to know.
         transition: how the token before changes them.
         states: ``(batch, distances, hidden)`` from which the logits were made; for the transition.
+        ids: ``(vocab,)`` the tokens that these logits are of; None: their places are their ids.
 
     Attributes:
         tokens: ``(batch, distances, width)`` ids, the likeliest first.
@@ -45,13 +46,14 @@ class Predictions:
         known: Sequence[int] | Tensor,
         transition: Transition | None = None,
         states: Tensor | None = None,
+        ids: Tensor | None = None,
     ):
         if transition is not None:
             width = max(width, SHORTLIST)
         best = logits.topk(min(width, logits.shape[-1]), dim=-1)
         precise = torch.promote_types(logits.dtype, torch.float32)
         total = logits.to(precise).logsumexp(-1, keepdim=True)
-        self.tokens = best.indices
+        self.tokens = best.indices if ids is None else ids[best.indices]
         log_probs = best.values - total
         # All tokens alike where numbers have overflown on the way: a draft may come from any.
         alike = -math.log(logits.shape[-1])

@@ -66,7 +66,7 @@ class ProbeDrafter(TreeDrafter):
         return hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        return output_logits(self.model, states)
+        return output_logits(self.model, states, self.vocabulary)
 
     def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
         if not any(map(any, ahead)):

@@ -17,13 +17,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.drafting.made_once import made_once
 from hf_spec.model.hidden_states import linear_logits
 
 #: Tokens whose embeddings are projected at once.
@@ -110,24 +110,15 @@ class Transition:
             return self._given
         embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         weights = [self.before, self.after, embeddings.weight, getattr(head, "weight", None)]
-        made_of = [one.data if _is_plain(one) else one for one in weights]
-        key = [
-            (one.data_ptr(), whole._version) if _is_plain(whole) else id(whole)
-            for one, whole in zip(made_of, weights)
-        ]
-        known = _KNOWN.get(self.model)
-        if known is None or known[0] != key:
+
+        def make() -> _Tables:
             ids = torch.arange(embeddings.weight.shape[0]).split(AT_ONCE)
             before = torch.cat([self._embedded(some) for some in ids])
-            after = linear_logits(self.model, self.after.T).T.to(before).contiguous()
-            # What the key names must not be freed, or its place could become another's.
-            known = _KNOWN[self.model] = (key, made_of, _Tables(before, after))
-        return known[2]
+            return _Tables(
+                before, linear_logits(self.model, self.after.T).T.to(before).contiguous()
+            )
 
-
-def _is_plain(weight: Any) -> bool:
-    """Whether its numbers are its own: neither quantised nor spread over devices."""
-    return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
+        return made_once(self.model, "transition", weights, make)
 
 
 class _Tables(NamedTuple):
@@ -135,6 +126,3 @@ class _Tables(NamedTuple):
 
     before: Tensor
     after: Tensor
-
-
-_KNOWN: WeakKeyDictionary[Any, tuple[list[Any], list[Any], _Tables]] = WeakKeyDictionary()

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
@@ -99,12 +100,13 @@ class TreeDrafter(Drafter):
 
     Args:
         source: gives the trees of each step.
-        weights: the adapter's parameters; its transition may be among them.
+        weights: the adapter's parameters; its transition and vocabulary may be among them.
 
     Attributes:
         distances: tokens behind the next one that it predicts.
         per_distance: probes for each distance; 0: predictions take no rows, and every step knows
             them all.
+        vocabulary: the tokens that are predicted; None: all.
     """
 
     runs_modules: ClassVar[bool] = True
@@ -114,6 +116,7 @@ class TreeDrafter(Drafter):
         super().__init__(model, options)
         self.source = source
         self.transition = Transition.of(weights, model)
+        self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, StepRows] = {}
 
     def start(self, state: DecodingState) -> None:
@@ -204,8 +207,14 @@ class TreeDrafter(Drafter):
             seen: see :meth:`seen`.
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
         """
-        states = self.states(seen, depth)
-        return Predictions(self.logits(states), width, known, self.transition, states)
+        return self._predictions(self.states(seen, depth), known, width)
+
+    def _predictions(
+        self, states: Tensor, known: Sequence[int] | Tensor, width: int
+    ) -> Predictions:
+        ids = None if self.vocabulary is None else self.vocabulary.tokens
+        logits = self.logits(states)
+        return Predictions(logits, width, known, self.transition, states, ids)
 
     @abstractmethod
     def seen(self, state: DecodingState) -> Tensor:
@@ -223,18 +232,21 @@ class TreeDrafter(Drafter):
     def made(self) -> dict[str, Tensor]:
         """Tensors that :meth:`predictions` reads and that were made of the model's for this call:
         inputs of compiled code."""
-        return {} if self.transition is None else self.transition.made()
+        parts = [part.made() for part in (self.transition, self.vocabulary) if part is not None]
+        return {name: tensor for part in parts for name, tensor in part.items()}
 
     def using(self, made: Mapping[str, Tensor]) -> Self:
         """One that reads these in place of :meth:`made`."""
         own = copy.copy(self)
         own.transition = None if self.transition is None else self.transition.using(made)
+        own.vocabulary = None if self.vocabulary is None else self.vocabulary.using(made)
         return own
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Predictions ``(batch, depth, vocab)`` of :meth:`states`, up to what leaves their order
-        as it is, unless :attr:`exact`: then as training had them."""
+        """Predictions ``(batch, depth, tokens)`` of :meth:`states`, up to what leaves their order
+        as it is, unless :attr:`exact`: then as training had them. Of all tokens, or of those of
+        :attr:`vocabulary`."""
 
     @property
     def exact(self) -> bool:
@@ -269,6 +281,8 @@ class TreeDrafter(Drafter):
         done, ids = 0, input_ids[0]
         for states in self.future_states(input_ids, places):
             logits = self.logits(states)
+            if self.vocabulary is not None:
+                logits = self.vocabulary.of_all(logits)
             if self.transition is not None:
                 some = places[done : done + len(states), None].to(ids.device)
                 at = some + torch.arange(1, self.distances + 1, device=ids.device)
@@ -282,6 +296,5 @@ class TreeDrafter(Drafter):
         (states,) = self.future_states(input_ids, last)
         # The token before those that are predicted.
         own = self.model(input_ids).logits[0, -1:].argmax(-1).to(states.device)
-        known = (self.distances,)
-        predictions = Predictions(self.logits(states), 1, known, self.transition, states)
+        predictions = self._predictions(states, (self.distances,), 1)
         return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()

@@ -13,16 +13,22 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from modeling_patches.per_call import Changes
 
+#: Stands in for output embeddings: from hidden states (..., hidden) to logits.
+Head = Callable[[Tensor], Tensor]
 
-def output_logits(model: Any, hidden: Tensor) -> Tensor:
+
+def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tensor:
     """The model's output embeddings applied to final hidden states.
 
     A scaling or soft cap that some models apply afterwards is left out: for draft tokens, whose
     order it does not change.
+
+    Args:
+        head: in place of the output embeddings.
     """
     # Flat: on CPUs a slice of rows, whose strides are another number of rows', takes a path of the
     # matrix product that is ten times slower.
-    flat = model.get_output_embeddings()(hidden.flatten(0, -2))
+    flat = (head or model.get_output_embeddings())(hidden.flatten(0, -2))
     return flat.unflatten(0, hidden.shape[:-1])
 
 
@@ -66,7 +72,9 @@ class _DecoderOutput(BaseModelOutput):
         return None
 
 
-def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> Tensor:
+def model_logits(
+    model: Any, hidden: Tensor, changes: Changes | None = None, head: Head | None = None
+) -> Tensor:
     """The model's own logits of final hidden states (batch, rows, hidden).
 
     With all that it does to them, in contrast to :func:`output_logits`: for losses and for
@@ -75,6 +83,7 @@ def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> 
 
     Args:
         changes: with which the model makes them.
+        head: in place of the output embeddings.
     """
     # Slices take a slow path of the matrix product on CPUs; see output_logits.
     made = _DecoderOutput(last_hidden_state=hidden.contiguous())
@@ -82,6 +91,8 @@ def model_logits(model: Any, hidden: Tensor, changes: Changes | None = None) -> 
     if changes is not None:
         own.update(changes)
     own.instead(decoder_of(model), "forward", lambda *args, **kwargs: made)
+    if head is not None:
+        own.instead(model.get_output_embeddings(), "forward", head)
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     # Its forward, not the model: hooks know of calls with inputs, which these are not.
     logits = own.run_alone(model.forward, input_ids=ids, use_cache=False, return_dict=True).logits

@@ -187,6 +187,7 @@ def train(
     """
     from transformers import set_seed
 
+    from hf_spec.adapters.predicting import PredictingConfig
     from hf_spec.decoding.selfcheck import check_tree_forward
     from hf_spec.hub.folder import attached, save_adapter
     from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
@@ -204,11 +205,14 @@ def train(
     check_tree_forward(model, "training")
     assert method.adapter_config is not None
     set_seed(settings.seed)
-    adapter_config = (
-        method.adapter_config(**{**method.trained, **(config or {})})
-        if start is None
-        else extended(start, config or {})
-    )
+    given = config or {}
+    if start is None:
+        adapter_config: Any = method.adapter_config(**{**method.trained, **given})
+        predicts = isinstance(adapter_config, PredictingConfig)
+        if predicts and "draft_vocab_size" not in given:
+            adapter_config.set_vocabulary(model)
+    else:
+        adapter_config = extended(start, given)
     folder = output / "checkpoints"
     arguments = training_arguments(method, settings, folder, adapter_config)
     if checkpoints(folder) and not resume:
@@ -230,6 +234,8 @@ def train(
             parameter.requires_grad_(True)
         if start is not None:
             take_over(model, adapter_config, start)
+        else:
+            take_vocabulary(model, adapter_config, training_rows["answer_ids"])
         trainer = SpecTrainer(
             model=peft_model,
             args=arguments,
@@ -269,11 +275,11 @@ def extended(folder: Path, fields: dict[str, Any]) -> Any:
     """
     from peft import PeftConfig
 
-    from hf_spec.adapters.predicting import TRAINED, TransitionConfig
+    from hf_spec.adapters.predicting import TRAINED, PredictingConfig
 
     fields = {**TRAINED, **fields}
     config: Any = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, TransitionConfig):
+    if not isinstance(config, PredictingConfig):
         raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
     if config.transition_rank:
         raise ValueError(f"the adapter {str(folder)!r} has a transition already: train it anew")
@@ -304,6 +310,18 @@ def take_over(model: Any, config: Any, folder: Path) -> None:
         weights[name].requires_grad_(name.startswith("transition"))
         if not name.startswith("transition"):
             weights[name].data.copy_(stored[place])
+
+
+def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
+    """Let an adapter with a vocabulary of its own predict what is commonest in these answers."""
+    from hf_spec.adapters.active import find_active
+    from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+    from hf_spec.drafting.draft_vocabulary import common_tokens
+
+    adapter = find_active(model, config.type_name)
+    tokens = None if adapter is None else adapter.weights().get(VOCABULARY)
+    if tokens is not None:
+        tokens.copy_(common_tokens(answers, len(tokens), vocab_size(model)))
 
 
 def bit_sums(parameters: Sequence[torch.Tensor]) -> str:

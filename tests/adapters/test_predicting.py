@@ -19,18 +19,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.adapters.predicting import AFTER, BEFORE, STATE, VOCABULARY
 from hf_spec.hub.folder import read_spec_config, save_adapter
 from hf_spec.methods.registry import methods
 
 Fresh = Callable[..., PreTrainedModel]
 #: Fields that came with transitions; of gated updates, too.
-NEW_FIELDS = ("transition_rank", "transition_learning_rate", "update_learning_rate")
+NEW_FIELDS = (
+    "transition_rank", "transition_learning_rate", "update_learning_rate", "draft_vocab_size",
+)  # fmt: skip
 PARTS = (BEFORE, AFTER, STATE)
 
 #: Every method whose adapters may have a transition.
 NAMES = [
-    name for name, method in methods().items() if hasattr(method.adapter_config, "fresh_transition")
+    name for name, method in methods().items() if hasattr(method.adapter_config, "fresh_shared")
 ]
 every_method = pytest.mark.parametrize("name", NAMES)
 
@@ -80,18 +82,27 @@ def test_a_fresh_transition_changes_nothing(fresh: Fresh, name: str) -> None:
     assert not having[AFTER].any() and having[BEFORE].any() and having[STATE].any()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "cohere2", "gemma2"])
+@pytest.mark.parametrize("size", [0, 20])
+@pytest.mark.parametrize("architecture", ["llama", "cohere2", "gemma2", "gpt2"])
 @every_method
-def test_decoding_predicts_what_training_judges(fresh: Fresh, architecture: str, name: str) -> None:
-    """Also where the model scales or caps its logits: chances and biases depend on their size."""
+def test_decoding_predicts_what_training_judges(
+    fresh: Fresh, architecture: str, name: str, size: int
+) -> None:
+    """Also where the model scales or caps its logits: chances and biases depend on their size.
+
+    With a vocabulary of its own an adapter predicts the same, but for tokens that it has not.
+    """
     model, method = fresh(architecture), methods()[name]
     if architecture == "cohere2":
         model.config.logit_scale = model.logit_scale = 0.1
     if architecture == "gemma2":
         model.config.final_logit_softcapping = 2.0
-    model.add_adapter(config_of(name, transition_rank=3))
+    model.add_adapter(config_of(name, transition_rank=3, draft_vocab_size=size))
     randomise(model, method.adapter_config.type_name, std=0.3)
     adapter = find_active(model, method.adapter_config.type_name)
+    assert (VOCABULARY in adapter.weights()) == bool(size)
+    if size:
+        adapter.weights()[VOCABULARY].copy_(torch.arange(1, 60, 3))
     ids = prompt(12)
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[5]])}
     with torch.no_grad():
@@ -99,6 +110,10 @@ def test_decoding_predicts_what_training_judges(fresh: Fresh, architecture: str,
         drafter = method.drafter(model, method.parse_options({}))
         drafter = getattr(drafter, "inner", drafter)
         (served,) = drafter.future_logits(ids, torch.tensor([5]))
+    if size:
+        other = torch.ones(judged.shape[-1], dtype=torch.bool)
+        other[1:60:3] = False
+        judged = judged.masked_fill(other, -torch.inf)
     # fp32 with other reduction orders.
     torch.testing.assert_close(served[0].softmax(-1), judged.softmax(-1), rtol=1e-4, atol=1e-5)
 
@@ -114,12 +129,13 @@ def test_saved_and_loaded_every_way(fresh: Fresh, tmp_path: Path, name: str) -> 
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
     # As `hf-spec train` writes an adapter folder, and as Transformers saves one.
-    model = get_peft_model(again(), config_of(name, transition_rank=3))
+    model = get_peft_model(again(), config_of(name, transition_rank=3, draft_vocab_size=30))
     randomise(model, type_name)
+    weights(model, name)[VOCABULARY].copy_(torch.arange(0, 60, 2))
     save_adapter(model, tmp_path / "adapter", name, {"fallback": False})
     assert read_spec_config(tmp_path / "adapter")[0].name == name
     wanted, expected = weights(model, name), tokens(model, name)
-    assert expected[0] == plain and set(PARTS) <= wanted.keys()
+    assert expected[0] == plain and {*PARTS, VOCABULARY} <= wanted.keys()
     itself = again()
     itself.load_adapter(str(tmp_path / "adapter"))
     itself.save_pretrained(tmp_path / "copy")
@@ -143,7 +159,8 @@ def test_saved_and_loaded_every_way(fresh: Fresh, tmp_path: Path, name: str) -> 
         assert tokens(loaded)[0] == plain
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     half.load_adapter(str(tmp_path / "adapter"))
-    assert {value.dtype for value in weights(half, name).values()} == {torch.bfloat16}
+    kinds = {key: value.dtype for key, value in weights(half, name).items()}
+    assert kinds.pop(VOCABULARY) == torch.int64 and {*kinds.values()} == {torch.bfloat16}
     tokens(half, name)
     assert hf_spec.last_stats(half).num_drafted_tokens > 0
 

@@ -237,6 +237,7 @@ def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
         "train", "bita", "--model", str(base), "--data", str(data), "--dtype", "float32",
         "--output", str(tmp_path / "two"), "--max-steps", "4", "--eval-steps", "4",
         "--held-out", "4", "--served-tokens", "8", "--transition-rank", "0",
+        "--draft-vocab-size", "0",
     ]) == 0  # fmt: skip
     assert equal(weights(tmp_path / "one"), weights(tmp_path / "two"))
 
@@ -288,10 +289,31 @@ def test_mixed_precision_and_tensorboard(tmp_path: Path) -> None:
 def test_a_base_in_bf16_trains_weights_in_fp32(tmp_path: Path) -> None:
     model = make_model().to(torch.bfloat16)
     train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
-    assert {value.dtype for value in weights(tmp_path).values()} == {torch.float32}
+    kinds = {value.dtype for value in weights(tmp_path).values()}
+    assert kinds == {torch.float32, torch.int64}  # the latter are tokens
     model.load_adapter(tmp_path)
     ids = torch.tensor([answers()[0]["prompt_ids"]])
     model.generate(ids, max_new_tokens=8, **drafting("bita"), do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "tokens"),
+    [
+        ("bita", {}, [*range(65)]),  # a quarter; the first ones where there are no more
+        ("medusa", {"draft_vocab_size": 6}, [0, 1, 4, 5, 6, 7]),
+        ("ppd", {"draft_vocab_size": 0}, []),
+        ("medusa", {"projection": "own"}, []),
+        ("ppd", {"head": "vocabulary"}, []),
+    ],
+)
+def test_the_commonest_tokens_are_predicted(
+    tmp_path: Path, method: str, fields: dict[str, Any], tokens: list[int]
+) -> None:
+    settings = TrainSettings(**{**SETTINGS, "max_steps": 2, "eval_steps": 2})
+    record = train(make_model(), answers(), method, tmp_path, fields, settings)
+    stored = [value for name, value in weights(tmp_path).items() if "draft_vocabulary" in name]
+    assert record["config"]["draft_vocab_size"] == len(tokens)
+    assert [one.tolist() for one in stored] == ([tokens] if tokens else [])
 
 
 # -- refused -----------------------------------------------------------------------------------
@@ -300,7 +322,7 @@ def test_a_base_in_bf16_trains_weights_in_fp32(tmp_path: Path) -> None:
 def test_fields_of_the_config_are_options() -> None:
     assert set(config_fields(get_method("bita"))) == {
         "num_mask_tokens", "num_prompt_tokens", "prompt_depth", "transition_rank",
-        "transition_learning_rate",
+        "transition_learning_rate", "draft_vocab_size",
     }  # fmt: skip
     assert "bita" in trainable() and "prompt_lookup" not in trainable()
 

@@ -118,6 +118,10 @@ class PPDConfig(FrontConfig):
         parts = {"head", "head_down", "head_up", "head_bias"}
         return frozenset(parts) if waits else frozenset()
 
+    @property
+    def reads_head(self) -> bool:
+        return self.head != "vocabulary"
+
     def check_base(self, model: nn.Module) -> None:
         """Record what follows from the base model, or raise ValueError if it does not fit."""
         super().check_base(model)

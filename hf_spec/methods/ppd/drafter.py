@@ -36,4 +36,4 @@ class PPDDrafter(ProbeDrafter):
         return self.prompts.states(hidden)
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.prompts.logits(self.model, states, exact=self.exact)
+        return self.prompts.logits(self.model, states, self.exact, self.vocabulary)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.model.hidden_states import model_logits, output_logits
+from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.tree_forward import ProbeInputs
 
 
@@ -94,16 +94,22 @@ class PromptTokens:
             hidden = hidden + torch.nn.functional.silu(inner + weights["head_bias"].to(hidden))
         return hidden
 
-    def logits(self, model: Any, states: Tensor, exact: bool = True) -> Tensor:
-        """Predictions of the prompt tokens, ``(batch, rows, vocab)``.
+    def logits(
+        self, model: Any, states: Tensor, exact: bool = True,
+        head: Head | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Predictions of the prompt tokens, ``(batch, rows, tokens)``.
 
         Args:
             model: the base model.
             states: ``(batch, rows, hidden)`` as :meth:`states` gives them.
             exact: with all that the model does to its logits; False may leave out what does not
                 change their order.
+            head: in place of the base's output embeddings.
         """
         if self.config.head == "vocabulary":  # added to logits, so that their scale matters
             own = states @ self.weights["head"].to(states).T
             return model_logits(model, states) + own
-        return model_logits(model, states) if exact else output_logits(model, states)
+        if exact:
+            return model_logits(model, states, head=head)
+        return output_logits(model, states, head)

@@ -19,4 +19,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: Hits, untrained as it is, where few tokens are allowed.
 HITTING = "wide"
 #: Fields of the adapter's config; its parameters are random then.
-ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4, "num_ept": 2}}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "num_ept": 2}
+}

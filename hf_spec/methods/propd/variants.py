@@ -18,4 +18,4 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: Hits, untrained as it is, where few tokens are allowed.
 HITTING = "wide"
 #: Fields of the adapter's config; its parameters are random then.
-ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4}}
+ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4, "draft_vocab_size": 40}}

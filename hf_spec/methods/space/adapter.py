@@ -33,7 +33,7 @@ class SpaceAdapter(SpecAdapterLayer):
         hidden = model.get_input_embeddings().weight.shape[1]
         factors = fresh_factors(config.modules(model), config.rank)
         masks = torch.randn(count, hidden) * INIT_STD
-        return {"masks": masks, **factors, **config.fresh_transition(model)}
+        return {"masks": masks, **factors, **config.fresh_shared(model)}
 
     def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         assert isinstance(config, SpaceConfig)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from hf_spec.adapters.low_rank import DOWN, UP, check_settings
-from hf_spec.adapters.predicting import TransitionConfig
+from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FUTURE
 from modeling_patches.low_rank import linear_modules, output_projections
@@ -20,7 +20,7 @@ LEARNING_RATES = {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
 
 
 @dataclass
-class SpaceConfig(TransitionConfig):
+class SpaceConfig(PredictingConfig):
     """Config of a SPACE adapter.
 
     Raises:

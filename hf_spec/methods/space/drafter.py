@@ -36,7 +36,9 @@ class SpaceDrafter(ProbeDrafter):
         super().__init__(model, options, used, source, adapter.weights())
 
     def logits(self, states: Tensor) -> Tensor:
-        return model_logits(self.model, states) if self.exact else super().logits(states)
+        if not self.exact:
+            return super().logits(states)
+        return model_logits(self.model, states, head=self.vocabulary)
 
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int

@@ -12,4 +12,6 @@ HITTING = "chain"
 #: Candidates are sampled, and verified by rejection.
 SAMPLED: dict[str, dict[str, Any]] = {"rejection": {"acceptance": "rejection"}}
 #: Fields of the adapter's config; its parameters are random then.
-ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4, "update": "gated"}}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "update": "gated"}
+}

@@ -1,0 +1,124 @@
+"""A vocabulary for drafting: the commonest tokens, so that predicting reads less than verifying.
+
+Predictions go through the model's output embeddings, which for a vocabulary of 128,000 tokens are a
+fifth of a model of a billion parameters. Most text is made of few tokens, and a candidate need not
+be right: FR-Spec (Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
+Frequency-Ranked Speculative Sampling", 2025, section 3.2). Verification always has all tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+from hf_spec.drafting.made_once import is_plain, made_once
+from hf_spec.model.hidden_states import linear_logits
+
+#: Columns of output embeddings that are read at once where they are not plain numbers.
+AT_ONCE = 64
+
+
+def common_tokens(answers: Iterable[Sequence[int]], size: int, vocabulary: int) -> Tensor:
+    """The tokens that occur most often, ``(size,)`` int64 in ascending order.
+
+    Args:
+        answers: token ids.
+        size: how many; tokens that occur equally often, or not at all, by their ids.
+        vocabulary: how many there are.
+    """
+    counts: Counter[int] = Counter()
+    for answer in answers:
+        counts.update(answer)
+    order = sorted(range(vocabulary), key=lambda token: -counts[token])
+    return torch.tensor(sorted(order[:size]))
+
+
+class DraftVocabulary:
+    """The part of the output embeddings that predicts an adapter's tokens.
+
+    Args:
+        tokens: ``(size,)`` int64 ids.
+        model: the base model.
+
+    Raises:
+        ValueError: the model has no such tokens.
+    """
+
+    def __init__(self, tokens: Tensor, model: Any):
+        self.model, self._tokens = model, tokens
+        self._given: _Rows | None = None
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], model: Any) -> DraftVocabulary | None:
+        """That of an adapter's parameters; None: all tokens are predicted."""
+        return cls(weights[VOCABULARY], model) if VOCABULARY in weights else None
+
+    @property
+    def tokens(self) -> Tensor:
+        """``(size,)`` int64 ids, where the output embeddings are."""
+        return self._rows().tokens
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits ``(..., size)`` of final hidden states, in place of the output embeddings."""
+        rows = self._rows()
+        return functional.linear(hidden.to(rows.weight), rows.weight, rows.bias)
+
+    def of_all(self, logits: Tensor) -> Tensor:
+        """Logits ``(..., vocab)`` of these, ``(..., size)``: others are impossible."""
+        everything = logits.new_full((*logits.shape[:-1], vocab_size(self.model)), -torch.inf)
+        everything[..., self.tokens.to(logits.device)] = logits
+        return everything
+
+    def made(self) -> dict[str, Tensor]:
+        """What it reads, by names of its own."""
+        rows = self._rows()._asdict()
+        return {f"{name} drafted": part for name, part in rows.items() if part is not None}
+
+    def using(self, made: Mapping[str, Tensor]) -> DraftVocabulary:
+        """One that reads these in place of :meth:`made`."""
+        own = copy.copy(self)
+        own._given = _Rows(*(made.get(f"{name} drafted") for name in _Rows._fields))  # type: ignore
+        return own
+
+    @torch.no_grad()
+    def _rows(self) -> _Rows:
+        if self._given is not None:
+            return self._given
+        head = self.model.get_output_embeddings()
+        weight, bias = (getattr(head, name, None) for name in ("weight", "bias"))
+
+        def make() -> _Rows:
+            tokens, known = self._tokens, vocab_size(self.model)
+            low, high = (int(end) for end in tokens.aminmax())
+            if low < 0 or high >= known:
+                raise ValueError(
+                    f"this adapter predicts tokens {low} to {high}, the model has {known}: it was "
+                    "made for another model, or its file is damaged. Load it on its own model."
+                )
+            if isinstance(weight, Tensor) and is_plain(weight):
+                tokens = tokens.to(weight.device)
+                rows = weight.detach()[tokens]
+            else:
+                width = head.in_features
+                parts = torch.eye(width, device=tokens.device).split(AT_ONCE)
+                made = [linear_logits(self.model, part).to(tokens.device) for part in parts]
+                rows = torch.cat([part[:, tokens] for part in made]).T.contiguous()
+            own = None if bias is None else bias.detach()[tokens.to(bias.device)]
+            return _Rows(tokens, rows, own)
+
+        return made_once(self.model, VOCABULARY, (self._tokens, weight, bias), make)
+
+
+class _Rows(NamedTuple):
+    """``(size,)``, ``(size, hidden)`` and ``(size,)`` or None."""
+
+    tokens: Tensor
+    weight: Tensor
+    bias: Tensor | None

@@ -1,0 +1,152 @@
+"""Predictions of a part of the vocabulary: which tokens, and what drafts and errors become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import VOCAB, prompt, ragged
+from running import drafting
+from torch import nn
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.predicting import VOCABULARY
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary, common_tokens
+from hf_spec.drafting.predictions import Predictions
+from hf_spec.methods.registry import get_method
+from hf_spec.model.hidden_states import model_logits, output_logits
+
+Fresh = Callable[..., PreTrainedModel]
+#: Not the first ones, and none behind another.
+TOKENS = torch.tensor([3, 4, 9, 20, 33, 34, 58])
+
+
+def test_the_commonest_tokens() -> None:
+    answers = [[5, 5, 5, 2], [7, 7, 2], [0]]
+    assert common_tokens(answers, 1, 9).tolist() == [5]
+    assert common_tokens(answers, 3, 9).tolist() == [2, 5, 7]
+    assert common_tokens(answers, 4, 9).tolist() == [0, 2, 5, 7]
+    assert common_tokens(answers, 6, 9).tolist() == [0, 1, 2, 3, 5, 7]  # unseen ones by their ids
+    assert common_tokens([[]], 2, 9).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "gpt2", "phi", "gemma2"])
+def test_logits_are_columns_of_the_models(fresh: Fresh, architecture: str) -> None:
+    """Also with a bias (phi) and a soft cap (gemma2)."""
+    model: Any = fresh(architecture)
+    if architecture == "gemma2":
+        model.config.final_logit_softcapping = 2.0
+    if architecture == "phi":
+        model.lm_head.bias.data = torch.randn(VOCAB)
+    part = DraftVocabulary(TOKENS, model)
+    states = torch.randn(2, 3, model.config.hidden_size)
+    with torch.no_grad():
+        for logits in (output_logits, model_logits):
+            fewer = logits(model, states, head=part)
+            # fp32 with other reduction orders.
+            torch.testing.assert_close(fewer, logits(model, states)[..., TOKENS])
+        whole = part.of_all(fewer)
+    assert torch.equal(whole[..., TOKENS], fewer)
+    others = torch.ones(VOCAB, dtype=torch.bool)
+    others[TOKENS] = False
+    assert (whole[..., others] == -torch.inf).all()
+
+
+class Hidden(nn.Module):
+    """Output embeddings whose numbers cannot be seen, as a quantised module's."""
+
+    def __init__(self, inner: nn.Linear):
+        super().__init__()
+        self.__dict__["inner"] = inner
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)
+
+
+def test_output_embeddings_that_are_not_plain_numbers(fresh: Fresh) -> None:
+    model: Any = fresh("llama")
+    states = torch.randn(3, model.config.hidden_size)
+    with torch.no_grad():
+        wanted = output_logits(model, states)[:, TOKENS]
+        model.lm_head = Hidden(model.lm_head)
+        part = DraftVocabulary(TOKENS, model)
+        torch.testing.assert_close(output_logits(model, states, part), wanted)
+
+
+def test_weights_that_change_are_read_again(fresh: Fresh) -> None:
+    model: Any = fresh("llama")
+    part, states = DraftVocabulary(TOKENS, model), torch.randn(1, model.config.hidden_size)
+    with torch.no_grad():
+        before = part(states)
+        rows = part._rows()
+        assert DraftVocabulary(TOKENS, model)._rows() is rows  # made once
+        model.lm_head.weight.mul_(2)
+        torch.testing.assert_close(part(states), 2 * before)
+
+
+def test_shortlists_hold_their_own_ids() -> None:
+    logits = torch.randn(2, 3, len(TOKENS), dtype=torch.float64)
+    found = Predictions(logits, 4, (3, 3), ids=TOKENS)
+    best = logits.topk(4)
+    assert torch.equal(found.tokens, TOKENS[best.indices])
+    torch.testing.assert_close(found.log_probs, logits.log_softmax(-1).gather(2, best.indices))
+    assert Predictions(logits, 50, (3, 3), ids=TOKENS).tokens.shape[-1] == len(TOKENS)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("name", ["bita", "space", "ppd", "medusa", "propd"])
+def test_only_these_are_drafted(
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch, name: str, do_sample: bool
+) -> None:
+    """And the output is that of plain decoding, whatever is drafted."""
+    model: Any = fresh("llama")
+    model.add_adapter(
+        get_method(name).adapter_config(transition_rank=2, draft_vocab_size=len(TOKENS))
+    )
+    type_name = get_method(name).adapter_config.type_name
+    randomise(model, type_name)
+    find_active(model, type_name).weights()[VOCABULARY].copy_(TOKENS)
+    drafted, init = set(), Predictions.__init__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        drafted.update(self.tokens.flatten().tolist())
+
+    monkeypatch.setattr(Predictions, "__init__", noted)
+    given = {**ragged(), "max_new_tokens": 16, "do_sample": do_sample}
+    torch.manual_seed(1)
+    ours = model.generate(**given, **drafting(name, fallback=False))
+    assert drafted == {*TOKENS.tolist()}
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+    if not do_sample:
+        assert ours.tolist() == model.generate(**given).tolist()
+
+
+def test_a_vocabulary_of_another_model(fresh: Fresh) -> None:
+    model: Any = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(draft_vocab_size=3))
+    tokens = find_active(model, "MEDUSA").weights()[VOCABULARY]
+    tokens.copy_(torch.tensor([1, 2, VOCAB]))
+    with pytest.raises(ValueError, match=f"predicts tokens 1 to {VOCAB}, the model has {VOCAB}"):
+        model.generate(prompt(5), max_new_tokens=3, do_sample=False, assistant_strategy="medusa")
+
+
+def test_what_does_not_fit(fresh: Fresh, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="draft_vocab_size=-1: must be a whole number"):
+        hf_spec.BitaConfig(draft_vocab_size=-1)
+    for config, message in (
+        (hf_spec.MedusaConfig(draft_vocab_size=VOCAB + 1), f"the model has {VOCAB} tokens"),
+        (hf_spec.MedusaConfig(draft_vocab_size=9, projection="own"), "a matrix of its own"),
+        (hf_spec.PPDConfig(draft_vocab_size=9, head="vocabulary"), "a matrix of its own"),
+    ):
+        model = fresh("llama")
+        with pytest.raises(ValueError, match=message):
+            model.add_adapter(config)
+        assert find_active(model, config.type_name) is None
