@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from operator import truediv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 
 import hf_spec
 from hf_spec.bench.agreement import Agreement
+from hf_spec.bench.intervals import Interval, interval
 from hf_spec.core.stats import SpecStats
 from hf_spec.files import write_atomically
 from hf_spec.policy.devices import cpu_name, device_name
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from hf_spec.bench.runner import BenchResult, Measurement
 
 #: Columns below which the table would lose figures; a narrower terminal wraps its lines instead.
-TABLE_WIDTH = 112
+TABLE_WIDTH = 132
 PHASES = ("draft", "forward", "verify", "other")
 ALL = "all"
 
@@ -37,8 +39,10 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """One row per batch size, strategy and task, in order of first appearance; ``all`` comes last.
 
     ``speedup`` compares tokens per second with plain decoding's on the same prompts; ``tau`` is new
-    tokens per forward pass and unfinished row, prefill included; ``identical``,
-    ``diverged_at_tie`` and ``diverged`` count batch rows, and are ``None`` under sampling.
+    tokens per forward pass and unfinished row, prefill included; ``speedup_interval`` and
+    ``tau_interval`` are where they lie in 95 of 100 samples of such prompts (``None``: too few were
+    measured; see :mod:`hf_spec.bench.intervals`); ``identical``, ``diverged_at_tie`` and
+    ``diverged`` count batch rows, and are ``None`` under sampling.
     """
     groups: dict[tuple[int, str, str], list[Measurement]] = {}
     for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
@@ -48,9 +52,11 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
         groups[(*name, ALL)] = own
     result = []
     for (batch_size, strategy, task), group in groups.items():
-        speed = _speed(group)
-        plain = _speed(groups[batch_size, group[0].baseline, task])
+        base = groups[batch_size, group[0].baseline, task]
+        speed, plain = _speed(group), _speed(base)
         tokens, row_steps = sum(m.new_tokens for m in group), sum(m.row_steps for m in group)
+        made, steps = [m.new_tokens for m in group], [m.row_steps for m in group]
+        pairs: list[list[float]] = [[m.new_tokens for m in base], [m.seconds for m in base]]
         result.append(
             {
                 "strategy": strategy,
@@ -62,12 +68,20 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
                 "seconds": sum(item.seconds for item in group),
                 "tokens_per_second": speed,
                 "speedup": speed / plain if plain else 0.0,
+                "speedup_interval": interval(_speedup, made, [m.seconds for m in group], *pairs)
+                if strategy != group[0].baseline
+                else None,
                 "tau": tokens / row_steps if row_steps else 0.0,
+                "tau_interval": interval(truediv, made, steps),
                 **{kind.value: _agreeing(group, kind) for kind in Agreement},
                 "stats": _stats(group),
             }
         )
     return result
+
+
+def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
+    return tokens / seconds / (plain_tokens / plain_seconds)
 
 
 def _speed(group: Sequence[Measurement]) -> float:
@@ -114,7 +128,10 @@ def print_table(result: BenchResult, console: Console) -> None:
     data = result.runs()
     lossy = {item.name for item in result.contenders if item.lossy}
     tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
-    heads = ("batch", "prompts", "tokens/s", "speedup", "tau", "identical", "at tie", "diverged")
+    heads = (
+        "batch", "prompts", "tokens/s", "speedup", "95%", "tau", "95%", "identical", "at tie",
+        "diverged",
+    )  # fmt: skip
     title = f"{result.settings['max_new_tokens']} new tokens per prompt at most"
     table = new_table(title, ("strategy", "task"), heads)
     for row in data:
@@ -126,7 +143,8 @@ def print_table(result: BenchResult, console: Console) -> None:
         name = row["strategy"] + (" (lossy)" if row["strategy"] in lossy else "")
         table.add_row(
             name, row["task"], str(row["batch_size"]), str(row["prompts"]),
-            f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x", f"{row['tau']:.2f}",
+            f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x",
+            _shown(row["speedup_interval"]), f"{row['tau']:.2f}", _shown(row["tau_interval"]),
             *shown, end_section=row["task"] == ALL,
         )  # fmt: skip
     console.width = max(console.width, TABLE_WIDTH)
@@ -141,6 +159,10 @@ def print_table(result: BenchResult, console: Console) -> None:
             console.print(f"time of {row['strategy']}{size}: {parts}", soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", soft_wrap=True)
+
+
+def _shown(found: Interval | None) -> str:
+    return "" if found is None else f"{found[0]:.2f}-{found[1]:.2f}"
 
 
 def grid(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, float]]:
@@ -178,8 +200,22 @@ def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) 
         "notes": result.notes,
     }
     write_atomically(
-        path, json.dumps({"environment": environment, "runs": result.runs()}, indent=1)
+        path,
+        json.dumps(
+            {"environment": environment, "runs": result.runs(), "calls": _calls(result)}, indent=1
+        ),
     )
+
+
+def _calls(result: BenchResult) -> list[dict[str, Any]]:
+    """What was measured, call by call: who compares other figures finds the prompts paired."""
+    return [
+        {
+            "strategy": one.strategy, "batch_size": one.batch_size, "prompts": one.prompts,
+            "seconds": one.seconds, "new_tokens": one.new_tokens, "row_steps": one.row_steps,
+        }
+        for one in result.measurements
+    ]  # fmt: skip
 
 
 def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def search(
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(_as_option(str(error))) from error
-    require("search", "optuna", "scipy")
+    require("search", "optuna")
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
 

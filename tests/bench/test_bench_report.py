@@ -6,7 +6,9 @@ import dataclasses
 import hashlib
 import io
 import json
+from operator import truediv
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tiny_checkpoint import make_model
@@ -14,6 +16,7 @@ from tiny_checkpoint import make_model
 from hf_spec.bench import report
 from hf_spec.bench.agreement import Agreement
 from hf_spec.bench.contenders import PLAIN, Contender
+from hf_spec.bench.intervals import interval
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import BenchResult, Measurement
 from hf_spec.core.stats import SpecStats
@@ -65,6 +68,36 @@ def test_rows_hold_the_figures_worked_out_by_hand():
     found = [everything[kind] for kind in ("identical", "diverged_at_tie", "diverged")]
     assert found == [1, 1, 1]
     assert rows["plain", "all"]["speedup"] == rows["plain", "all"]["tau"] == 1.0
+
+
+def test_intervals_are_of_prompts_and_paired():
+    """A machine that slows down by half slows all contenders: the speedup is as sure as before."""
+    made = []
+    for index in range(8):
+        pace = 1 + index % 2
+        made += [
+            Measurement("plain", 1, [index], "qa", 2.0 * pace, [[5] * 10], 10, None, [SAME]),
+            Measurement("fast", 1, [index], "qa", 1.0 * pace, [[5] * 10], 4 + index % 3),
+        ]
+    rows = {row["strategy"]: row for row in report.rows(made) if row["task"] == "all"}
+    assert rows["fast"]["speedup_interval"] == pytest.approx([2.0, 2.0])
+    low, high = rows["fast"]["tau_interval"]
+    assert 10 / 6 < low < rows["fast"]["tau"] < high < 10 / 4
+    assert rows["plain"]["speedup_interval"] is None
+    assert rows["plain"]["tau_interval"] == pytest.approx([1.0, 1.0])
+    shown = table_of(result(made), 200)
+    assert "2.00-2.00" in shown and f"{low:.2f}-{high:.2f}" in shown
+    assert all(row["tau_interval"] is None for row in report.rows(measurements()))  # too few
+
+
+def test_intervals_cover_what_they_say():
+    """The true ratio of 2 lies in 95 of 100; of 300 that are 285, and five sigma less are 266."""
+    draw, inside = np.random.default_rng(0), 0
+    for _ in range(300):
+        steps = draw.integers(5, 40, 40)
+        low, high = interval(truediv, steps * draw.normal(2.0, 0.4, 40), steps)
+        inside += low <= 2.0 <= high
+    assert 266 <= inside <= 300
 
 
 def test_statistics_are_summed_and_shares_add_up():
@@ -135,7 +168,12 @@ def test_results_file_has_the_documented_keys(tmp_path):
     assert data["runs"] == bench.runs()
     assert set(data["runs"][0]) == {
         "strategy", "task", "batch_size", "baseline", "prompts", "new_tokens", "seconds",
-        "tokens_per_second", "speedup", "tau", "identical", "diverged_at_tie", "diverged", "stats",
+        "tokens_per_second", "speedup", "speedup_interval", "tau", "tau_interval", "identical",
+        "diverged_at_tie", "diverged", "stats",
+    }  # fmt: skip
+    assert data["calls"][1] == {
+        "strategy": "fast", "batch_size": 1, "prompts": [0], "seconds": 1.0, "new_tokens": 10,
+        "row_steps": 4,
     }  # fmt: skip
     assert data["environment"]["python"] == "3"
     assert data["environment"]["interrupted"] is False
