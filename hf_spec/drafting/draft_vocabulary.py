@@ -113,7 +113,7 @@ class DraftVocabulary:
             own = None if bias is None else bias.detach()[tokens.to(bias.device)]
             return _Rows(tokens, rows, own)
 
-        return made_once(self.model, VOCABULARY, (self._tokens, weight, bias), make)
+        return made_once(self._tokens, (weight, bias), make)
 
 
 class _Rows(NamedTuple):

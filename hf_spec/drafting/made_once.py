@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Made = TypeVar("Made")
 
 
-def made_once(model: Any, name: str, weights: Sequence[Any], make: Callable[[], Made]) -> Made:
-    """What ``make()`` gave for these weights; of another set of them the last one is kept.
+def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) -> Made:
+    """What ``make()`` gave for these weights; kept as long as the owner is.
 
     Args:
-        model: whose weights are among them.
-        name: of what is made.
-        weights: what it is made of.
+        owner: a tensor of the adapter, of which one such table is made.
+        others: what else it is made of: tensors, or None.
         make: makes it.
     """
+    weights = [owner, *others]
     made_of = [one.data if is_plain(one) else one for one in weights]
     key = [
         (one.data_ptr(), whole._version) if is_plain(whole) else id(whole)
         for one, whole in zip(made_of, weights)
     ]
-    of_model = _KNOWN.setdefault(model, {})
-    known = of_model.get(name)
+    known = _KNOWN.get(owner)
     if known is None or known[0] != key:
         # What the key names must not be freed, or its place could become another's.
-        known = of_model[name] = (key, made_of, make())
+        known = _KNOWN[owner] = (key, made_of, make())
     made: Made = known[2]
     return made
 
@@ -39,4 +38,5 @@ def is_plain(weight: Any) -> bool:
     return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[str, tuple[list[Any], list[Any], Any]]] = WeakKeyDictionary()
+#: By the owner.
+_KNOWN: Any = WeakTensorKeyDictionary()

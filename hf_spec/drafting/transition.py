@@ -109,7 +109,7 @@ class Transition:
         if self._given is not None:
             return self._given
         embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        weights = [self.before, self.after, embeddings.weight, getattr(head, "weight", None)]
+        others = self.after, embeddings.weight, getattr(head, "weight", None)
 
         def make() -> _Tables:
             ids = torch.arange(embeddings.weight.shape[0]).split(AT_ONCE)
@@ -118,7 +118,7 @@ class Transition:
                 before, linear_logits(self.model, self.after.T).T.to(before).contiguous()
             )
 
-        return made_once(self.model, "transition", weights, make)
+        return made_once(self.before, others, make)
 
 
 class _Tables(NamedTuple):

@@ -87,6 +87,8 @@ def test_weights_that_change_are_read_again(fresh: Fresh) -> None:
         before = part(states)
         rows = part._rows()
         assert DraftVocabulary(TOKENS, model)._rows() is rows  # made once
+        DraftVocabulary(TOKENS + 1, model)._rows()
+        assert DraftVocabulary(TOKENS, model)._rows() is rows  # adapters take turns
         model.lm_head.weight.mul_(2)
         torch.testing.assert_close(part(states), 2 * before)
 
