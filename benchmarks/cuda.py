@@ -35,7 +35,7 @@ from rich.console import Console
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria
 
 import hf_spec
-from hf_spec.adapters.predicting import TRAINED, TransitionConfig
+from hf_spec.adapters.predicting import TRAINED, PredictingConfig
 from hf_spec.bench.contenders import ours, parse_names
 from hf_spec.bench.report import PHASES, environment, new_table
 from hf_spec.core.cache import TreeCache
@@ -301,7 +301,7 @@ def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, list[Row]]:
         found["forward"].append({**row, "ratio": row["ms"] / base})
     for name in args.strategies:
         adapter: Any = get_method(name).adapter_config
-        predicts = adapter is not None and issubclass(adapter, TransitionConfig)
+        predicts = adapter is not None and issubclass(adapter, PredictingConfig)
         if predicts:
             model.add_adapter(adapter(**TRAINED), name)  # as hf-spec train makes them
         for candidates in args.candidates:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.layer import CONTAINER
 
 
 def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:
@@ -29,6 +30,7 @@ def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> d
 def lent(model: Any, config: Any, random: bool) -> Iterator[None]:
     """A model with an adapter, of random parameters or fresh, and then as it was."""
     torch.manual_seed(2)
+    layers = [*getattr(model, CONTAINER, ())]
     model.add_adapter(config, "lent")
     if random:
         randomise(model, config.type_name)
@@ -36,7 +38,9 @@ def lent(model: Any, config: Any, random: bool) -> Iterator[None]:
         yield
     finally:
         model.delete_adapter("lent")
-        model.requires_grad_(True)  # PEFT freezes the base
+        if not layers:  # the next adapter is the first again, for which the base is frozen
+            delattr(model, CONTAINER)
+            model.requires_grad_(True)
 
 
 def with_updates(model: PreTrainedModel, adapter: Any, scale: float) -> PreTrainedModel:

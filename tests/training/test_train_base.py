@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "max_steps": 4, "eval_steps": 2, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
     "batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
 }  # fmt: skip
-FULL = {"update": "full", "num_mask_tokens": 2, "transition_rank": 0}
+FULL = {"update": "full", "num_mask_tokens": 2, "transition_rank": 0, "draft_vocab_size": 0}
 
 
 def answers(count: int = 24, length: int = 20) -> Dataset:
