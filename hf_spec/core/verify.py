@@ -61,8 +61,8 @@ def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
         targets: ``(batch, nodes)`` the target's token after each node.
     """
     nodes = tree.num_nodes
-    if nodes == 1:  # a plain step
-        return Accepted(torch.zeros_like(tokens), torch.ones_like(tokens[:, 0]), targets)
+    if nodes == 1:
+        return _plain(targets)
     parents = tree.parents.clamp(min=0)
     ok = (tokens == targets.gather(1, parents)) & tree.valid
     ok[:, 0] = True
@@ -86,8 +86,10 @@ def match_along(tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: Select
     per emitted token in order leaves a seeded generator as plain generation would.
     """
     last = torch.zeros_like(tokens[:, 0])
-    counts = torch.ones_like(last)
     active = torch.ones_like(last, dtype=torch.bool)
+    if tree.num_nodes == 1:
+        return _plain(select(scores(last, active))[:, None])
+    counts = torch.ones_like(last)
     bonus = last
     for _ in range(tree.max_depth + 1):
         bonus = torch.where(active, select(scores(last, active)), bonus)
@@ -196,6 +198,11 @@ def typical(
     for nodes, values in asked:
         final = torch.where((last == nodes)[:, None], values, final)
     return _along_path(tree, tokens, last, deepest[:, 0] + 1, select(final)[:, None])
+
+
+def _plain(targets: Tensor) -> Accepted:
+    """What a step without candidates accepts. ``targets``: (batch, 1)."""
+    return Accepted(torch.zeros_like(targets), torch.ones_like(targets[:, 0]), targets)
 
 
 def _along_path(

@@ -509,9 +509,12 @@ class TreeForward:
         """The forward's attention mask over ``keys`` slots; probes see those in front, too."""
         lengths = self.cache.lengths
         batch, count = positions.shape
-        visible = masks.or_(masks.prefix(lengths), masks.tree_ancestors(step.visible, lengths))
         shape = (batch, count, keys, lengths.device)
-        full = masks.build(visible, *shape)
+        if step.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
+            full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
+        else:
+            nodes = masks.tree_ancestors(step.visible, lengths)
+            full = masks.build(masks.or_(masks.prefix(lengths), nodes), *shape)
         windows = self.attention.windows
         windowed = {size for size in windows.values() if size is not None and size < keys}
         made: dict[int | None, Tensor] = {None: full}

@@ -125,8 +125,9 @@ class StepTimes:
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
         size = self.sizes.setdefault(rows, SizeTime())
-        expected, line = size.mean if size.measured else None, self.line
-        if expected is None and line is not None:  # a stall is no news of a new size, either
+        expected = size.mean if size.measured else None
+        line = self.line if expected is None else None
+        if line is not None:  # a stall is no news of a new size, either
             size.add(min(seconds, CLIP * (line[0] + line[1] * rows)) / self.pace, self.wide)
         else:
             size.add(seconds / self.pace, self.wide)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_spec.methods.registry import methods
 
-PROMPTS, NEW = 20, 16
+PROMPTS, NEW = 6, 16
 OPTIONS = {"layer_skip": {"skip_attention": [1], "skip_mlp": [2]}}
 
 
