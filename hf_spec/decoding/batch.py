@@ -7,11 +7,11 @@ who must hear of it; knows nothing of what a step does.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.step_tokens import bucket
@@ -29,25 +29,25 @@ class Shrinking:
     Args:
         state: of the call; its rows become fewer.
         drafter, scorer: are told.
-        handover: has the last token of some rows cached before they may go.
+        ends: for rows of the call, 1 where the last token is cached before they may go.
         halves: only go down to a power of two: compiled code is for one size.
     """
 
     def __init__(
-        self, state: DecodingState, drafter: Drafter, scorer: Scorer, handover: Handover,
-        halves: bool = False,
+        self, state: DecodingState, drafter: Drafter, scorer: Scorer,
+        ends: Callable[[Sequence[int]], list[int]], halves: bool = False,
     ):  # fmt: skip
         self.state = state
         self.drafter = drafter
         self.scorer = scorer
-        self.handover = handover
+        self.ends = ends
         self.halves = halves
         self._allowed: bool | None = None
 
     def step(self) -> bool:
         """Between two steps: drop the finished rows if that pays; whether any were dropped."""
         state = self.state
-        ends = self.handover.ends(state.rows)
+        ends = self.ends(state.rows)
         finished = [n for n, (on, end) in enumerate(zip(state.active, ends)) if not on and not end]
         if self.halves:
             kept = max(state.batch_size - len(finished), 1)

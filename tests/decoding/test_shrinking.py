@@ -24,7 +24,7 @@ from transformers import (
 import hf_spec
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.decoding import batch, loop
+from hf_spec.decoding import batch, steps
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.methods.registry import methods
 from hf_spec.policy.memory import forget
@@ -501,7 +501,7 @@ def test_a_drafter_is_told(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     method = methods()["prompt_lookup"]
     monkeypatch.setattr(
         method.drafter, "propose",
-        lambda self, state: loop.Draft(loop._root_only(state), state.root[:, None]),
+        lambda self, state: steps.Draft(steps.root_only(state), state.root[:, None]),
     )  # fmt: skip
     monkeypatch.setattr(method.drafter, "observe", Drafter.observe)
     monkeypatch.setattr(method.drafter, "select", select)

@@ -1,0 +1,315 @@
+"""A step of the decoding loop: propose, forward, verify, commit. Every strategy takes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.core.pruning import Survivors
+from hf_spec.core.stats import SpecStats, Stopwatch
+from hf_spec.core.transfer import sent
+from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.decoding.choose import Choice, Chooser, Decision
+from hf_spec.decoding.compiling import graphs_for
+from hf_spec.decoding.prefill import catch_up
+from hf_spec.decoding.selfcheck import check_tree_forward
+from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
+from hf_spec.drafting.ngram import with_retrieval
+from hf_spec.drafting.options import StrategyOptions
+from hf_spec.methods.registry import Method, get_method
+from hf_spec.model.graphs import Graphs
+from hf_spec.model.tree_forward import Ending
+from hf_spec.policy.learned import Learned
+from hf_spec.policy.memory import recall
+from hf_spec.policy.step_policy import StepPolicy, switched_on
+from hf_spec.policy.tuned_trees import Device, measurements
+
+
+class Growing(Protocol):
+    """The sequences that are decoded; see :class:`hf_spec.decoding.emission.Emission`."""
+
+    @property
+    def active(self) -> list[bool]: ...
+
+    @property
+    def remaining(self) -> list[int]: ...
+
+    def take(
+        self, row: int, tokens: Sequence[int], scores: Sequence[Tensor], logits: Sequence[Tensor]
+    ) -> int: ...
+
+    def stream(self) -> None: ...
+
+
+@dataclass
+class Strategy:
+    """What a generation config asks for, on a model.
+
+    Attributes:
+        method, options: that it names.
+        drafter: for one call, look-ups included.
+        timed: whether how much is drafted may depend on what steps take.
+        adapter: the method's, if it is active.
+        graphs: compiled code for its steps; None if they are not to be compiled.
+    """
+
+    model: Any
+    method: Method
+    options: StrategyOptions
+    drafter: Drafter
+    timed: bool
+    adapter: ActiveAdapter | None
+    graphs: Graphs | None
+
+    @classmethod
+    def of(cls, model: Any, config: GenerationConfig, unsure: bool = False) -> Strategy:
+        """The one of a prepared config.
+
+        Args:
+            unsure: look closely at whether the model takes tree masks: rows are padded, or ranks
+                run it together.
+
+        Raises:
+            ValueError: the model, or what was asked for, does not go with it.
+        """
+        method = get_method(config.assistant_strategy)
+        options = method.parse_options(config.assistant_kwargs)
+        drafter = method.drafter(model, options)
+        check_tree_forward(model, method.name, drafter, unsure)
+        timed = switched_on(options, bool(config.do_sample))
+        if options.looks_up(timed):
+            drafter = with_retrieval(drafter)
+        adapter = _adapter(method, model)
+        kind = method.name, repr(options), adapter and adapter.name
+        graphs = graphs_for(model, config, drafter, kind)
+        return cls(model, method, options, drafter, timed, adapter, graphs)
+
+    def policy(self, stats: SpecStats, setting: tuple[int, int, str], width: Any) -> StepPolicy:
+        """How much to speculate; knows what earlier calls have learned.
+
+        Args:
+            setting: see :class:`StepPolicy`.
+            width: see there.
+        """
+        kind = self.method.name, repr(self.options), self.adapter and self.adapter.name
+        known = recall(self.model, (Learned, kind, self.graphs is not None), Learned)
+        measured = _measured(self.model, self.adapter, *setting[:2])
+        return StepPolicy(stats, known, setting, self.timed, measured, width)
+
+
+@dataclass
+class Steps:
+    """Takes a call's steps, one after the other.
+
+    Attributes:
+        state: what drafters see; changed by every step.
+        strategy: of the call.
+        chooser: decides what is accepted.
+        policy: decides how much is drafted.
+        emission: gets the tokens.
+        watch: takes the times.
+        ends: for rows of the call, 1 where the last token of a finished row is to be cached.
+    """
+
+    state: DecodingState
+    strategy: Strategy
+    chooser: Chooser
+    policy: StepPolicy
+    emission: Growing
+    watch: Stopwatch
+    ends: Callable[[Sequence[int]], list[int]]
+
+    def first(self, logits: Tensor) -> None:
+        """Take the tokens behind the prompts: a step whose tree is the root alone.
+
+        Args:
+            logits: ``(batch, vocab)`` after the prompts.
+        """
+        state = self.state
+        draft = Draft(root_only(state), state.root[:, None])
+        with self.watch.phase("verify"):
+            decision = self.chooser.accept(draft, logits[:, None], state.active)
+            state.root = decision.accepted.bonus.to(state.root.device)
+            choice, _ = decision.on_host()
+        self._emit(choice, draft)
+
+    def take(self) -> None:
+        """One step of all rows."""
+        state, drafter, policy, graphs = (
+            self.state, self.strategy.drafter, self.policy, self.strategy.graphs
+        )  # fmt: skip
+        forward, cache = state.forward, state.cache
+        made = graphs and graphs.made
+        ends = self.ends(state.rows)
+        catch_up(state)
+        drafts = policy.drafts(drafter.looks_up)
+        with self.watch.phase("draft"):
+            draft = Draft(root_only(state), state.root[:, None])
+            if drafts:
+                limits = _limits(state)
+                propose = drafter.look_up if policy.looks_up_only else drafter.propose
+                draft = policy.choose(propose(state), drafter, state.active, limits)
+                draft = _within(draft, limits)
+        match = self.chooser.matches(draft)
+        with self.watch.phase("forward"):
+            pruning = drafter.pruning if draft.pruned else None
+            output = forward(
+                draft.tokens, draft.tree, probes=draft.probes, pruning=pruning, match=match
+            )
+        left = output.survivors
+        verified = draft if left is None else draft.left_with(left)
+        with self.watch.phase("verify"):
+            ending = output.ending
+            if ending is None:
+                decision = self.chooser.accept(verified, output.logits, state.active)
+                _move_on(Ending.of(decision.accepted, output, verified.probes), state)
+            else:
+                decision = Decision(ending.accepted, state.active)
+                _move_on(ending, state)
+        with self.watch.phase("draft"):
+            # Near the end trees are grown when it is known how much of them can be used.
+            room = state.max_depth - draft.tree.max_depth - 1
+            foresees = policy.foresees and room >= drafter.distances
+            ahead = drafter.foresee(state) if foresees else None
+        with self.watch.phase("verify"):
+            choice, state.foreseen = decision.on_host(ahead)
+        counts = self._emit(choice, draft)
+        _note_probes(choice, counts, verified, state)
+        if left is not None:
+            choice = _unpruned(choice, left, draft, counts, state)
+        kept = [max(count, end) for count, end in zip(counts, ends)]
+        cache.commit(kept, None if output.ending is not None else _moved(choice, kept))
+        seconds = self.watch.step()
+        drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
+        if graphs is None or graphs.made == made:  # compiling takes many steps' time
+            policy.observe(draft, counts, seconds)
+
+    def cache_ends(self) -> None:
+        """Cache the last tokens of finished rows that are to be; else run for other ranks."""
+        state = self.state
+        alone = root_only(state)
+        match = self.chooser.matches(Draft(alone, state.root[:, None]))
+        state.forward(state.root[:, None], alone, match=match)
+        state.cache.commit(self.ends(state.rows))
+
+    def details(self) -> dict[str, Any]:
+        """For ``SpecStats.details``."""
+        found = {**self.strategy.drafter.details(), **self.policy.details()}
+        if self.strategy.graphs is not None:
+            found["compiled"] = self.strategy.graphs.details()
+        return found
+
+    def _emit(self, choice: Choice, draft: Draft) -> list[int]:
+        """Take the chosen tokens, stream them, and move the state on: kept nodes per row."""
+        state, emission, tree = self.state, self.emission, draft.tree
+        stats = state.stats
+        stats.num_steps += 1
+        counts = []
+        for place, tokens in enumerate(choice.tokens):
+            if not state.active[place]:
+                counts.append(0)
+                continue
+            depth = min(tree.row_depths[place], state.remaining[place] - 1)
+            kept = emission.take(
+                state.rows[place], tokens, choice.scores[place], choice.logits[place]
+            )
+            stats.record(kept, depth, tree.row_candidates[place], kept=len(tokens) - 1)
+            counts.append(kept)
+        emission.stream()
+        active, remaining = emission.active, emission.remaining
+        state.active = [active[row] for row in state.rows]
+        state.remaining = [remaining[row] for row in state.rows]
+        if not all(state.active):  # some may have stopped before the last token that was accepted
+            state.root = sent([row[-1] for row in state.tokens], state.root.device)
+        return counts
+
+
+def root_only(state: DecodingState) -> TreeBatch:
+    """The tree of a plain step."""
+    return TokenTree.chain(0).batch(state.batch_size, state.cache.lengths.device)
+
+
+def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
+    """The method's active adapter: how drafts fare depends on it."""
+    if method.adapter_config is None:
+        return None
+    found = None
+    with suppress(ValueError):  # several; the drafter said so if that leaves it without one
+        found = find_active(model, method.adapter_config.type_name)
+    return found
+
+
+def _measured(
+    model: Any, adapter: ActiveAdapter | None, batch_size: int, context: int
+) -> Callable[[], dict[int, float]]:
+    """Step times that ``hf-spec tune`` has measured, by rows."""
+
+    def seconds() -> dict[int, float]:
+        if adapter is None:
+            return {}
+        found = measurements(adapter, Device.of(model), batch_size, 2**context - 1)
+        return {} if found is None else found.seconds
+
+    return seconds
+
+
+def _limits(state: DecodingState) -> list[int]:
+    """Depth of the deepest candidate that each row can still use."""
+    limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
+    if state.forward.reach is not None:
+        limits = list(map(min, limits, state.forward.reach.room(state.cache.host_lengths)))
+    return limits
+
+
+def _within(draft: Draft, limits: Sequence[int]) -> Draft:
+    """Mark candidates invalid that lie deeper than their row can use."""
+    tree = draft.tree
+    if tree.max_depth <= min(limits):
+        return draft
+    deepest = sent(limits, tree.depths.device)[:, None]
+    valid = tree.valid & (tree.depths <= deepest)
+    return dataclasses.replace(draft, tree=dataclasses.replace(tree, valid=valid))
+
+
+def _unpruned(
+    choice: Choice, left: Survivors, draft: Draft, counts: list[int], state: DecodingState
+) -> Choice:
+    """The choice with nodes numbered as in the whole draft; counts what was pruned."""
+    for drafted, kept, count in zip(draft.tree.row_candidates, left.counts, counts):
+        if count:
+            state.stats.num_pruned_tokens += drafted - kept
+    nodes = [[of[node] for node in path] for path, of in zip(choice.nodes, left.host_nodes)]
+    path = left.nodes.gather(1, choice.path.to(left.nodes.device))
+    return dataclasses.replace(choice, path=path, nodes=nodes)
+
+
+def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
+    """The accepted path, or None where the accepted nodes stand first already."""
+    in_place = all(
+        nodes[:count] == list(range(count)) for nodes, count in zip(choice.nodes, counts)
+    )
+    return None if in_place else choice.path
+
+
+def _move_on(ending: Ending, state: DecodingState) -> None:
+    """Keep what each row goes on from; on the device alone."""
+    state.root = ending.accepted.bonus.to(state.root.device)
+    state.hidden, state.probe_hidden = ending.hidden, ending.probe_hidden
+    state.probe_sizes = ending.probe_sizes
+
+
+def _note_probes(choice: Choice, counts: list[int], draft: Draft, state: DecodingState) -> None:
+    """Note how many probes each row has predictions of."""
+    state.probe_counts = [0] * len(counts)
+    if draft.probes is not None and state.probe_hidden is not None:
+        state.probe_counts = [
+            sizes[nodes[-1]] if count else 0
+            for sizes, nodes, count in zip(draft.probes.sizes, choice.nodes, counts)
+        ]
