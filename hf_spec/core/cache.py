@@ -529,6 +529,35 @@ class TreeCache(Cache):
         """Close the block and keep nothing of it."""
         self.block = None
 
+    # -- rows that come from elsewhere -------------------------------------------------------
+
+    @classmethod
+    def like(cls, source: TreeCache, batch_size: int) -> TreeCache:
+        """A cache of empty rows with the layers, the capacity and the front slots of another."""
+        cache = cls(len(source.layers), batch_size, source.lengths.device)
+        cache.front, cache.capacity = source.front, source.capacity
+        for storage, members in source._groups:
+            shape = (batch_size, *storage.shape[1:])
+            grown = zeros(shape, storage.dtype, storage.device)
+            grown[:, :, :, : source.front] = storage[:1, :, :, : source.front]
+            cache._groups.append((grown, list(members)))
+        cache._attach()
+        return cache
+
+    def replace_row(self, row: int, source: TreeCache) -> None:
+        """Let a row hold what the first row of another cache of the same layers holds."""
+        self.count_appended()
+        length = source.host_lengths[0]
+        self.reserve(length)
+        for index, layer in enumerate(source.layers):
+            for name in layer.with_front:
+                states = getattr(layer, name)[0, :, :length]
+                getattr(self.layers[index], name)[row, :, :length] = states
+        self._floor = [*self._floor[:row], source._floor[0], *self._floor[row + 1 :]]
+        lengths = list(self.host_lengths)
+        lengths[row] = length
+        self._set_lengths(lengths)
+
     # -- parked rows -------------------------------------------------------------------------
 
     def park(self, rows: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.scoring import Processors
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.step_tokens import bucket
 
@@ -34,7 +34,7 @@ class Shrinking:
     """
 
     def __init__(
-        self, state: DecodingState, drafter: Drafter, scorer: Scorer,
+        self, state: DecodingState, drafter: Drafter, scorer: Processors,
         ends: Callable[[Sequence[int]], list[int]], halves: bool = False,
     ):  # fmt: skip
         self.state = state

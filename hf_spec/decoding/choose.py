@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hf_spec.core import verify
 from hf_spec.core.verify import Accepted
-from hf_spec.decoding.scoring import Scorer
-from hf_spec.drafting.drafter import Draft
+from hf_spec.drafting.drafter import Draft, Process
 from hf_spec.drafting.options import StrategyOptions
 
 
@@ -90,7 +89,7 @@ class Chooser:
         record: keep scores and logits of emitted tokens.
     """
 
-    def __init__(self, options: StrategyOptions, scorer: Scorer, do_sample: bool, record: bool):
+    def __init__(self, options: StrategyOptions, scorer: Process, do_sample: bool, record: bool):
         self.options = options
         self.scorer = scorer
         self.do_sample = do_sample
@@ -136,7 +135,7 @@ class _Target:
     """Processed scores at one node per row; see ``verify.ScoreFn``."""
 
     def __init__(
-        self, scorer: Scorer, draft: Draft, logits: Tensor, active: list[bool], record: bool
+        self, scorer: Process, draft: Draft, logits: Tensor, active: list[bool], record: bool
     ):
         self.scorer = scorer
         self.logits = logits

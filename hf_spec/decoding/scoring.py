@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_spec.decoding.emission import Emission
+from hf_spec.drafting.drafter import Process
+
+
+class Processors(Process, Protocol):
+    """Processors of the sequences of a batch, which may shrink."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the batch, whose row ``i`` is now the one that was ``rows[i]``."""
 
 
 class Scorer:

@@ -161,6 +161,26 @@ class DecodingState:
             if tensor is not None:
                 setattr(self, name, tensor[torch.tensor(rows, device=tensor.device)])
 
+    def replace_row(
+        self, row: int, tokens: list[int], hidden: Tensor | None, probe_hidden: Tensor | None
+    ) -> None:
+        """A row goes on as another sequence, whose prompt the cache has; for the loop.
+
+        Args:
+            tokens: of the sequence, its first new token included.
+            hidden: ``(1, hidden)``, see :attr:`hidden`; None if it is not known.
+            probe_hidden: ``(1, group, hidden)``, see :attr:`probe_hidden`.
+        """
+        self.tokens[row] = tokens
+        self.root = self.root.index_fill(0, _index(row, self.root), tokens[-1])
+        self.hidden = _with_row(self.hidden, row, hidden, self.batch_size)
+        if hidden is None:
+            self.hidden = None
+        if probe_hidden is not None:
+            self.probe_hidden = _with_row(self.probe_hidden, row, probe_hidden, self.batch_size)
+        self.probe_counts[row] = 0 if probe_hidden is None else probe_hidden.shape[1]
+        self.foreseen = self.probe_sizes = None
+
     @property
     def batch_size(self) -> int:
         return len(self.tokens)
@@ -170,6 +190,19 @@ class DecodingState:
         """Deepest candidate that any row can still use: one token of the budget is the bonus."""
         left = [n for n, active in zip(self.remaining, self.active) if active]
         return max(left, default=1) - 1
+
+
+def _index(row: int, like: Tensor) -> Tensor:
+    return torch.tensor([row], device=like.device)
+
+
+def _with_row(batch: Tensor | None, row: int, own: Tensor | None, size: int) -> Tensor | None:
+    """A tensor of a batch of this size with another first entry of ``own`` as this row."""
+    if own is None:
+        return batch
+    if batch is None:
+        batch = own.new_zeros((size, *own.shape[1:]))
+    return batch.index_copy(0, _index(row, batch), own[:1].to(batch))
 
 
 class Drafter(CandidateGenerator):
@@ -269,6 +302,13 @@ class Drafter(CandidateGenerator):
 
         Args:
             rows: row ``i`` is now the one that was ``rows[i]``; each at most once, in any order.
+        """
+
+    def replace_row(self, state: DecodingState, row: int) -> None:
+        """Called between two steps when a row has become another sequence.
+
+        A drafter that keeps something for each row begins it anew here; the state is already that
+        of the new sequence.
         """
 
     def warm(self, state: DecodingState) -> None:
