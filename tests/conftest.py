@@ -218,14 +218,14 @@ def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by a strategy's name whenever our loop runs: proof that a call reached it."""
-    from transformers import GenerationMixin
+    from hf_spec.decoding.steps import Strategy
 
     calls: list[str] = []
-    decode = GenerationMixin._hf_spec_decode
+    of = Strategy.of
 
-    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs["generation_config"].assistant_strategy)
-        return decode(self, *args, **kwargs)
+    def spy(model: Any, config: Any, **kwargs: Any) -> Any:
+        calls.append(config.assistant_strategy)
+        return of(model, config, **kwargs)
 
-    monkeypatch.setattr(GenerationMixin, "_hf_spec_decode", spy)
+    monkeypatch.setattr(Strategy, "of", spy)
     return calls

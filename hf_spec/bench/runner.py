@@ -312,6 +312,29 @@ class Session:
             return seconds, rows, sum(min(most, len(row)) for row in rows), None
         return seconds, rows, stats.num_row_steps, stats
 
+    def stream(
+        self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
+    ) -> tuple[float, list[list[int]], int, SpecStats | None]:
+        """As :meth:`generate`, for more prompts than are decoded at a time.
+
+        With a strategy they join as places become free; plain decoding takes batch after batch.
+        """
+        if contender.stock:
+            starts = range(0, len(prompts), batch_size)
+            parts = [self.generate(contender, prompts[i : i + batch_size]) for i in starts]
+            rows = [row for part in parts for row in part[1]]
+            return sum(part[0] for part in parts), rows, sum(part[2] for part in parts), None
+        self.activate(contender)
+        model = self.model
+        batch = hf_spec.Batch(model, batch_size, **{**self.options, **contender.kwargs})
+        synchronize(model.device)
+        start_time = time.perf_counter()
+        done = list(batch.generate(prompts))
+        synchronize(model.device)
+        seconds = time.perf_counter() - start_time
+        answers = [one.new_tokens.tolist() for one in sorted(done, key=lambda one: one.index)]
+        return seconds, answers, batch.stats.num_row_steps, batch.stats
+
     def _timed(
         self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]
     ) -> tuple[float, torch.Tensor, int | None, SpecStats | None]:

@@ -1,6 +1,6 @@
 """Generate training data: the answers that a model itself gives to prompts.
 
-The prompts are split into units, batches of similar length. A finished unit is written at once as
+The prompts are split into units of similar length. A finished unit is written at once as
 a file of its own, so that a run that was stopped goes on where it was; the last step merges the
 units. What a unit holds depends on the settings and its number alone, never on interruptions nor
 on the number of processes that share the work. Knows nothing of the command line.
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SETTINGS, LOCK, UNIT = "settings.json", "lock", "unit-{:08d}.parquet"
 #: What :func:`~hf_spec.hub.folder.staging` leaves behind if the process is killed.
 HALF_WRITTEN = ".writing-*"
+#: Batches' worth of prompts that a strategy decodes before they are written.
+BATCHES = 8
 #: Under this key a unit's file carries what it cost.
 COST_KEY = b"hf_spec"
 #: Processes wait for each other at the end; units may take unequally long.
@@ -118,6 +120,12 @@ def read_questions(
             for prompt in prompts
         ]
     return cast(list[Question], spread(questions, limit)), files
+
+
+def unit_size(settings: Settings) -> int:
+    """Prompts of a unit: where they join a running batch, several times those that run at once, so
+    that places are seldom empty; a unit that is lost costs so much."""
+    return settings.batch_size * (1 if settings.strategy is None else BATCHES)
 
 
 def units(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -350,7 +358,7 @@ def distill(
         folder.check(facts)
         if state.is_main_process:
             folder.begin(facts)
-        work = units([len(ids) for ids in token_ids], settings.batch_size)
+        work = units([len(ids) for ids in token_ids], unit_size(settings))
         state.wait_for_everyone()
         missing = folder.missing(len(work))
         # Nobody makes a unit before all have seen which are missing.
@@ -364,7 +372,9 @@ def distill(
                 # A unit is sampled with its own seed, whoever makes it and when.
                 torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
                 prompts = [token_ids[index] for index in work[number]]
-                seconds, answers, row_steps, _ = session.generate(contender, prompts)
+                seconds, answers, row_steps, _ = session.stream(
+                    contender, prompts, settings.batch_size
+                )
                 rows = [
                     _row(tokenizer, index, questions[index], token_ids[index], answer)
                     for index, answer in zip(work[number], answers)

@@ -75,6 +75,14 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_units() -> Iterator[None]:
+    """So that there are several of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "BATCHES", 1)
+        yield
+
+
 def arguments(root: Path, output: Path, *more: str) -> list[str]:
     """The command, with options of ``more`` taking the place of these."""
     options = {
@@ -330,6 +338,7 @@ def slowly(*args):
     add(*args)
     time.sleep(1.0)
 distill.AnswerFolder.add = slowly
+distill.BATCHES = 1
 sys.exit(cli.main({arguments(root, output, "--batch-size", "2")!r}))
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
@@ -357,13 +366,13 @@ sys.exit(cli.main({arguments(root, output, "--batch-size", "2")!r}))
 def counted(patch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the batch size whenever a unit is generated."""
     calls: list[int] = []
-    original = runner.Session.generate
+    original = runner.Session.stream
 
-    def generate(self: Any, contender: Any, prompts: Any, **kwargs: Any) -> Any:
+    def stream(self: Any, contender: Any, prompts: Any, batch_size: int) -> Any:
         calls.append(len(prompts))
-        return original(self, contender, prompts, **kwargs)
+        return original(self, contender, prompts, batch_size)
 
-    patch.setattr(runner.Session, "generate", generate)
+    patch.setattr(runner.Session, "stream", stream)
     return calls
 
 
@@ -403,7 +412,7 @@ def test_interrupted_by_the_user(
     root: Path, oracle: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    original, calls = runner.Session.generate, 0
+    original, calls = runner.Session.stream, 0
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -413,7 +422,7 @@ def test_interrupted_by_the_user(
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.Session, "generate", interrupt)
+        patch.setattr(runner.Session, "stream", interrupt)
         assert distill(root, tmp_path / "out") == 130
     assert "interrupted; the same command continues" in capsys.readouterr().err
     assert len(list((tmp_path / "out" / "parts").glob("*.parquet"))) == 2
