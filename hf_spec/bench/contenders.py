@@ -17,6 +17,8 @@ from hf_spec.methods.registry import get_method
 PLAIN_NAME = "plain"
 #: Ends the name of a contender whose steps are compiled.
 COMPILED = "+compiled"
+#: Ends the name of one whose prompts join a running batch.
+JOINING = "+joining"
 STOCK_LOOKUP = "transformers:prompt_lookup"
 STOCK_ASSISTED = "transformers:assisted="
 #: ``transformers:prompt_lookup`` unless ``--strategy-kwargs`` says otherwise: the number of
@@ -36,6 +38,7 @@ class Contender:
         single_row: works with a batch size of one only.
         baseline: name of the plain contender that it is compared with.
         compiled: its steps are.
+        joining: of many prompts, the next one takes the place of one that has finished.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Contender:
     single_row: bool = False
     baseline: str = PLAIN_NAME
     compiled: bool = False
+    joining: bool = False
 
     @property
     def lossy(self) -> bool:
@@ -73,6 +77,16 @@ def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> li
             continue
         own = {**one.kwargs, **kwargs, **({"max_cache_len": longest} if one.stock else {})}
         result.append(replace(one, name=f"{one.name}{COMPILED}", kwargs=own, compiled=True))
+    return result
+
+
+def with_joining(lineup: Iterable[Contender]) -> list[Contender]:
+    """The contenders, and each strategy of ours once more, with prompts that join."""
+    result = []
+    for one in lineup:
+        result.append(one)
+        if not one.stock:
+            result.append(replace(one, name=f"{one.name}{JOINING}", joining=True))
     return result
 
 

@@ -19,7 +19,14 @@ from torch._dynamo.utils import counters
 import hf_spec
 from hf_spec.bench import report
 from hf_spec.bench.agreement import Agreement, classify
-from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names, with_compiled
+from hf_spec.bench.contenders import (
+    PLAIN,
+    Contender,
+    contenders,
+    parse_names,
+    with_compiled,
+    with_joining,
+)
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats, synchronize
@@ -28,6 +35,8 @@ from hf_spec.core.stats import SpecStats, synchronize
 WARMUP_TOKENS = 16
 #: Times that a call is repeated until it compiles nothing more: the policy tries sizes.
 MOST_COMPILING = 16
+#: Stands for a category where all are measured together.
+ALL_CATEGORIES = "mixed"
 #: What a model's own generation config may say about sampling; greedy runs drop it.
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -99,6 +108,7 @@ def run(
     seed: int = 0,
     warmup: bool = True,
     compiled: str | None = None,
+    throughput: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:
     """Generate with plain decoding and every strategy, and compare.
@@ -112,6 +122,8 @@ def run(
         generate_kwargs: passed to every ``generate``, plain included; greedy without ``do_sample``.
         compiled: all take part a second time, with a static cache and steps that this backend of
             ``torch.compile`` has compiled. Calls that compiled are counted apart, and repeated.
+        throughput: one measurement of all prompts for each batch size, batch after batch in their
+            order; strategies take part a second time, with prompts that join a running batch.
         seed: of the sampling of each batch; contenders start a batch with the same seed.
         progress: called as ``progress(calls_done, calls_in_all)``.
 
@@ -132,6 +144,8 @@ def run(
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
         lineup = with_compiled(lineup, compiled, max(map(len, token_ids)) + max_new_tokens)
+    if throughput:
+        lineup = with_joining(lineup)
     settings = {
         **options,
         "batch_sizes": list(batch_sizes),
@@ -151,6 +165,9 @@ def run(
         for item in lineup:
             if item not in taking_part:
                 result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
+        if throughput:
+            plan.append((size, taking_part, list(range(len(prompts)))))
+            continue
         parts = list(batches(prompts, size))
         small = sum(len(part) < size for part in parts)
         if small:
@@ -172,8 +189,8 @@ def run(
                 start = turn % len(taking_part)
                 for item in taking_part[start:] + taking_part[:start]:
                     torch.manual_seed(seed + turn)
-                    made_by = session.generate(item, [token_ids[index] for index in indices])
-                    category = prompts[indices[0]].category
+                    made_by = session.stream(item, [token_ids[index] for index in indices], size)
+                    category = ALL_CATEGORIES if throughput else prompts[indices[0]].category
                     outcome[item.name] = Measurement(
                         item.name, size, indices, category, *made_by, baseline=item.baseline
                     )
@@ -275,7 +292,7 @@ class Session:
         token_ids: Sequence[list[int]],
     ) -> None:
         """A short call of each contender, which also shows early what cannot work."""
-        first = {size: (lineup, indices) for size, lineup, indices in reversed(plan)}
+        first = {size: (lineup, indices[:size]) for size, lineup, indices in reversed(plan)}
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
         for lineup, indices in first.values():
             for item in lineup:
@@ -315,23 +332,28 @@ class Session:
     def stream(
         self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """As :meth:`generate`, for more prompts than are decoded at a time.
+        """As :meth:`generate`, for any number of prompts, of which so many run at a time."""
+        if contender.joining:
+            return self._joining(contender, prompts, batch_size)
+        starts = range(0, len(prompts), batch_size)
+        parts = [self.generate(contender, prompts[i : i + batch_size]) for i in starts]
+        seconds, rows, row_steps, stats = parts[0]
+        for part in parts[1:]:
+            seconds, rows, row_steps = seconds + part[0], rows + part[1], row_steps + part[2]
+            if stats is not None and part[3] is not None:
+                stats.merge(part[3])
+        return seconds, rows, row_steps, stats
 
-        With a strategy they join as places become free; plain decoding takes batch after batch.
-        """
-        if contender.stock:
-            starts = range(0, len(prompts), batch_size)
-            parts = [self.generate(contender, prompts[i : i + batch_size]) for i in starts]
-            rows = [row for part in parts for row in part[1]]
-            return sum(part[0] for part in parts), rows, sum(part[2] for part in parts), None
+    def _joining(
+        self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
+    ) -> tuple[float, list[list[int]], int, SpecStats]:
         self.activate(contender)
-        model = self.model
-        batch = hf_spec.Batch(model, batch_size, **{**self.options, **contender.kwargs})
-        synchronize(model.device)
-        start_time = time.perf_counter()
+        batch = hf_spec.Batch(self.model, batch_size, **{**self.options, **contender.kwargs})
+        synchronize(self.model.device)
+        start = time.perf_counter()
         done = list(batch.generate(prompts))
-        synchronize(model.device)
-        seconds = time.perf_counter() - start_time
+        synchronize(self.model.device)
+        seconds = time.perf_counter() - start
         answers = [one.new_tokens.tolist() for one in sorted(done, key=lambda one: one.index)]
         return seconds, answers, batch.stats.num_row_steps, batch.stats
 

@@ -54,6 +54,13 @@ def bench(
         ),
     ] = False,
     backend: opt.Backend = "inductor",
+    throughput: Annotated[
+        bool,
+        typer.Option(
+            "--throughput",
+            help="Speed over all prompts together; also with prompts that join a running batch.",
+        ),
+    ] = False,
     spec_bench_output: Annotated[
         Path | None,
         typer.Option(help="Also write Spec-Bench answer files, FILE-STRATEGY.jsonl (batch 1)."),
@@ -75,6 +82,7 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
+      hf-spec bench --model M --prompts P.jsonl --adapter ./space --batch-size 8 --throughput
       hf-spec bench --model LARGE --prompts P.jsonl \\
           --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
     """
@@ -85,6 +93,11 @@ def bench(
     sizes = opt.whole_numbers("--batch-size", batch_size)
     if spec_bench_output is not None and 1 not in sizes:
         raise ValueError("--spec-bench-output needs batch size 1: the format has a time per prompt")
+    if throughput and (compile or spec_bench_output is not None):
+        other = "--compile" if compile else "--spec-bench-output"
+        raise ValueError(
+            f"--throughput with {other}: it measures all prompts in one go. Leave one out."
+        )
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters, names, options = taking_part(adapter, strategies, strategy_kwargs, "prompt_lookup")
     # Only checks that every adapter is used; assistants are loaded later.
@@ -114,7 +127,8 @@ def bench(
         result = run(
             loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
-            seed=seed, compiled=backend if compile else None, progress=progress,
+            seed=seed, compiled=backend if compile else None, throughput=throughput,
+            progress=progress,
         )  # fmt: skip
     target = output / "results.json"
     report.write_results(target, result, environment)

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -364,6 +364,7 @@ def distill(
         # Nobody makes a unit before all have seen which are missing.
         state.wait_for_everyone()
         machine = environment(model, settings.model, None)
+        joining = replace(contender, joining=not contender.stock)
         session = Session(model, settings.generate_kwargs, managed=bool(contender.adapters))
         done = len(work) - len(missing)
         with closing(session):  # merged updates come out again, whatever happens
@@ -373,7 +374,7 @@ def distill(
                 torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
                 prompts = [token_ids[index] for index in work[number]]
                 seconds, answers, row_steps, _ = session.stream(
-                    contender, prompts, settings.batch_size
+                    joining, prompts, settings.batch_size
                 )
                 rows = [
                     _row(tokenizer, index, questions[index], token_ids[index], answer)

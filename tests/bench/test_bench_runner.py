@@ -118,6 +118,26 @@ def test_order_rotates_and_plain_is_always_there(model, tokenizer, prompts, monk
     assert calls == [(i, 12) for i in range(1, 13)]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_throughput_is_of_all_prompts(model, tokenizer, prompts, size):
+    result = run(
+        model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[size], max_new_tokens=8,
+        throughput=True,
+    )  # fmt: skip
+    names = ["plain", "prompt_lookup", "prompt_lookup+joining"]
+    assert [one.strategy for one in result.measurements] == names
+    plain, fixed, joining = result.measurements
+    everyone = list(range(len(prompts)))
+    assert plain.prompts == fixed.prompts == joining.prompts == everyone
+    assert plain.rows == fixed.rows == joining.rows
+    assert plain.stats is None and fixed.stats is not None and joining.stats is not None
+    for one in (fixed, joining):
+        assert one.stats.num_generated_tokens >= one.new_tokens
+        assert [kind.value for kind in one.agreement] == ["identical"] * len(prompts)
+    # Each of the fixed batches takes steps of its own until its last row is done.
+    assert joining.stats.num_steps < fixed.stats.num_steps + len(prompts)
+
+
 def test_the_models_own_sampling_defaults_do_not_interfere(tokenizer, prompts):
     model = make_model()
     model.generation_config.update(do_sample=True, temperature=0.5, top_k=3, pad_token_id=None)
