@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 def test_the_example_method_of_the_docs_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny
 ) -> None:
-    text = (DOCS / "add_a_method.md").read_text()
+    text = (DOCS / "guides" / "add_a_method.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     (tmp_path / "echo_of_the_docs.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,7 +39,7 @@ def test_the_example_method_of_the_docs_works(
 
 
 def test_every_relative_link_of_the_docs_exists() -> None:
-    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
@@ -48,4 +48,4 @@ def test_every_relative_link_of_the_docs_exists() -> None:
 
 def test_every_strategy_has_a_page() -> None:
     for name in registry.methods():
-        assert (DOCS / f"{name}.md").is_file()
+        assert (DOCS / "methods" / f"{name}.md").is_file()

@@ -251,7 +251,7 @@ class TreeOptions(StrategyOptions):
 
 
 #: ``sparse``: rank paths, the likeliest first. On held-out answers of a 22M model they are worth
-#: 0.3 % less than the 15 best nodes there (docs/medusa.md).
+#: 0.3 % less than the 15 best nodes there (docs/methods/medusa.md).
 SPARSE: tuple[tuple[int, ...], ...] = (
     (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
     (2, 0), (1, 0, 0), (0, 1, 0), (4,),
