@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -46,6 +47,46 @@ def test_every_relative_link_of_the_docs_exists() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_strategy_has_a_page() -> None:
+def test_every_strategy_has_a_page_with_a_picture() -> None:
     for name in registry.methods():
-        assert (DOCS / "methods" / f"{name}.md").is_file()
+        page = (DOCS / "methods" / f"{name}.md").read_text()
+        assert f"](../figures/{name}.svg)" in page and (DOCS / "figures" / f"{name}.svg").is_file()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_every_public_name_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    site = importlib.import_module("site_hooks")
+    assert list(site.undocumented()) == []
+
+    @dataclasses.dataclass
+    class Bare:
+        field: int = 0
+
+        def method(self) -> None: ...
+
+    monkeypatch.setattr(hf_spec, "Bare", Bare, raising=False)
+    monkeypatch.setattr(hf_spec, "__all__", [*hf_spec.__all__, "Bare"])
+    monkeypatch.setattr(Bare, "__module__", "hf_spec.bare")
+    assert list(site.undocumented()) == [
+        "hf_spec.Bare",
+        "hf_spec.Bare.field",
+        "hf_spec.Bare.method",
+    ]
+
+
+def test_the_picture_of_speeds_shows_what_the_benchmark_page_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    figures = importlib.import_module("figures")
+    names, speeds = figures.read_speeds(figures.BENCHMARKS.read_text())
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "speed.svg").read_text())
+    assert set(names) <= set(shown)
+    bars = [f"{value:.2f}" for values in speeds.values() for value in values]
+    assert [text for text in shown if re.fullmatch(r"\d\.\d\d", text)] == bars

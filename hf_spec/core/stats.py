@@ -70,6 +70,7 @@ class SpecStats:
 
     @property
     def total_seconds(self) -> float:
+        """Time of the call in all phases."""
         return self.draft_seconds + self.forward_seconds + self.verify_seconds + self.other_seconds
 
     @property

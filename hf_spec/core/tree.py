@@ -134,6 +134,7 @@ class TokenTree:
 
     @property
     def num_candidates(self) -> int:
+        """Nodes besides the root."""
         return len(self.parents) - 1
 
     @cached_property
@@ -146,6 +147,7 @@ class TokenTree:
 
     @property
     def max_depth(self) -> int:
+        """Depth of the deepest node; 0 for the root alone."""
         return max(self.depths)
 
     @cached_property

@@ -86,9 +86,10 @@ def warm_up(
         batch_sizes: of the calls to come; a batch that shrinks goes through powers of two.
         max_length: tokens of prompt and output that they have at most; there is code for every
             power of two up to it, from 256.
-        generation_config, kwargs: as for ``generate``: the strategy, its options,
-            ``compile_config``. Without the latter ``torch.compile`` has Transformers' defaults.
+        generation_config: as for ``generate``.
         progress: called with the number of graphs so far, whenever one is made.
+        **kwargs: as for ``generate``: the strategy, its options, ``compile_config``. Without the
+            latter ``torch.compile`` has Transformers' defaults.
 
     Returns:
         How many graphs were made.

@@ -84,6 +84,7 @@ class StrategyOptions:
 
     @property
     def lossless(self) -> bool:
+        """Whether the acceptance rule keeps the model's own distribution."""
         return ACCEPTANCE_RULES.get(self.acceptance, True)
 
 
