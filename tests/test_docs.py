@@ -90,3 +90,13 @@ def test_the_picture_of_speeds_shows_what_the_benchmark_page_says(
     assert set(names) <= set(shown)
     bars = [f"{value:.2f}" for values in speeds.values() for value in values]
     assert [text for text in shown if re.fullmatch(r"\d\.\d\d", text)] == bars
+
+
+def test_the_readme_has_no_figure_that_the_benchmark_page_lacks() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    benchmarks = (DOCS / "inside" / "benchmarks.md").read_text()
+    assert len(readme.splitlines()) <= 90
+    rows = re.findall(r"^\| \[`.*$", readme, re.MULTILINE)
+    assert len(rows) == len(registry.methods())
+    figures = [figure for row in rows for figure in re.findall(r"\b\d\.\d\dx?", row)]
+    assert len(figures) > 15 and all(figure in benchmarks for figure in figures)
