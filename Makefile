@@ -2,17 +2,18 @@
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
 #   make sweep     every causal language model of Transformers with every strategy, and a table
-#   make quality   linter, format, types: exactly what CI runs
+#   make docs      the documentation site, in site/
+#   make quality   linter, format, types and the site: exactly what CI runs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test sweep quality clean
+.PHONY: help venv demo test sweep docs quality clean
 
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 venv: $(STAMP)
 
@@ -32,10 +33,14 @@ test: $(STAMP)
 sweep: $(STAMP)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -q tests/test_every_architecture.py --every-architecture
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 quality: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

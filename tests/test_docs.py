@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 def test_the_example_method_of_the_docs_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny
 ) -> None:
-    text = (DOCS / "add_a_method.md").read_text()
+    text = (DOCS / "guides" / "add_a_method.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     (tmp_path / "echo_of_the_docs.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,13 +40,63 @@ def test_the_example_method_of_the_docs_works(
 
 
 def test_every_relative_link_of_the_docs_exists() -> None:
-    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_strategy_has_a_page() -> None:
+def test_every_strategy_has_a_page_with_a_picture() -> None:
     for name in registry.methods():
-        assert (DOCS / f"{name}.md").is_file()
+        page = (DOCS / "methods" / f"{name}.md").read_text()
+        assert f"](../figures/{name}.svg)" in page and (DOCS / "figures" / f"{name}.svg").is_file()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_every_public_name_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    site = importlib.import_module("site_hooks")
+    assert list(site.undocumented()) == []
+
+    @dataclasses.dataclass
+    class Bare:
+        field: int = 0
+
+        def method(self) -> None: ...
+
+    monkeypatch.setattr(hf_spec, "Bare", Bare, raising=False)
+    monkeypatch.setattr(hf_spec, "__all__", [*hf_spec.__all__, "Bare"])
+    monkeypatch.setattr(Bare, "__module__", "hf_spec.bare")
+    assert list(site.undocumented()) == [
+        "hf_spec.Bare",
+        "hf_spec.Bare.field",
+        "hf_spec.Bare.method",
+    ]
+
+
+def test_the_picture_of_speeds_shows_what_the_benchmark_page_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    figures = importlib.import_module("figures")
+    names, speeds = figures.read_speeds(figures.BENCHMARKS.read_text())
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "speed.svg").read_text())
+    assert set(names) <= set(shown)
+    bars = [f"{value:.2f}" for values in speeds.values() for value in values]
+    assert [text for text in shown if re.fullmatch(r"\d\.\d\d", text)] == bars
+
+
+def test_the_readme_has_no_figure_that_the_benchmark_page_lacks() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    benchmarks = (DOCS / "inside" / "benchmarks.md").read_text()
+    assert len(readme.splitlines()) <= 90
+    rows = re.findall(r"^\| \[`.*$", readme, re.MULTILINE)
+    assert len(rows) == len(registry.methods())
+    figures = [figure for row in rows for figure in re.findall(r"\b\d\.\d\dx?", row)]
+    assert len(figures) > 15 and all(figure in benchmarks for figure in figures)

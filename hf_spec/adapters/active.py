@@ -79,21 +79,21 @@ def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAda
 
 
 def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
-    """Put what the active adapters of hf_spec change of a model into its weights.
+    """Merge the updates of the active adapters of hf_spec into the model's weights.
 
-    A SPACE adapter's updates otherwise cost time in every forward. Its mask tokens stay, and so
-    does what the model computes; :func:`unmerge_adapter`, disabling the adapter, deleting it or
-    switching to another one puts the weights back bit for bit, from a copy kept until then.
+    Unmerged, the updates of a SPACE adapter cost time in every forward. Mask tokens and output stay
+    the same. :func:`unmerge_adapter`, disabling the adapter, deleting it or switching to another
+    one restores the weights bit for bit, from a copy kept until then.
 
     Args:
         model: a `PeftModel`, or a model that has loaded adapters itself.
-        safe_merge: refuse results that are not finite.
+        safe_merge: whether to refuse results that are not finite.
 
     Returns:
         Whether there was anything to merge.
 
     Raises:
-        ValueError: the weights cannot be changed, since they are quantised, offloaded or shared.
+        ValueError: if the weights cannot be changed: they are quantised, offloaded or shared.
     """
     base = base_of(model)
     layers = [layer for layer in layers_of(base) if layer.mergeable()]
@@ -103,7 +103,7 @@ def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:
 
 
 def unmerge_adapter(model: nn.Module) -> None:
-    """Undo :func:`merge_adapter`; harmless where nothing is merged."""
+    """Undo :func:`merge_adapter`; does nothing if nothing is merged."""
     base = base_of(model)
     for layer in layers_of(base):
         layer.unmerge_from(base)

@@ -57,14 +57,14 @@ class SpecPeftConfig(PeftConfig):
     changes_model: ClassVar[bool] = False
 
     format_version: int = field(
-        default=FORMAT_VERSION, metadata={"help": "Layout of the saved adapter."}
+        default=FORMAT_VERSION, metadata={"help": "Version of the saved layout."}
     )
     base_facts: dict[str, Any] | None = field(
         default=None,
-        metadata={"help": "Shape of the base model; recorded when a fresh adapter is attached."},
+        metadata={"help": "Shape of the base model (recorded)."},
     )
     base_fingerprint: str | None = field(
-        default=None, metadata={"help": "Hash of the base model's weights; recorded likewise."}
+        default=None, metadata={"help": "Hash of the base model's weights (recorded)."}
     )
 
     # Not fields: where a config was read from, what was found there and under which name it was

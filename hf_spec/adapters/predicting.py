@@ -30,20 +30,20 @@ class PredictingConfig(SpecPeftConfig):
     transition_rank: int = field(
         default=0,
         metadata={
-            "help": "Of what predictions learn from the token before theirs; 0: nothing, as in the "
-            "paper."
+            "help": "Rank of the transition, which conditions predictions on the token before; 0: "
+            "none, as in the paper."
         },
     )
 
     transition_learning_rate: float = field(
-        default=3e-3, metadata={"help": "Its peak in training; cosine schedule."}
+        default=3e-3, metadata={"help": "Peak learning rate of the transition."}
     )
 
     draft_vocab_size: int = field(
         default=0,
         metadata={
-            "help": "Tokens that are predicted: the commonest ones of the training answers; 0: "
-            "all, as in the paper. hf-spec train takes a quarter of the vocabulary."
+            "help": "Number of tokens that can be drafted, the commonest of the training answers; "
+            "0: all, as in the paper. Default of hf-spec train: a quarter of the vocabulary."
         },
     )
 
@@ -104,13 +104,13 @@ class FrontConfig(PredictingConfig):
     """Base of configs of adapters with learned keys and values: they have the cache's shape."""
 
     num_layers: int | None = field(
-        default=None, metadata={"help": "Layers of the base's cache; recorded."}
+        default=None, metadata={"help": "Layers of the base's cache (recorded)."}
     )
     num_kv_heads: int | None = field(
-        default=None, metadata={"help": "Key-value heads of the base; recorded."}
+        default=None, metadata={"help": "Key-value heads of the base (recorded)."}
     )
     head_dim: int | None = field(
-        default=None, metadata={"help": "Dimension of the base's heads; recorded."}
+        default=None, metadata={"help": "Dimension of the base's heads (recorded)."}
     )
 
     def __post_init__(self) -> None:

@@ -50,7 +50,8 @@ def bench(
     compile: Annotated[
         bool,
         typer.Option(
-            "--compile", help="Also with a static cache and compiled steps, plain included."
+            "--compile",
+            help="Measure compiled steps with a static cache, too, plain generate included.",
         ),
     ] = False,
     backend: opt.Backend = "inductor",
@@ -68,9 +69,9 @@ def bench(
 ) -> None:
     """Measure strategies against plain generate.
 
-    All generate in the same process, prompt by prompt in turns. Prints a table and writes
-    results.json. Prompts longer than the model's context are cut at their
-    beginning, and counted. With a batch size above one, batches never mix categories.
+    All run in one process and take turns prompt by prompt. Prints a table and writes results.json.
+    Prompts longer than the model's context are cut at the beginning, and counted. Batches never mix
+    categories.
 
     \b
     Examples:

@@ -20,8 +20,8 @@ def card(
 ) -> None:
     """Write the card of an adapter folder.
 
-    README.md is rendered anew from the adapter's configs, search.json, and results.json as
-    'hf-spec bench' writes it; custom_generate/generate.py is renewed, too.
+    Renders README.md from the adapter's configs, search.json, and results.json of 'hf-spec bench',
+    and renews custom_generate/generate.py.
 
     \b
     Examples:

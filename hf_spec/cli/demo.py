@@ -28,10 +28,10 @@ def demo(
 ) -> None:
     """See a small model write the same code, faster.
 
-    The model, shipped with the package, writes Python with and without speculation; the texts are
-    compared and timed. The prompts are code of the standard library that it has never seen. Nothing
-    is downloaded. Exits with an error if an output differs from plain generate's other than where
-    two tokens tie.
+    The model ships with the package. It writes Python plainly and with each strategy; texts are
+    compared and timed. The prompts are code of the standard library outside its training data.
+    Nothing is downloaded. Exits with an error if an output differs from plain generate's other than
+    at a tie of two tokens.
 
     \b
     Examples:

@@ -59,10 +59,10 @@ def distill(
 ) -> None:
     """Let a model answer prompts: training data for its adapters.
 
-    Writes prompts and answers, as tokens and texts, to a parquet file for load_dataset, and beside
-    it provenance.json. Prompts longer than the model's context are cut at their beginning, and
-    counted. A run that was stopped, however it was, continues when the same command is repeated.
-    'accelerate launch' shares the work out over several processes.
+    Writes prompts and answers, as tokens and text, to a parquet file for load_dataset, with
+    provenance.json beside it. Prompts longer than the model's context are cut at the beginning, and
+    counted. Repeat the command to continue an interrupted run. 'accelerate launch' distributes the
+    work over several processes.
 
     \b
     Examples:

@@ -23,12 +23,11 @@ def import_(
     dtype: opt.Dtype = "bfloat16",
     device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",
 ) -> None:
-    """Turn a checkpoint that others have published into an adapter.
+    """Turn a published checkpoint into an adapter.
 
-    Nothing that such a file holds is run: of files of torch.save only tensors are read, and what is
-    written is safetensors. A checkpoint in several files is given by its .index.json. Published
-    layouts of 'medusa': heads with their own projections or a shared one, alone or among the
-    weights of a model; vLLM's.
+    No code in the file is run: only tensors are read from files of torch.save, and the output is
+    safetensors. For a checkpoint in several files give its .index.json. Layouts of 'medusa': heads
+    with their own projections or a shared one, alone or among the weights of a model; vLLM's.
 
     \b
     Examples:

@@ -31,7 +31,7 @@ def use_threads(threads: int | None) -> int | None:
 
 Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
 Dtype = Annotated[str, typer.Option(callback=_known, help=f"One of {', '.join(DTYPES)}.")]
-Backend = Annotated[str, typer.Option(help="What torch.compile compiles with.")]
+Backend = Annotated[str, typer.Option(help="Backend of torch.compile.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]
@@ -39,23 +39,23 @@ Threads = Annotated[
     int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Prompts in all, spread evenly over categories.")
+    int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
 AdapterFolder = Annotated[Path, typer.Argument(help="Adapter folder.")]
 Adapters = Annotated[
     list[str] | None,
-    typer.Option(help="Adapter folder or repository; may be given several times."),
+    typer.Option(help="Adapter folder or repository; repeatable."),
 ]
 KwargsByName = Annotated[
     list[str] | None,
-    typer.Option(help="Options of a strategy, NAME=JSON; may be given several times."),
+    typer.Option(help="Options of a strategy, NAME=JSON; repeatable."),
 ]
 StoredKwargs = Annotated[
     str | None,
     typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
 ]
-DoSample = Annotated[bool, typer.Option("--do-sample", help="Sample; default greedy.")]
+DoSample = Annotated[bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.")]
 Temperature = Annotated[float | None, typer.Option(help="With --do-sample.")]
 TopK = Annotated[int | None, typer.Option(help="With --do-sample.")]
 TopP = Annotated[float | None, typer.Option(help="With --do-sample.")]

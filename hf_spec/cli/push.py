@@ -12,8 +12,12 @@ from hf_spec.cli import options as opt
 def push(
     folder: opt.AdapterFolder,
     repository: Annotated[str, typer.Argument(help="owner/name on the Hub.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch; created if it does not exist.")
+    ] = None,
     base_model: Annotated[
         str | None,
         typer.Option(help="Name of the base model on the Hub, if the adapter names a folder."),
@@ -21,8 +25,9 @@ def push(
 ) -> None:
     """Upload an adapter folder to the Hub.
 
-    The folder must be complete, as 'hf-spec search' writes it. A card that was edited by hand is
-    uploaded as it is. The study of a search stays here. Log in with 'hf auth login' before.
+    The folder must be complete, as 'hf-spec train' or 'hf-spec search' writes it. A card that was
+    edited by hand is uploaded unchanged; the study of a search is not uploaded. Log in first with
+    'hf auth login'.
 
     \b
     Examples:

@@ -34,12 +34,12 @@ def quality(
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
-    """Score answers against references, where they may differ from the base model's.
+    """Score answers that may differ from the base model's.
 
-    That is so for adapters that fine-tune the model (space) and for lossy acceptance; exact
-    strategies give the model's own answers and are left out. Greedy. Prints, and writes to
-    quality.json: perplexity of the references, chrF of the answers, how often an answer's last
-    number is the reference's, and the share of answers that equal the base model's.
+    Those are the answers of adapters that fine-tune the model (space) and of lossy acceptance;
+    exact strategies are left out. Greedy. Prints and writes to quality.json: perplexity of the
+    references, chrF of the answers, how often an answer's last number is the reference's, and the
+    share of answers equal to the base model's.
 
     \b
     Examples:

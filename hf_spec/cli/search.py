@@ -25,7 +25,7 @@ def search(
     ],
     output: Annotated[Path, typer.Option(help="Folder for the study and the adapter.")],
     trials: Annotated[
-        int, typer.Option(min=1, help="Trials in all, those of earlier runs included.")
+        int, typer.Option(min=1, help="Total number of trials, earlier runs included.")
     ] = 100,
     limit: opt.Limit = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
@@ -52,8 +52,8 @@ def search(
     """Search for the layers that layer_skip leaves out when it drafts.
 
     Minimises time per token on your prompts. The output is an adapter folder without weights, with
-    settings, card and plots. A search that was interrupted continues when the same command is
-    repeated, and goes on further with more --trials.
+    settings, card and plots. Repeat the command to continue an interrupted search, or with more
+    --trials to extend it.
 
     \b
     Examples:

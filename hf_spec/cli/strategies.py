@@ -8,7 +8,7 @@ import typer
 def strategies() -> None:
     """List the strategies.
 
-    These are the names that generate(assistant_strategy=...) knows, with a line on each.
+    Names for generate(assistant_strategy=...), with one line about each.
 
     \b
     Examples:

@@ -23,14 +23,14 @@ def tune(
     limit: opt.Limit = 64,
     max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per prompt.")] = 128,
     max_size: Annotated[
-        int, typer.Option(min=2, max=512, help="Most rows of a step: candidates and probes.")
+        int, typer.Option(min=2, max=512, help="Most step tokens: candidates and probes.")
     ] = 64,
     batch_size: Annotated[
-        str, typer.Option(help="Batch sizes that steps are timed with: 1,4.")
+        str, typer.Option(help="Batch sizes to time steps with: 1,4.")
     ] = "1",
     context: Annotated[
         str | None,
-        typer.Option(help="Cached tokens that steps are timed with: 512,4096.  "
+        typer.Option(help="Context lengths to time steps with: 512,4096.  "
                      "[default: the prompts with half their answers]"),
     ] = None,
     dtype: opt.Dtype = "bfloat16",
@@ -39,10 +39,10 @@ def tune(
 ) -> None:  # fmt: skip
     """Choose the trees of a trained adapter for this device.
 
-    Measures how often the adapter's predictions are right on held-out prompts and what steps take
-    here, builds the best tree of every size, and chooses the size of the largest speedup.
-    The trees are stored beside the adapter, with device and dtype; on another machine the same
-    command adds an entry. Decoding then takes the entry of its device.
+    Measures how often the adapter's predictions are right on held-out prompts and how long steps
+    take, builds the best tree of every size, and chooses the size with the largest speedup. The
+    trees are stored beside the adapter with device and dtype. On another machine the same command
+    adds an entry; decoding uses that of its device.
 
     \b
     Examples:

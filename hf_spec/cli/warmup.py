@@ -23,18 +23,18 @@ def warmup(
     strategy_kwargs: opt.KwargsByName = None,
     batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
     max_length: Annotated[
-        int, typer.Option(min=1, help="Tokens of prompt and output that calls have at most.")
+        int, typer.Option(min=1, help="Most tokens of prompt and output together.")
     ] = 1024,
     backend: opt.Backend = "inductor",
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
-    """Compile what calls with cache_implementation='static' run, for later processes.
+    """Compile steps in advance, for calls with cache_implementation='static'.
 
-    The compiler keeps its results on disk (TORCHINDUCTOR_CACHE_DIR); a later process with the same
-    model, sizes, versions and hardware loads them in seconds instead of minutes. Within a process
-    hf_spec.warm_up() does the same.
+    The compiler caches its results on disk (TORCHINDUCTOR_CACHE_DIR). A later process with the same
+    model, sizes, versions and hardware loads them in seconds instead of minutes. Within a process,
+    use hf_spec.warm_up().
 
     \b
     Examples:

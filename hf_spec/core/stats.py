@@ -22,18 +22,18 @@ class SpecStats:
 
     Attributes:
         num_steps: forward passes of the full model, the prefill included.
-        num_row_steps: the same counted per unfinished batch row.
-        num_generated_tokens: emitted tokens over all rows.
-        num_drafted_tokens: candidates proposed over all rows.
-        num_pruned_tokens: of these, candidates that early pruning left out of the deeper layers.
+        num_row_steps: the same, counted once per unfinished sequence.
+        num_generated_tokens: emitted tokens of all sequences.
+        num_drafted_tokens: candidates proposed for all sequences.
+        num_pruned_tokens: of these, candidates that early pruning dropped.
         num_draft_forwards: extra forward passes made while drafting.
         num_fallback_steps: plain steps taken because speculation did not pay, or to time one.
-        accepted_histogram: ``{k: n}``: n row-steps emitted k tokens.
-        offered: candidates' depth i (from 1): row-steps whose draft reached it.
-        accepted: row-steps that accepted a candidate at depth i.
+        accepted_histogram: ``{k: n}``: n steps of a sequence emitted k tokens.
+        offered: by depth (from 1), steps of a sequence whose draft reached it.
+        accepted: by depth, steps of a sequence that accepted a candidate there.
         draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
-            in the full model, in choosing what to accept, and in all the rest.
-        details: what the drafter and the policy report of themselves.
+            in the full model, in verification, and in everything else.
+        details: reports of the drafter and the policy.
     """
 
     num_steps: int = 0
@@ -54,12 +54,12 @@ class SpecStats:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """tau: emitted tokens per step and row; plain decoding has 1.0."""
+        """tau: emitted tokens per step and sequence; 1.0 for plain decoding."""
         return self.num_generated_tokens / self.num_row_steps if self.num_row_steps else 0.0
 
     @property
     def prune_rate(self) -> float:
-        """Share of the candidates that early pruning left out; 0 without candidates."""
+        """Share of the candidates that early pruning dropped; 0 without candidates."""
         drafted = self.num_drafted_tokens
         return self.num_pruned_tokens / drafted if drafted else 0.0
 
@@ -70,18 +70,19 @@ class SpecStats:
 
     @property
     def total_seconds(self) -> float:
+        """Time of the call in all phases."""
         return self.draft_seconds + self.forward_seconds + self.verify_seconds + self.other_seconds
 
     @property
     def step_seconds(self) -> float:
-        """Time in drafting, forwards and verification so far: what steps take."""
+        """Time in drafting, forwards and verification so far."""
         return self.draft_seconds + self.forward_seconds + self.verify_seconds
 
     def record(self, emitted: int, draft_depth: int, drafted: int, kept: int | None = None) -> None:
-        """Count one step of one row.
+        """Count one step of one sequence.
 
         Args:
-            emitted: tokens the row emitted.
+            emitted: tokens that it emitted.
             draft_depth: depth of its draft; 0 if there was none.
             drafted: its number of candidates.
             kept: accepted candidates, where stopping cut ``emitted`` short (default: emitted - 1).
@@ -117,7 +118,7 @@ class SpecStats:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given to do; others have by then."""
+    """Wait until an accelerator has finished; a CPU always has."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize()
 

@@ -1,8 +1,8 @@
 """Trees of candidate tokens.
 
 Node 0 is the **root**: the last accepted token, already certain. Every other node is a candidate
-whose parent stands before it, so that one pass over the nodes visits parents first. This module
-knows shapes only; the tokens that sit on the nodes are the draft's.
+whose parent precedes it, so one pass over the nodes visits parents first. This module knows shapes
+only; the tokens on the nodes belong to the draft.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TokenTree:
     Args:
         parents: parent of each node; ``parents[0] == -1`` is the root, and ``parents[i] < i``.
         ranks: rank of each node among its parent's candidates (0 = most likely); the root's is 0.
-            Left out, siblings are ranked in the order in which they stand.
+            If omitted, siblings are ranked in order.
 
     Raises:
-        ValueError: if a parent does not stand before its child, two siblings share a rank, or there
+        ValueError: if a parent does not precede its child, two siblings share a rank, or there
             are too many nodes.
     """
 
@@ -83,17 +83,17 @@ class TokenTree:
 
     @classmethod
     def in_order(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
-        """The tree whose nodes stand as the rank paths do; else as :meth:`from_paths`.
+        """Like :meth:`from_paths`, with the nodes in the order of the paths.
 
         Raises:
-            ValueError: as there, and if a path stands before its parent.
+            ValueError: as there, and if a path precedes its parent.
         """
         return _from_keys(cls, _checked_paths(paths))
 
     @staticmethod
     @lru_cache(maxsize=512)
     def chain(length: int) -> TokenTree:
-        """The root and ``length`` candidates one below the other."""
+        """The root and ``length`` candidates, each the child of the one before."""
         return TokenTree(tuple(range(-1, length)))
 
     @classmethod
@@ -102,7 +102,7 @@ class TokenTree:
         return _from_parents(tuple(parents))
 
     def to_json(self) -> str:
-        """The paths as JSON; :meth:`from_json` gives back an equal tree."""
+        """The paths as JSON, for :meth:`from_json`."""
         return json.dumps({"version": 1, "paths": [list(path) for path in self.paths]})
 
     @classmethod
@@ -134,6 +134,7 @@ class TokenTree:
 
     @property
     def num_candidates(self) -> int:
+        """Nodes besides the root."""
         return len(self.parents) - 1
 
     @cached_property
@@ -146,11 +147,12 @@ class TokenTree:
 
     @property
     def max_depth(self) -> int:
+        """Depth of the deepest node; 0 for the root alone."""
         return max(self.depths)
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Rank path of each candidate (the root's empty path is left out)."""
+        """Rank path of each candidate, without the root's empty path."""
         paths: list[tuple[int, ...]] = [()]
         for node in range(1, len(self.parents)):
             paths.append((*paths[self.parents[node]], self.ranks[node]))

@@ -18,8 +18,8 @@ from hf_spec.model.step_tokens import bucket
 
 #: Share of the carried rows that must have finished. In the way of the others stands at most one
 #: row per finished one, and swapping two rows takes about as long as one row's share of a step
-#: does (docs/loop.md), so that it pays within a step or two. Not less, since step times are learned
-#: anew for every size of the batch.
+#: does (docs/inside/exactness.md), so that it pays within a step or two. Not less, since step times
+#: are learned anew for every size of the batch.
 SHARE = 1 / 8
 
 

@@ -76,22 +76,23 @@ def warm_up(
     progress: Callable[[int], Any] | None = None,
     **kwargs: Any,
 ) -> int:
-    """Compile, before it is needed, what calls of a strategy with a static cache run.
+    """Compile in advance what calls of a strategy with a static cache run.
 
     Calls of the same process then compile nothing, as long as they stay within these sizes; with
     Inductor, those of later processes compile from its cache on disk.
 
     Args:
         model: a causal language model.
-        batch_sizes: of the calls to come; a batch that shrinks goes through powers of two.
-        max_length: tokens of prompt and output that they have at most; there is code for every
-            power of two up to it, from 256.
-        generation_config, kwargs: as for ``generate``: the strategy, its options,
-            ``compile_config``. Without the latter ``torch.compile`` has Transformers' defaults.
-        progress: called with the number of graphs so far, whenever one is made.
+        batch_sizes: of later calls; a shrinking batch goes through powers of two.
+        max_length: most tokens of prompt and output together; there is a graph for every power of
+            two up to it, from 256.
+        generation_config: as for ``generate``.
+        progress: called with the number of graphs so far whenever one is made.
+        **kwargs: as for ``generate``: the strategy, its options, ``compile_config``. Without the
+            latter ``torch.compile`` has Transformers' defaults.
 
     Returns:
-        How many graphs were made.
+        The number of graphs made.
 
     Raises:
         ValueError: a size is below 1, or what ``generate`` raises.

@@ -54,7 +54,7 @@ class SpecConfig(GenerationConfig):
         **kwargs: everything a ``GenerationConfig`` takes.
 
     Raises:
-        ValueError: on an unknown strategy, option or value.
+        ValueError: if a strategy, option or value is unknown.
     """
 
     def __init__(

@@ -15,11 +15,11 @@ from hf_spec.core.stats import SpecStats
 class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     """``GenerateDecoderOnlyOutput`` with statistics.
 
-    ``scores`` and ``logits`` are those of plain generation; for a batch row past its own end they
-    are zero. ``past_key_values`` holds every token of ``sequences`` but each row's last.
+    ``scores`` and ``logits`` are those of plain generation, and zero past the end of a sequence.
+    ``past_key_values`` holds all tokens but the last of each sequence.
 
     Attributes:
-        spec_stats: steps, tau, accepted lengths and times of this call.
+        spec_stats: counts and times of this call.
     """
 
     spec_stats: SpecStats | None = None

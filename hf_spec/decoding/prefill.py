@@ -33,7 +33,7 @@ CHUNK = 256
 
 #: Columns of a fresh prompt with which probes ride along, at most. Plain attention knows that it is
 #: causal, ours has a mask: the longer the prompt, the more of that is in vain. Up to here it costs
-#: no more than the step that it saves (docs/loop.md).
+#: no more than the step that it saves (docs/inside/exactness.md).
 RIDING = 512
 
 #: Attention that is as fast with an explicit mask of a prompt's size.

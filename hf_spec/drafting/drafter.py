@@ -1,4 +1,4 @@
-"""Drafters: what the loop shows them, what they propose, and what they hear of it."""
+"""The interface between the loop and drafters: state in, drafts out, feedback."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from modeling_patches.per_call import Changes
 
 
 class Chances(NamedTuple):
-    """A draft's candidates and how likely they are, on the host; they stand best first.
+    """A draft's candidates and their probabilities, on the host, likeliest first.
 
     Attributes:
-        paths: ``(batch, nodes)`` float64 chance that all candidates down to a node are accepted: 1
-            for the root, 0 for padding, never more than the parent's.
+        paths: ``(batch, nodes)`` float64 probability that all candidates down to a node are
+            accepted: 1 for the root, 0 for padding, never more than the parent's.
         parents: ``(batch, nodes)`` int64; 0 for padding.
         depths: ``(batch, nodes)`` int64
         tokens: ``(batch, nodes)`` int64; any on padding.
@@ -38,12 +38,12 @@ class Chances(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a look-up returns.
+    """The result of a look-up.
 
     Attributes:
-        tree: of continuations.
-        tokens: on its nodes, the root's, which is any, included.
-        chances: of its nodes, which stand best first.
+        tree: the continuations.
+        tokens: of its nodes; the root's is arbitrary.
+        chances: of its nodes, likeliest first.
     """
 
     tree: TokenTree
@@ -56,14 +56,14 @@ class Draft:
     """Candidates for one step.
 
     Attributes:
-        tree: tree of each row; node 0 is the root.
-        tokens: ``(batch, nodes)`` int64, column 0 the root's token.
+        tree: the tree of each sequence; node 0 is the root.
+        tokens: ``(batch, nodes)`` int64; column 0 is the root's token.
         distributions: ``(batch, nodes, vocab)`` q from which each candidate was sampled, after all
             logits processors; None if candidates were not sampled. Column 0 is ignored.
-        probes: rows that run behind the nodes and tell the drafter of future tokens.
-        chances: how likely each candidate is; then how many are forwarded, and what probes hang
-            under them, is the policy's choice. None: all, as they are.
-        pruned: whether unlikely candidates are dropped on the way through the model.
+        probes: step tokens behind the nodes from which the drafter predicts future tokens.
+        chances: probabilities of the candidates. With them the policy chooses how many candidates
+            and which probes are forwarded; without them (None), the whole draft is.
+        pruned: whether the model drops unlikely candidates in its deeper layers.
     """
 
     tree: TreeBatch
@@ -74,7 +74,7 @@ class Draft:
     pruned: bool = False
 
     def left_with(self, survivors: Survivors) -> Draft:
-        """What pruning left of it."""
+        """The draft without the candidates that pruning dropped."""
         tokens = self.tokens.gather(1, survivors.nodes)
         return Draft(survivors.tree, tokens, None, survivors.probes, pruned=True)
 
@@ -84,45 +84,46 @@ class Process(Protocol):
 
     @property
     def trivial(self) -> bool:
-        """Whether they leave the order of the logits as it is, so that the likeliest stays so."""
+        """Whether they keep the likeliest token the likeliest."""
 
     def __call__(
         self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool]
     ) -> Tensor:
-        """Logits ``(batch, vocab)`` -> float32 scores after all processors, each active row's
-        prefix being its tokens so far and then its suffix."""
+        """Logits ``(batch, vocab)`` -> float32 scores after all processors. The prefix of each
+        active sequence is its tokens so far, then its suffix."""
 
 
 @dataclass
 class DecodingState:
-    """What the loop shows a drafter; read it, don't change it.
+    """What the loop shows a drafter, which must not change it.
 
-    Rows are those that the batch still carries: it shrinks as rows finish (:meth:`select`).
+    It holds the batch rows that are still carried: the batch shrinks as sequences finish
+    (:meth:`select`).
 
     Attributes:
-        model: the model that is decoded.
-        forward: runs the model on nodes of a tree behind the cached tokens.
-        cache: the cache; all tokens of a row but its last (the root) are in it.
-        tokens: each row's real tokens so far, prompt included, padding left out.
-        root: ``(batch,)`` the last token of each row.
-        active: rows that are not finished.
-        remaining: how many tokens each row may still emit.
+        model: the model.
+        forward: runs the model on the nodes of a tree behind the cached tokens.
+        cache: the cache; it holds all tokens of a sequence but the last, the root.
+        tokens: the tokens of each sequence so far, with the prompt, without padding.
+        root: ``(batch,)`` the last token of each sequence.
+        active: whether each sequence is unfinished.
+        remaining: how many tokens each sequence may still emit.
         do_sample: whether tokens are sampled.
         process: applies the call's logits processors.
         stats: the statistics of the call so far.
-        probe_hidden: ``(batch, group, hidden)`` what the last step's forward, or the prompt's, made
-            of the probes under each row's last accepted node; None if there were none.
-        probe_counts: how many of them each row has; the others are any rows. 0 in finished rows.
+        probe_hidden: ``(batch, group, hidden)`` hidden states of the probes under the last accepted
+            node of each sequence, from the last step or the prompt; None if there were none.
+        probe_counts: how many of them are valid in each sequence; 0 in finished ones.
         probe_sizes: ``(batch,)`` the same on the device, before the host knows it.
-        hidden: ``(batch, hidden)`` final hidden state of each row's last accepted node, from which
-            the model made the root's token; any states in finished rows. Of the prompt's last token
-            at first. None unless the drafter wants it, or while it is not known.
-        rows: which row of the call each of these is.
-        timed: whether how much is drafted may depend on what steps take.
-        foreseen: what :meth:`Drafter.foresee` wanted to know on the host; None if it was not asked.
-        draft_price: tokens that one more forward of drafting must bring for its time; None while
-            nothing is known of it.
-        found: what was looked up in this step, by row; stands among the candidates anyway.
+        hidden: ``(batch, hidden)`` final hidden state of each sequence's last accepted node, from
+            which the model made the root's token; at first, of the prompt's last token. Arbitrary
+            in finished sequences. None unless the drafter wants it, or while it is unknown.
+        rows: the index in the call of each batch row.
+        timed: whether the amount of drafting may depend on step times.
+        foreseen: what :meth:`Drafter.foresee` returned, on the host; None if nothing.
+        draft_price: tokens that one more drafting forward must bring to pay for its time; None
+            while unknown.
+        found: this step's look-ups, by sequence; they are among the candidates anyway.
     """
 
     model: Any
@@ -150,7 +151,7 @@ class DecodingState:
         self.rows = self.rows or list(range(len(self.tokens)))
 
     def select(self, rows: Sequence[int]) -> None:
-        """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``; for the loop."""
+        """Follow the cache, whose row ``i`` is now the former ``rows[i]``; for the loop."""
         self.forward.select(rows)
         for name in ("tokens", "active", "remaining", "probe_counts", "rows"):
             values = getattr(self, name)
@@ -183,11 +184,12 @@ class DecodingState:
 
     @property
     def batch_size(self) -> int:
+        """Batch rows that are still carried."""
         return len(self.tokens)
 
     @property
     def max_depth(self) -> int:
-        """Deepest candidate that any row can still use: one token of the budget is the bonus."""
+        """Depth of the deepest candidate that any sequence can use; one token is the bonus."""
         left = [n for n, active in zip(self.remaining, self.active) if active]
         return max(left, default=1) - 1
 
@@ -209,19 +211,18 @@ class Drafter(CandidateGenerator):
     """Proposes candidates. One instance serves one ``generate()`` call.
 
     Attributes:
-        single_forward: whether a step is one forward pass of the model; False if drafting runs
-            the model, too.
+        single_forward: whether a step is one forward pass; False if drafting runs the model, too.
         runs_modules: whether drafting runs modules of the model, such as its output embeddings.
-        probe_inputs: what has been learned for the probes of its drafts, if they have any.
+        probe_inputs: the learned inputs of its probes, if it has any.
         wants_hidden: whether it reads ``DecodingState.hidden``.
-        prune_layer: layers that run on all nodes, where some steps prune.
-        drafting: with which the model runs while it drafts; None if it does not.
-        prunes: whether the model drops unlikely candidates of its drafts on their way; None: the
-            policy says so for each step.
-        distances: tokens behind the next one that probes under a node predict.
-        num_probes: of them under a node; 0: its drafts have none, or bring them along.
+        prune_layer: number of layers that run on all nodes, if some steps prune.
+        drafting: changes to the model while it drafts; None if drafting does not run it.
+        prunes: whether unlikely candidates are dropped in deeper layers; None: the policy decides
+            in each step.
+        distances: tokens after the next one that the probes under a node predict.
+        num_probes: number of probes under a node; 0 if there are none, or drafts bring their own.
         group: these probes, which also hang under the prompt's last token.
-        looks_up: whether :meth:`look_up` gives part of its drafts by itself.
+        looks_up: whether :meth:`look_up` returns a part of its drafts without the model.
     """
 
     single_forward: ClassVar[bool] = True
@@ -242,15 +243,16 @@ class Drafter(CandidateGenerator):
 
     @property
     def pruning(self) -> Pruning | None:
-        """Leaves out nodes of a draft on their way through the model, where it is to be pruned.
+        """How nodes of a draft are dropped in deeper layers; None if they are not.
 
-        Which ones depends on their tokens, so that such a draft must carry no distributions.
+        Which ones are dropped depends on their tokens, so a pruned draft must not carry
+        distributions.
         """
         return None
 
     @property
     def kind_of_forward(self) -> Hashable:
-        """What its forwards ask of the model, beside a tree."""
+        """What its forwards need besides a tree. Each kind is tried and compiled once."""
         inputs = self.probe_inputs
         probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
         return probes, self.wants_hidden, self.prune_layer
@@ -263,45 +265,47 @@ class Drafter(CandidateGenerator):
         """Candidates for the next step; a tree of the root alone if there are none."""
 
     def foresee(self, state: DecodingState) -> Tensor | None:
-        """Begin the next draft while the host does not know yet how the step has ended.
+        """Begin the next draft before the host knows how the step ended.
 
-        The state's tensors are as the step left them; what the host knows of it is as it was
-        before. In rows that turn out to be finished, tensors may hold anything.
+        The state's tensors are those after the step, its host-side fields those before. In
+        sequences that turn out to be finished, tensors are arbitrary.
 
         Returns:
-            ``(batch, n)`` float32 numbers that :meth:`propose` finds in ``DecodingState.foreseen``,
-            so that the host waits for the device once per step; None if there is nothing to begin.
+            ``(batch, n)`` float32 that :meth:`propose` finds in ``DecodingState.foreseen``, so that
+            the host waits for the device once per step; None if there is nothing to begin.
         """
         return None
 
     def look_up(self, state: DecodingState) -> Draft:
-        """As :meth:`propose`; where it :attr:`looks_up`, only what takes no work of the model's."""
+        """Like :meth:`propose`, but if it :attr:`looks_up`, only what needs no model."""
         return self.propose(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        """Called after each step with the accepted nodes per row, root first; none if finished.
+        """Called after each step.
 
-        ``draft`` is what was forwarded; the root alone, without chances, where nothing was
-        proposed.
+        Args:
+            state: after the step.
+            draft: what was forwarded; the root alone, without chances, in a plain step.
+            nodes: the accepted nodes of each sequence, root first; none if it was finished.
         """
 
     def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
         """Probes under the nodes of a step's trees.
 
         Args:
-            tree: of each row.
-            ahead: how many distances are to be predicted under each node of each row.
+            tree: of each sequence.
+            ahead: number of distances to predict under each node, by sequence.
         """
         return None
 
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
-        """Called between two steps when rows that are finished have left the batch.
+        """Called between two steps when finished sequences have left the batch.
 
-        A drafter that keeps something for each row selects it here; the state is already that of
-        the smaller batch.
+        A drafter that keeps state per sequence selects it here.
 
         Args:
-            rows: row ``i`` is now the one that was ``rows[i]``; each at most once, in any order.
+            state: that of the smaller batch.
+            rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
         """
 
     def replace_row(self, state: DecodingState, row: int) -> None:
@@ -312,22 +316,22 @@ class Drafter(CandidateGenerator):
         """
 
     def warm(self, state: DecodingState) -> None:
-        """Compile what :meth:`propose` runs, where there are hidden states to predict from."""
+        """Compile what :meth:`propose` runs on hidden states."""
 
     def details(self) -> dict[str, Any]:
-        """What the drafter reports in ``SpecStats.details``."""
+        """Entries for ``SpecStats.details``."""
         return {}
 
     # -- stock assisted decoding -------------------------------------------------------------
 
     @abstractmethod
     def chain(self, input_ids: Tensor) -> list[int]:
-        """The likeliest tokens behind a sequence, ``(1, seq)`` and without padding."""
+        """The likeliest tokens after a sequence, ``(1, seq)`` without padding."""
 
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        """For Transformers' own assisted decoding, whose batches have one row.
+        """For Transformers' own assisted decoding, at batch size 1.
 
         Args:
             input_ids: ``(1, seq)``.
@@ -347,5 +351,5 @@ class Drafter(CandidateGenerator):
 
 
 def emitted(state: DecodingState, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The tokens that each row emitted in the step that accepted these nodes."""
+    """The tokens that each sequence emitted in the step that accepted these nodes."""
     return [tokens[len(tokens) - len(path) :] for tokens, path in zip(state.tokens, nodes)]

@@ -41,9 +41,7 @@ class HeadsConfig(PredictingConfig):
         ValueError: naming the field, its value and the rule.
     """
 
-    num_heads: int = field(
-        default=4, metadata={"help": "Future tokens drafted besides the certain one."}
-    )
+    num_heads: int = field(default=4, metadata={"help": "Heads, each drafting one future token."})
     num_layers: int = field(default=1, metadata={"help": "Residual blocks of each head."})
     projection: str = field(
         default="shared",
@@ -53,13 +51,13 @@ class HeadsConfig(PredictingConfig):
         },
     )
     decay: float = field(
-        default=0.8, metadata={"help": "Head k's loss counts decay ** k in training."}
+        default=0.8, metadata={"help": "Weight of head k in the loss is decay ** k."}
     )
     loss: str = field(
         default="hard",
         metadata={
             "help": "hard: cross-entropy of the answer's tokens. distillation: KL divergence from "
-            "what the model itself predicts for them."
+            "the model's own distributions."
         },
     )
 

@@ -1,4 +1,4 @@
-"""Options that strategies share: of all, of those with trees, of those with heads."""
+"""Options shared by all strategies, by those with trees, and by those with heads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """Options that every strategy has; a method's own options derive from this.
+    """Options of every strategy; a method's own options derive from this class.
 
     Attributes:
-        acceptance: ``match`` (exact: the target's own token, greedy or sampled, is what a candidate
-            is compared with), ``rejection`` (exact, for candidates that are sampled, too) or
-            ``typical`` (lossy). ``auto`` is ``match``, which has been faster wherever both were
-            tried.
+        acceptance: ``match`` (exact: accepts a candidate if it is the target's own token, greedy or
+            sampled), ``rejection`` (exact, also for sampled candidates) or ``typical`` (lossy).
+            ``auto`` is ``match``.
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
-        retrieval: merge the candidates of ``prompt_lookup`` into the strategy's own tree. ``auto``
-            does so where the policy chooses among candidates by their probability.
-        fallback: draft as much as pays, and take plain steps while nothing does. ``auto`` does so
-            unless what is emitted depends on which steps draft (sampled candidates, ``typical``).
-            False: every step drafts, and nothing depends on time.
+        retrieval: whether to merge the candidates of ``prompt_lookup`` into the strategy's tree.
+            ``auto``: where the policy chooses candidates by probability.
+        fallback: whether to draft only as much as pays, and to take plain steps while nothing does.
+            ``auto``: unless the output depends on which steps draft (sampled candidates,
+            ``typical``). False: every step drafts, and nothing depends on time.
     """
 
     acceptance: str = "auto"
@@ -84,6 +83,7 @@ class StrategyOptions:
 
     @property
     def lossless(self) -> bool:
+        """Whether the acceptance rule keeps the model's own distribution."""
         return ACCEPTANCE_RULES.get(self.acceptance, True)
 
 
@@ -251,7 +251,7 @@ class TreeOptions(StrategyOptions):
 
 
 #: ``sparse``: rank paths, the likeliest first. On held-out answers of a 22M model they are worth
-#: 0.3 % less than the 15 best nodes there (docs/medusa.md).
+#: 0.3 % less than the 15 best nodes there (docs/methods/medusa.md).
 SPARSE: tuple[tuple[int, ...], ...] = (
     (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
     (2, 0), (1, 0, 0), (0, 1, 0), (4,),

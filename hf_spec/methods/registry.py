@@ -1,7 +1,7 @@
 """What a method is, and how the loop finds it.
 
-A method of ours lives in ``hf_spec/methods/<name>/`` and exports ``METHOD``; one of another package
-is made known by :func:`register_method`. Nothing else in the project names a method: the loop, the
+Methods of hf_spec live in ``hf_spec/methods/<name>/`` and export ``METHOD``; other packages call
+:func:`register_method`. Nothing else in the project names a method: the loop, the
 command line, the tests and the documentation list what is registered here.
 """
 
@@ -30,7 +30,7 @@ Exporter = Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Published:
-    """How checkpoints that others have published become adapters of a method.
+    """How published checkpoints become adapters of a method.
 
     Attributes:
         wants: whether a tensor of this name is the adapter's; files may hold others, too.
@@ -50,18 +50,18 @@ class Method:
     Attributes:
         name: what users write as ``assistant_strategy``; the folder's name.
         summary: one line for listings.
-        options: dataclass (derived from :class:`StrategyOptions`) of ``assistant_kwargs``.
+        options: dataclass of ``assistant_kwargs``, derived from :class:`StrategyOptions`.
         drafter: builds the drafter.
         adapter_config: config class of its PEFT adapter, None if it has none.
         adapter_layer: the layer that holds the adapter's parameters.
-        objective: its training loss, which ``PeftModel.forward`` gives for batches with
+        objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``; called as ``objective(base model, adapter, **batch)``.
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
-        trained: fields of its adapter's config that ``hf-spec train`` sets unless the user does.
-        num_anchors: places per sequence that one training step trains, unless the user says.
-        published: reads others' checkpoints, for ``hf-spec import``; None if there are none.
-        exports: by name of a form, for ``hf-spec export``.
+        trained: fields of its adapter's config that ``hf-spec train`` sets by default.
+        num_anchors: default number of places per sequence in a training step.
+        published: reads published checkpoints, for ``hf-spec import``; None if there are none.
+        exports: exporters by the name of their format, for ``hf-spec export``.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Method:
 
     @property
     def package(self) -> str:
-        """Where it lives, and what belongs to it besides its code: the package of its options."""
+        """The package of its options, which also holds its card and test variants."""
         return sys.modules[self.options.__module__].__package__ or ""
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.
 
         Raises:
-            ValueError: naming the unknown or invalid option and the options there are.
+            ValueError: if an option is unknown or invalid; the error lists the options.
         """
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ValueError(
@@ -111,7 +111,7 @@ _registered: dict[str, Method] = {}
 def register_method(method: Method) -> None:
     """Make a method known: its name to ``generate()``, its adapter's type to PEFT.
 
-    Doing it again with the same method is harmless.
+    Registering the same method again does nothing.
 
     Args:
         method: its ``name`` is what users write as ``assistant_strategy``.

@@ -45,7 +45,7 @@ class HitRates:
 
     def __init__(self, depth: int, ranks: int = RANKS):
         # A guess after trained heads and probes: the first rank falls off with the distance, the
-        # others hardly (docs/medusa.md).
+        # others hardly (docs/methods/medusa.md).
         first = np.broadcast_to(0.55 * 0.85 ** np.arange(depth)[:, None], (depth, 1))
         others = np.broadcast_to(0.1 / np.arange(1, ranks), (depth, ranks - 1))
         guess = np.concatenate([first, others], axis=1)

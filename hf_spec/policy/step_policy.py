@@ -12,7 +12,8 @@ step with predictions and of one without, learned while decoding; so a probe gro
 worth h times the chance that the step ends there. That is PPD's dynamic sparse tree (section 5.4),
 decided anew in every step.
 
-Knows probabilities, rows and seconds; nothing of models. docs/policy.md has the measurements.
+Knows probabilities, rows and seconds; nothing of models. docs/inside/policy.md has the
+measurements.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ LARGE = 13e9
 
 @dataclass
 class BitaConfig(FrontConfig):
-    """Config of a BITA adapter.
+    """Mask tokens that draft, and prompt tokens that only they see.
 
     Raises:
-        ValueError: naming the field, its value and the rule.
+        ValueError: if a field is invalid.
     """
 
     type_name: ClassVar[str] = "BITA"
@@ -28,8 +28,8 @@ class BitaConfig(FrontConfig):
     num_mask_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "M, future tokens drafted besides the certain one. Left out, 3, or 4 for a "
-            "base model of more than 13 billion parameters."
+            "help": "M, mask tokens, each drafting one future token. Default: 3, or 4 for a base "
+            "model of more than 13 billion parameters."
         },
     )
     num_prompt_tokens: int = field(

@@ -16,36 +16,36 @@ from modeling_patches.low_rank import linear_modules
 
 @dataclass
 class LayerSkipConfig(SpecPeftConfig):
-    """Config of an adapter: a set of attention and a set of MLP sublayers to skip.
+    """Attention and MLP sublayers that drafting skips.
 
-    Both may be empty; drafting then costs as much as verifying. The lists are kept sorted. The
-    adapter has no weights unless `draft_rank` says so.
+    Both lists may be empty; drafting then costs as much as verifying. They are kept sorted. The
+    adapter has weights only with a `draft_rank`.
 
     Raises:
-        ValueError: an entry that is not an integer >= 0, comes twice, or is beyond the last layer
+        ValueError: if an entry is not an integer >= 0, is given twice, or exceeds the last layer
             of `base_facts`.
     """
 
     type_name: ClassVar[str] = "LAYER_SKIP"
 
     skip_attention: list[int] = field(
-        default_factory=list, metadata={"help": "Layers whose attention drafting leaves out."}
+        default_factory=list, metadata={"help": "Layers whose attention drafting skips."}
     )
     skip_mlp: list[int] = field(
-        default_factory=list, metadata={"help": "Layers whose MLP drafting leaves out."}
+        default_factory=list, metadata={"help": "Layers whose MLP drafting skips."}
     )
     draft_rank: int = field(
         default=0,
-        metadata={"help": "Rank of low-rank updates that drafting uses, to be trained; 0: none."},
+        metadata={"help": "Rank of trained low-rank updates for drafting; 0: none."},
     )
     draft_alpha: float = field(
-        default=16, metadata={"help": "Their scale is draft_alpha / draft_rank."}
+        default=16, metadata={"help": "The updates are scaled by draft_alpha / draft_rank."}
     )
     draft_target_modules: list[str] | str | None = field(
         default=None,
         metadata={
-            "help": "Linear modules that get such updates: names, or a regular expression. Left "
-            "out, all in the layers that drafting runs."
+            "help": "Linear modules with updates: names, or a regular expression. Default: all "
+            "that drafting runs."
         },
     )
 

@@ -9,10 +9,10 @@ from hf_spec.drafting.heads import HeadsConfig
 
 @dataclass
 class MedusaConfig(HeadsConfig):
-    """Config of a MEDUSA adapter.
+    """Heads on the final hidden state, one per future token.
 
     Raises:
-        ValueError: naming the field, its value and the rule.
+        ValueError: if a field is invalid.
     """
 
     type_name: ClassVar[str] = "MEDUSA"

@@ -21,16 +21,16 @@ FIRST_STAGE = 0.5
 
 @dataclass
 class PPDConfig(FrontConfig):
-    """Config of a PPD adapter.
+    """Prompt tokens that draft.
 
     Raises:
-        ValueError: naming the field, its value and the rule.
+        ValueError: if a field is invalid.
     """
 
     type_name: ClassVar[str] = "PPD"
 
     num_prompt_tokens: int = field(
-        default=3, metadata={"help": "m, future tokens drafted besides the certain one."}
+        default=3, metadata={"help": "m, prompt tokens, each drafting one future token."}
     )
     num_ept: int = field(
         default=1, metadata={"help": "n, ensemble prompt tokens (EPTs) per prompt token."}
@@ -38,51 +38,52 @@ class PPDConfig(FrontConfig):
     ept_mask: str = field(
         default="ensemble",
         metadata={
-            "help": "What an EPT sees of the others. ensemble: the one of its own number in each "
-            "prompt token before. decoder: all before it. encoder: all of the prompt tokens before "
+            "help": "Which other EPTs an EPT sees. ensemble: the one of its own number in each "
+            "earlier prompt token. decoder: all before it. encoder: all of earlier prompt tokens "
             "and of its own."
         },
     )
     ept_aggregation: str = field(
         default="average",
-        metadata={"help": "How EPTs make one prediction: average, or learned weights."},
+        metadata={"help": "How EPTs are combined: average, or learned weights."},
     )
     loss: str = field(
         default="distillation",
         metadata={
-            "help": "distillation: towards the base's own distributions. hard: cross-entropy of "
-            "the answers' tokens."
+            "help": "distillation: KL divergence from the base's own distributions. hard: "
+            "cross-entropy of the answers' tokens."
         },
     )
     decay: float = field(
-        default=0.8, metadata={"help": "alpha: distance i counts alpha^(i-1) in the loss."}
+        default=0.8,
+        metadata={"help": "alpha; the weight of distance i in the loss is alpha^(i-1)."},
     )
     num_prefix_tokens: int = field(
         default=0,
         metadata={
-            "help": "Learned keys and values in every layer that each prompt token, and no other, "
-            "sees (prefix tuning)."
+            "help": "Learned keys and values in every layer for each prompt token, which alone "
+            "sees them (prefix tuning)."
         },
     )
     head: str = field(
         default="none",
         metadata={
-            "help": "A decoding head of the prompt tokens' own. none: the base's. vocabulary: a "
+            "help": "A decoding head for prompt tokens. none: the base's. vocabulary: a "
             "second output layer. residual: a block of hidden size before the base's."
         },
     )
     head_rank: int | None = field(
         default=None,
         metadata={
-            "help": "Rank of a residual head's matrix, which keeps the adapter below 0.1 % of the "
-            "base.  [default: a full matrix]"
+            "help": "Rank of a residual head's matrix; a low one keeps the adapter below 0.1 % of "
+            "the base.  [default: a full matrix]"
         },
     )
     head_stages: int = field(
         default=2,
         metadata={
-            "help": "1: the head is trained from the first step. 2: it is trained, with all else, "
-            "in the second half of the steps."
+            "help": "1: the head is trained from the first step. 2: the head is trained in the "
+            "second half of the steps, together with the rest."
         },
     )
     num_exits: int = field(

@@ -6,7 +6,7 @@ from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="prompt_lookup",
-    summary="n-gram matches in prompt and output, merged into a tree; nothing to train",
+    summary="n-gram matches in prompt and output form a tree; nothing to train",
     options=PromptLookupOptions,
     drafter=PromptLookupDrafter,
 )

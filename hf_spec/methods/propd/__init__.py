@@ -10,7 +10,7 @@ from hf_spec.methods.registry import Method
 
 METHOD = Method(
     name="propd",
-    summary="heads' candidates, the unlikely ones dropped after the first layers",
+    summary="heads predict the next tokens; unlikely candidates are dropped after the first layers",
     options=ProPDOptions,
     drafter=ProPDDrafter,
     adapter_config=ProPDConfig,

@@ -27,14 +27,15 @@ class ProPDConfig(HeadsConfig):
     prune_layer: int | None = field(
         default=None,
         metadata={
-            "help": "Layers that run on the whole tree; an early prediction head reads what they "
-            f"make of it.  [default: {PRUNE_LAYER}, or all but one where there are fewer]"
+            "help": "Layers that run on the whole tree; the early prediction head reads the hidden "
+            f"states behind them.  [default: {PRUNE_LAYER}, or all but one where there are fewer]"
         },
     )
     prune_top_k: int = field(
         default=50,
         metadata={
-            "help": "A candidate that is not among so many likeliest tokens of the early head goes."
+            "help": "k: candidates that are not among the early head's k likeliest tokens are "
+            "dropped."
         },
     )
 

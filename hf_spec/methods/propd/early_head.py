@@ -4,7 +4,7 @@ The head translates hidden states behind the first layers into final ones, for t
 output embeddings: ``gain * rms_norm(h + A h + b)``, the form of the tuned lens (Belrose et al.,
 "Eliciting Latent Predictions from Transformers with the Tuned Lens", 2023). On a 22M model its 50
 likeliest tokens hold the model's own in 82 % of places behind layer 4, where a residual block as
-Medusa's heads have it reaches 73 % (docs/propd.md).
+Medusa's heads have it reaches 73 % (docs/methods/propd.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``space``: the model, fine-tuned to guess several tokens at once, corrects itself (SPACE)."""
+"""``space``: mask tokens with low-rank updates of their own (SPACE; Samragh et al., 2025)."""
 
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.registry import Method
@@ -10,7 +10,7 @@ from hf_spec.methods.space.options import SpaceOptions
 
 METHOD = Method(
     name="space",
-    summary="the model, fine-tuned to guess several tokens at once, verifies its own guesses",
+    summary="mask tokens with low-rank updates of their own predict the next tokens",
     options=SpaceOptions,
     drafter=SpaceDrafter,
     adapter_config=SpaceConfig,

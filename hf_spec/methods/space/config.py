@@ -29,7 +29,7 @@ class SpaceConfig(PredictingConfig):
 
     type_name: ClassVar[str] = "SPACE"
     num_mask_tokens: int = field(
-        default=5, metadata={"help": "k, future tokens drafted besides the certain one."}
+        default=5, metadata={"help": "k, mask tokens, each drafting one future token."}
     )
     shared_mask: bool = field(
         default=False,
@@ -42,23 +42,25 @@ class SpaceConfig(PredictingConfig):
     update: str = field(
         default="gated",
         metadata={
-            "help": "What is trained besides the mask tokens. gated: low-rank updates that act in "
-            "their rows only, so that the model's output stays as it is. The paper fine-tunes the "
-            "model: lora, by low-rank updates; full, all weights, saved as a model beside the "
-            "adapter. none: nothing."
+            "help": "What is trained besides the mask tokens. gated: low-rank updates of mask "
+            "tokens only; the model's output stays the same. lora: low-rank updates of the model, "
+            "and full: all its weights, saved beside the adapter; both fine-tune the model, as in "
+            "the paper. none: nothing."
         },
     )
-    rank: int = field(default=16, metadata={"help": "Of the low-rank updates."})
+    rank: int = field(default=16, metadata={"help": "Rank of the low-rank updates."})
     update_learning_rate: float = field(
         default=5e-3,
-        metadata={"help": "Peak of gated updates'; the mask tokens' is the training's."},
+        metadata={
+            "help": "Peak learning rate of gated updates; mask tokens have that of training."
+        },
     )
-    alpha: float = field(default=32, metadata={"help": "Their scale is alpha / rank."})
+    alpha: float = field(default=32, metadata={"help": "The updates are scaled by alpha / rank."})
     target_modules: list[str] | str | None = field(
         default=None,
         metadata={
             "help": "Linear modules that get low-rank updates: names, or a regular expression. "
-            "Left out, all in the decoder layers; of gated updates the last one of each attention "
+            "Default: all in the decoder layers; for gated updates the last one of each attention "
             "and MLP."
         },
     )

@@ -1,0 +1,298 @@
+"""Draws the figures of the documentation as SVG: ``python docs/scripts/figures.py``.
+
+Schemes are drawn from code; the speeds in ``speed.svg`` are read from the table in
+docs/inside/benchmarks.md, so that the picture cannot say anything else.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+# Text stays text, and the same drawing is the same file.
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "hf_spec", "font.size": 11}
+
+from matplotlib import pyplot as plt  # noqa: E402
+
+from hf_spec.files import write_atomically  # noqa: E402
+
+DOCS = Path(__file__).parent.parent
+BENCHMARKS = DOCS / "inside" / "benchmarks.md"
+FILLS = {
+    "token": "#dcdcdc", "root": "#8fb7e8", "candidate": "#cfe2f9", "probe": "#f7d08a",
+    "learned": "#f3b6a6", "gone": "#ffffff", "model": "#e8e3f3", "plain": "#ffffff",
+}  # fmt: skip
+#: Rows of the benchmark table that ``speed.svg`` shows, and what they are called there.
+SHOWN = {
+    "batch 1, defaults: speedup (tau), 24 questions": "batch 1",
+    "batch 8, defaults, 24 questions": "batch 8",
+}
+
+
+class Scheme:
+    """Boxes and arrows on a canvas whose unit is the size of a token's box."""
+
+    def __init__(self, width: float, height: float):
+        self.figure, self.axes = plt.subplots(figsize=(width * 0.62, height * 0.62))
+        self.axes.set(xlim=(0, width), ylim=(0, height), aspect="equal")
+        self.axes.axis("off")
+
+    def box(
+        self, x: float, y: float, text: str, kind: str = "token", width: float = 0.84
+    ) -> tuple[float, float]:
+        """A box with its left edge at ``x`` and its middle at ``y``; gives the middle."""
+        dashed = kind == "gone"
+        self.axes.add_patch(
+            plt.Rectangle(
+                (x, y - 0.36), width, 0.72, facecolor=FILLS[kind],
+                edgecolor="#999999" if dashed else "#333333", linestyle="--" if dashed else "-",
+            )
+        )  # fmt: skip
+        middle = (x + width / 2, y)
+        self.text(*middle, text, color="#999999" if dashed else "#111111")
+        return middle
+
+    def row(self, x: float, y: float, texts: Sequence[str], kind: str = "token") -> list[Any]:
+        return [self.box(x + order, y, text, kind) for order, text in enumerate(texts)]
+
+    def text(self, x: float, y: float, text: str, **style: Any) -> None:
+        style = {"ha": "center", "va": "center", "color": "#111111", **style}
+        self.axes.text(x, y, text, **style)
+
+    def arrow(self, start: Any, end: Any, bend: float = 0.0, gap: float = 12) -> None:
+        self.axes.annotate(
+            "", end, start,
+            arrowprops={
+                "arrowstyle": "->", "color": "#333333", "shrinkA": gap, "shrinkB": gap,
+                "connectionstyle": f"arc3,rad={bend}",
+            },
+        )  # fmt: skip
+
+
+def prompt_lookup() -> Scheme:
+    scheme = Scheme(14.6, 4.4)
+    words = ("the", "cat", "sat", ".", "the", "cat", "ran", ".", "the", "cat")
+    tokens = scheme.row(0.2, 2, words)
+    scheme.text(2.6, 2.9, "prompt and output so far")
+    first = scheme.row(11.2, 2.9, ["ran", ".", "the"], "candidate")
+    second = scheme.row(11.2, 1.1, ["sat", ".", "the"], "candidate")
+    for child in (first[0], second[0]):
+        scheme.arrow(tokens[-1], child)
+    for start, end, bend in ((tokens[6], first[0], -0.25), (tokens[2], second[0], 0.2)):
+        up = 0.36 if bend < 0 else -0.36
+        scheme.arrow((start[0], start[1] + up), (end[0], end[1] + up), bend=bend, gap=2)
+    scheme.text(9.2, 4.2, "what followed the last tokens before")
+    scheme.text(12.6, 2.0, "candidates")
+    return scheme
+
+
+def layer_skip() -> Scheme:
+    scheme = Scheme(13, 5.6)
+    stacks = ((0.4, "draft, token by token", (1, 2, 4)), (7, "verify, all at once", ()))
+    for x, title, skipped in stacks:
+        for layer in range(6):
+            kind = "gone" if layer in skipped else "model"
+            scheme.box(x, 0.9 + layer * 0.78, f"layer {layer + 1}", kind, width=2.4)
+        scheme.text(x + 1.2, 5.4, title)
+    drafted = scheme.row(3.1, 3.6, ["d1", "d2", "d3"], "candidate")
+    scheme.arrow(drafted[-1], (7.2, 3.6))
+    accepted = scheme.row(9.8, 3.6, ["d1", "d2"], "root")
+    scheme.box(11.8, 3.6, "x", "token")
+    scheme.text(4.5, 2.8, "drafted tokens")
+    scheme.text((accepted[0][0] + accepted[1][0]) / 2, 2.8, "accepted")
+    scheme.text(12.2, 2.8, "own")
+    scheme.text(2.9, 0.2, "dashed: left out; what is drafted writes to the same cache")
+    return scheme
+
+
+def tree_with_probes(scheme: Scheme, x: float, groups: Sequence[int], name: str) -> None:
+    """Root and three candidates, with so many probes under each."""
+    places = [(x, 3.2), (x + 3.1, 4.1), (x + 3.1, 2.3), (x + 6.2, 4.1)]
+    texts = ["root", "c1", "c2", "c3"]
+    nodes = []
+    for order, ((left, y), text, count) in enumerate(zip(places, texts, groups)):
+        node = scheme.box(left, y, text, "candidate" if order else "root")
+        for probe in range(count):
+            right = left + 0.66 * (probe + 0.2)
+            scheme.box(right, y - 0.86, f"{name}{probe + 1}", "probe", width=0.6)
+        nodes.append(node)
+    for parent, child in ((0, 1), (0, 2), (1, 3)):
+        scheme.arrow(nodes[parent], nodes[child])
+
+
+def bita() -> Scheme:
+    scheme = Scheme(13.6, 5.2)
+    scheme.row(0.2, 3.2, ["p1", "p2"], "learned")
+    scheme.row(2.4, 3.2, ["the", "cat"])
+    scheme.text(1.1, 2.4, "prompt tokens")
+    scheme.text(1.1, 1.9, "(seen by masks only)", fontsize=9)
+    tree_with_probes(scheme, 4.7, (3, 3, 3, 3), "m")
+    scheme.text(8.2, 0.5, "mask tokens under every node predict the tokens behind the next one")
+    return scheme
+
+
+def space() -> Scheme:
+    scheme = Scheme(13.6, 5.2)
+    scheme.row(0.4, 3.2, ["the", "cat", "sat"])
+    tree_with_probes(scheme, 4.7, (3, 3, 3, 3), "m")
+    scheme.text(2.0, 2.0, "base weights alone:\noutput unchanged")
+    scheme.text(
+        8.2, 0.5, "mask tokens (orange) also pass through low-rank updates; nothing else does"
+    )
+    return scheme
+
+
+def ppd() -> Scheme:
+    scheme = Scheme(13.6, 5.2)
+    scheme.row(0.4, 3.2, ["the", "cat", "sat"])
+    tree_with_probes(scheme, 4.7, (3, 2, 0, 3), "p")
+    scheme.text(
+        7.0, 0.5, "prompt tokens hang where a step is likely to end, none under unlikely nodes"
+    )
+    return scheme
+
+
+def heads(scheme: Scheme, x: float) -> None:
+    hidden = scheme.box(x, 2.6, "h", "model")
+    scheme.text(hidden[0], 0.8, "final hidden state\nof the last token", fontsize=9)
+    for head in range(4):
+        y = 4.3 - head * 1.0
+        middle = scheme.box(x + 2.6, y, f"head {head + 1}", "learned", width=1.5)
+        scheme.arrow(hidden, (x + 2.8, y))
+        scheme.arrow((middle[0] + 0.75, y), (x + 5.1, y), gap=2)
+        scheme.text(x + 5.2, y, f"token t + {head + 2}", ha="left")
+
+
+def medusa() -> Scheme:
+    scheme = Scheme(14.6, 5.2)
+    heads(scheme, 0.4)
+    root = scheme.box(8.9, 2.6, "root", "root")
+    nodes = {
+        "sat": (10.6, 3.6), "ran": (10.6, 1.6),
+        "on": (12.2, 4.2), "by": (12.2, 3.0), "to": (12.2, 1.6),
+    }  # fmt: skip
+    made = {text: scheme.box(x, y, text, "candidate") for text, (x, y) in nodes.items()}
+    for start, end in ((root, "sat"), (root, "ran"), (made["sat"], "on"), (made["sat"], "by")):
+        scheme.arrow(start, made[end])
+    scheme.arrow(made["ran"], made["to"])
+    scheme.text(11.2, 0.5, "their likeliest tokens: a tree")
+    return scheme
+
+
+def propd() -> Scheme:
+    scheme = Scheme(13.4, 5.4)
+    nodes = ["root", "c1", "c2", "c3", "c4", "c5"]
+    for layer in range(2):
+        scheme.box(0.4, 0.8 + layer * 0.8, "early layers", "model", width=6.6)
+    scheme.row(0.6, 2.6, nodes[:1], "root")
+    scheme.row(1.6, 2.6, nodes[1:], "candidate")
+    head = scheme.box(8.2, 2.6, "early head", "learned", width=2.4)
+    scheme.arrow((6.5, 2.6), (head[0] - 1.2, 2.6), gap=2)
+    scheme.text(9.4, 1.8, "drops the unlikely", fontsize=9)
+    for layer in range(2):
+        scheme.box(0.4, 4.3 + layer * 0.8, "other layers", "model", width=6.6)
+    for order, node in enumerate(nodes):
+        kind = "gone" if node in ("c2", "c4", "c5") else "root" if node == "root" else "candidate"
+        scheme.box(0.6 + order, 3.45, node, kind)
+    scheme.text(9.4, 3.45, "what is left runs on")
+    return scheme
+
+
+def architecture() -> Scheme:
+    scheme = Scheme(15.4, 6.2)
+    steps = [
+        ("predict", "drafter", "tree with\nprobabilities"),
+        ("choose", "policy", "as many nodes\nas pay"),
+        ("forward", "tree forward", "one pass,\ntree mask"),
+        ("verify", "acceptance", "longest path\nof the target"),
+        ("commit", "cache", "keep the path,\nemit tokens"),
+        ("learn", "policy, drafter", "times,\nacceptance"),
+    ]
+    middles = []
+    for order, (name, who, what) in enumerate(steps):
+        x = 0.2 + order * 2.55
+        middles.append(scheme.box(x, 3.4, name, "root", width=2.0))
+        scheme.text(x + 1.0, 4.15, who, fontsize=10, style="italic")
+        scheme.text(x + 1.0, 2.45, what, fontsize=9)
+    for start, end in zip(middles, middles[1:]):
+        scheme.arrow((start[0] + 1.0, 3.4), (end[0] - 1.0, 3.4), gap=1)
+    start, end = middles[-1], middles[0]
+    scheme.arrow((start[0], 1.9), (end[0], 1.9), bend=-0.14, gap=2)
+    scheme.text(7.6, 0.35, "next step, until every sequence has ended")
+    scheme.box(0.2, 5.6, "prefill", "token", width=2.0)
+    scheme.arrow((1.2, 5.3), (1.2, 4.4), gap=1)
+    scheme.text(2.5, 5.6, "as in plain generation", ha="left", fontsize=9)
+    return scheme
+
+
+def speed() -> Scheme:
+    """Speed of every strategy over plain generate, from the table of the defaults."""
+    names, rows = read_speeds(BENCHMARKS.read_text())
+    figure, axes = plt.subplots(figsize=(8.2, 3.4))
+    for order, (label, values) in enumerate(rows.items()):
+        places = [place + (order - 0.5) * 0.38 for place in range(len(names))]
+        bars = axes.bar(places, values, 0.36, label=label, color=("#3f6fb5", "#a9c6ec")[order])
+        axes.bar_label(bars, fmt="%.2f", fontsize=9)
+    axes.axhline(1.0, color="#b33333", linewidth=1, linestyle="--", label="plain generate")
+    axes.set(xticks=range(len(names)), xticklabels=names, ylabel="speed over plain generate")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(0, max(map(max, rows.values())) * 1.18)
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.16))
+    drawn = Scheme.__new__(Scheme)
+    drawn.figure = figure
+    return drawn
+
+
+def read_speeds(text: str) -> tuple[list[str], dict[str, list[float]]]:
+    """Strategies and, by batch size, their speedups, as the benchmark page has them, fastest first.
+
+    Raises:
+        ValueError: the page has no such table or row.
+    """
+    lines = [line.strip("| \n").split("|") for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    found = {row[0]: row[1:] for row in cells if row[0] in SHOWN}
+    header = next((row for row in cells if row[0] == "`space`" and "`medusa`" in row), None)
+    if header is None or set(found) != set(SHOWN):
+        raise ValueError(f"{BENCHMARKS} has no table with the rows {list(SHOWN)}")
+    names = [name.strip("`") for name in header]
+    speeds = {
+        label: [float(re.match(r"([\d.]+)x", cell)[1]) for cell in found[row]]  # type: ignore[index]
+        for row, label in SHOWN.items()
+    }
+    first = next(iter(speeds.values()))
+    order = sorted(range(len(names)), key=lambda column: -first[column])
+    return [names[i] for i in order], {
+        label: [values[i] for i in order] for label, values in speeds.items()
+    }
+
+
+FIGURES: dict[str, Callable[[], Scheme]] = {
+    function.__name__: function
+    for function in (
+        speed, architecture, prompt_lookup, layer_skip, bita, space, ppd, medusa, propd,
+    )
+}  # fmt: skip
+
+
+def main(target: Path = DOCS / "figures") -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name, draw in FIGURES.items():
+        file = io.BytesIO()
+        scheme = draw()
+        scheme.figure.savefig(
+            file, format="svg", bbox_inches="tight", facecolor="white", metadata={"Date": None}
+        )
+        plt.close(scheme.figure)
+        write_atomically(target / f"{name}.svg", file.getvalue().decode())
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))

@@ -1,0 +1,124 @@
+"""What MkDocs asks while it builds the site: generated parts of pages, and a check of docstrings.
+
+A page has a line ``<!-- generated: NAME ARGUMENT -->`` where something is put in:
+
+* ``commands``: the help of every command of ``hf-spec``;
+* ``strategies``: a table of all strategies;
+* ``fields NAME``: a table of the fields of a config or of the options that ``hf_spec`` exports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import typer
+
+import hf_spec
+from hf_spec.cli.main import app
+
+log = logging.getLogger("mkdocs.hooks.hf_spec")  # warnings of this logger fail a strict build
+WIDTH = 96
+MEMBERS = (
+    types.FunctionType, classmethod, staticmethod, property, functools.cached_property,
+)  # fmt: skip
+MARKER = re.compile(r"<!-- generated: (\w+) ?(\w*) -->")
+
+
+def on_pre_build(config: Any) -> None:
+    for name in undocumented():
+        log.warning("public name without documentation: %s", name)
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    return MARKER.sub(lambda found: GENERATED[found[1]](*filter(None, [found[2]])), markdown)
+
+
+def undocumented() -> Iterator[str]:
+    """Public names of ``hf_spec``, their methods, properties and fields that nothing describes."""
+    for name in hf_spec.__all__:
+        value = getattr(hf_spec, name)
+        if not described(value):
+            yield f"hf_spec.{name}"
+        if not inspect.isclass(value):
+            continue
+        if dataclasses.is_dataclass(value):
+            text = "".join(base.__doc__ for base in ours(value) if described(base))
+            for field in dataclasses.fields(value):
+                written = field.metadata.get("help") or re.search(rf"\b{field.name}\b", text)
+                if not written and not foreign(value, field.name):
+                    yield f"hf_spec.{name}.{field.name}"
+        for member, inside in vars(value).items():
+            if member.startswith("_") or not isinstance(inside, MEMBERS):
+                continue
+            bases = [base for base in value.__mro__ if member in vars(base)]
+            if not any(vars(base)[member].__doc__ for base in bases):
+                yield f"hf_spec.{name}.{member}"
+
+
+def described(value: Any) -> bool:
+    text = inspect.getdoc(value) if inspect.isroutine(value) else value.__doc__
+    # What dataclasses writes itself is no documentation.
+    return bool(text) and not text.startswith(f"{value.__name__}(")
+
+
+def ours(value: type) -> list[type]:
+    return [base for base in value.__mro__ if base.__module__.startswith("hf_spec")]
+
+
+def foreign(value: type, field: str) -> bool:
+    """Whether a field comes from a base class of another package."""
+    return not any(field in vars(base).get("__annotations__", {}) for base in ours(value))
+
+
+def commands() -> str:
+    """The help of every command, as the terminal shows it."""
+    root = typer.main.get_command(app)
+    settings = {"terminal_width": WIDTH, **root.context_settings}
+    context = click.Context(root, info_name="hf-spec", **settings)
+    return "\n".join(helps(root, context))
+
+
+def helps(command: Any, context: click.Context) -> Iterator[str]:
+    """The help of a command and of those below it."""
+    yield f"### `{context.command_path}`\n\n```text\n{command.get_help(context).strip()}\n```\n"
+    for name, child in getattr(command, "commands", {}).items():
+        settings = {"terminal_width": WIDTH, **child.context_settings}
+        with click.Context(child, parent=context, info_name=name, **settings) as inner:
+            yield from helps(child, inner)
+
+
+def strategies() -> str:
+    rows = [f"| [`{name}`](methods/{name}.md) | {line} |" for name, line in listed()]
+    return "\n".join(["| strategy | |", "| --- | --- |", *rows])
+
+
+def listed() -> list[tuple[str, str]]:
+    return list(hf_spec.strategies().items())
+
+
+def fields(name: str) -> str:
+    """A table of a dataclass's fields; a config's have their help in the metadata."""
+    value = getattr(hf_spec, name)
+    rows = ["| field | default | |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(value):
+        if foreign(value, field.name):
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        text = field.metadata.get("help", "").replace("|", "\\|")
+        rows.append(f"| `{field.name}` | `{default!r}` | {text} |")
+    return "\n".join(rows)
+
+
+GENERATED: dict[str, Callable[..., str]] = {
+    "commands": commands, "strategies": strategies, "fields": fields,
+}  # fmt: skip

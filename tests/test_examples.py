@@ -1,0 +1,103 @@
+"""The examples of README and documentation: Python is run on the demo model, commands are parsed.
+
+Names of models and adapters are folders in the working directory that lead to the demo model and
+its adapters. What cannot run here is marked on its page: ``<!-- skip: next "why" -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_spec.demo
+from hf_spec.cli.main import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DEMO = Path(hf_spec.demo.__file__).parent
+#: What the examples call models and adapters, and what that is here.
+FOLDERS = {
+    "Qwen/Qwen3-0.6B": "model", "org/model": "model", "org/name": "adapters/medusa",
+    "org/model-propd": "adapters/propd", "medusa": "adapters/medusa", "space": "adapters/space",
+    "skip": "adapters/layer_skip", "small-ppd": "adapters/ppd",
+}  # fmt: skip
+PARSER = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
+
+
+def with_python(pages: list[Path]) -> list[Path]:
+    # This one defines a method; tests/test_docs.py runs it.
+    return [p for p in pages if "```python" in p.read_text() and p.stem != "add_a_method"]
+
+
+@pytest.fixture
+def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What examples take for granted, in a folder with everything they name."""
+    for name, target in FOLDERS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(DEMO / target)
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n')
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("org/model", dtype="float32")
+    tok = AutoTokenizer.from_pretrained("org/model")
+    inputs, longer = (tok(text, return_tensors="pt") for text in ("def f(x):", "def f(x):\n    y"))
+    return {
+        "hf_spec": hf_spec, "model": model, "tok": tok, "inputs": inputs,
+        "turn1": inputs, "turn2": longer, "large": model,
+        "small": AutoModelForCausalLM.from_pretrained("org/model", dtype="float32"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", with_python(PAGES), ids=lambda page: page.stem)
+def test_examples_run(page: Path, scope: dict[str, Any]) -> None:
+    document = PARSER.parse(page)
+    document.namespace.update(scope)
+    for example in document.examples():
+        try:
+            example.evaluate()
+        except unittest.SkipTest as skipped:
+            assert len(str(skipped)) > 10, f"{page.name}: say why an example is skipped"
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each ``hf-spec`` command in the code blocks of a page."""
+    for block in re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            if line.startswith("hf-spec "):
+                yield shlex.split(line.replace("[", " ").replace("]", " "), comments=True)
+
+
+def test_commands_have_the_options_that_pages_name() -> None:
+    root = typer.main.get_command(app)
+    found = 0
+    for page in PAGES:
+        for words in commands(page.read_text()):
+            command, rest = root, words[1:]
+            while hasattr(command, "commands"):
+                assert rest and rest[0] in command.commands, f"{page.name}: {words}"
+                command, rest = command.commands[rest[0]], rest[1:]
+            known = {name for parameter in command.params for name in parameter.opts}
+            if command.name == "train":  # fields of the config are options, too
+                known |= {f"--{name.replace('_', '-')}" for name in fields_of(rest[0])}
+            given = {word for word in rest if re.match(r"--?[a-z]", word)}
+            if command.name != "serve":  # which hands them on
+                assert given <= known, f"{page.name}: {sorted(given - known)} in {words}"
+            found += 1
+    assert found > 40
+
+
+def fields_of(method: str) -> set[str]:
+    from hf_spec.methods.registry import methods
+
+    config = methods()[method].adapter_config if method in methods() else None
+    return set(config.__dataclass_fields__) if config else set()
