@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_clock import FakeClock
-from tiny_checkpoint import save_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_spec.engines.requests import GONE
 from hf_spec.engines.vllm import TRIED, LookupProposer, batch_key
@@ -320,15 +321,14 @@ def test_another_interface_is_named() -> None:
         LookupProposer(config()).propose(4, [[1]], np.zeros(1))  # type: ignore[arg-type]
 
 
-#: One engine, with the proposer and without; prompts are answered together and one by one.
+#: One engine without the proposer and one with it; prompts are answered together and one alone.
 REAL = """
 import json, sys
 import vllm
 
-if __name__ == "__main__":
-    model, speculative = sys.argv[1], json.loads(sys.argv[2])
+def answers(model, speculative):
     engine = vllm.LLM(
-        model=model, dtype="float32", max_num_seqs=3, max_model_len=96, enforce_eager=True,
+        model=model, dtype="float32", max_num_seqs=3, max_model_len=112, enforce_eager=True,
         enable_prefix_caching=False, speculative_config=speculative, skip_tokenizer_init=True,
         disable_log_stats=False, additional_config={"hf_spec": {"fallback": False}},
     )
@@ -340,9 +340,14 @@ if __name__ == "__main__":
     ]
     together = engine.generate(prompts, greedy, use_tqdm=False)
     alone = engine.generate(prompts[0], greedy[0], use_tqdm=False)
-    found = [list(one.outputs[0].token_ids) for one in [*together, *alone]]
     counts = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
-    print(json.dumps([found, counts.get("vllm:spec_decode_num_accepted_tokens", 0)]))
+    engine.llm_engine.engine_core.shutdown()
+    found = [list(one.outputs[0].token_ids) for one in [*together, *alone]]
+    return found, counts.get("vllm:spec_decode_num_accepted_tokens", 0)
+
+if __name__ == "__main__":
+    proposer = {"model": "hf_spec.engines.vllm.LookupProposer", "num_speculative_tokens": 4}
+    print(json.dumps([answers(sys.argv[1], one) for one in (None, proposer)]))
 """
 
 
@@ -356,23 +361,27 @@ def interpreter_with_vllm() -> str:
 
 
 def test_a_real_engine_answers_alike(tmp_path: Path) -> None:
-    """Takes minutes: an engine starts twice."""
+    """Takes minutes: engines start twice."""
     python = interpreter_with_vllm()
-    save_checkpoint(tmp_path / "model")
-    (tmp_path / "run.py").write_text(REAL)
-    root = str(Path(__file__).parents[2])
-    environment = {
-        **os.environ, "PYTHONPATH": root, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+    torch.manual_seed(0)
+    shape = {  # the smallest heads that vLLM has attention for
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
     }  # fmt: skip
-    proposer = {"model": "hf_spec.engines.vllm.LookupProposer", "num_speculative_tokens": 4}
-    found = []
-    for speculative in (None, proposer):
-        ran = subprocess.run(
-            [python, "run.py", str(tmp_path / "model"), json.dumps(speculative)], cwd=tmp_path,
-            capture_output=True, text=True, timeout=900, env=environment,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr[-4000:]
-        found.append(json.loads(ran.stdout.strip().splitlines()[-1]))
-    (plain, none), (ours, accepted) = found
+    tiny = LlamaConfig(
+        vocab_size=64, initializer_range=0.2, bos_token_id=1, eos_token_id=2, **shape
+    )
+    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "model")
+    (tmp_path / "run.py").write_text(REAL)
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    ran = subprocess.run(
+        [python, "run.py", str(tmp_path / "model")], cwd=tmp_path, capture_output=True, text=True,
+        timeout=1800, env=environment,
+    )  # fmt: skip
+    assert ran.returncode == 0, f"{ran.stdout[-6000:]}\n{ran.stderr[-2000:]}"
+    (plain, none), (ours, accepted) = json.loads(ran.stdout.strip().splitlines()[-1])
     assert ours == plain and none == 0
     assert accepted > 0, "nothing that was drafted came"
