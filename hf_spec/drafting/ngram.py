@@ -35,7 +35,7 @@ class NgramIndex:
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._indexed = 0
 
-    def update(self, tokens: list[int]) -> None:
+    def update(self, tokens: Sequence[int]) -> None:
         """Index the n-grams that ``tokens`` has more than at the last call."""
         for end in range(self._indexed + 1, len(tokens) + 1):
             for size in self.sizes:
@@ -43,19 +43,27 @@ class NgramIndex:
                     self._ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._indexed = len(tokens)
 
-    def matches(self, tokens: list[int], limit: int) -> list[tuple[int, int]]:
+    def matches(
+        self, tokens: Sequence[int], limit: int, same: bool = True
+    ) -> list[tuple[int, int]]:
         """Earlier places where the sequence's end occurs: ``(end, size)``, longest n-gram first.
 
         Among equal sizes the latest comes first; each place is named once, with its longest match.
+
+        Args:
+            tokens: the sequence.
+            limit: most places.
+            same: the sequence is what was indexed, so that its own end is no match; if False, it is
+                another one.
         """
         found: list[tuple[int, int]] = []
-        seen: set[int] = set()
         here = len(tokens)
+        seen = {here} if same else set()
         for size in self.sizes:
             if size > here:
                 continue
             for end in reversed(self._ends.get(tuple(tokens[here - size :]), ())):
-                if end == here or end in seen:
+                if end in seen:
                     continue
                 seen.add(end)
                 found.append((end, size))
@@ -68,17 +76,22 @@ class Confidence:
     """How often look-ups have been right in this sequence, learned as it grows.
 
     Estimates start from one success in two trials, so that the first look-ups are tried.
+
+    Args:
+        prior: of other sequences: estimates start from its own, and it learns, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior: Confidence | None = None) -> None:
+        self._prior = prior
         self._hits: dict[int, int] = {}
         self._trials: dict[int, int] = {}
-        self._deeper_hits = 4.0
         self._deeper_trials = 5.0
+        self._deeper_hits = self._deeper_trials * (0.8 if prior is None else prior.deeper)
 
     def first(self, size: int) -> float:
         """Chance that a continuation of an n-gram of this size starts with the right token."""
-        return (self._hits.get(size, 0) + 1) / (self._trials.get(size, 0) + 2)
+        guess = 0.5 if self._prior is None else self._prior.first(size)
+        return (self._hits.get(size, 0) + 2 * guess) / (self._trials.get(size, 0) + 2)
 
     @property
     def deeper(self) -> float:
@@ -87,6 +100,8 @@ class Confidence:
 
     def observe(self, size: int, accepted: int, depth: int) -> None:
         """Learn from a step that accepted ``accepted`` candidates of a tree of this depth."""
+        if self._prior is not None:
+            self._prior.observe(size, accepted, depth)
         self._trials[size] = self._trials.get(size, 0) + 1
         self._hits[size] = self._hits.get(size, 0) + (accepted > 0)
         if accepted > 0 and depth > 1:
@@ -126,19 +141,14 @@ def continuation_tree(
         return TokenTree.chain(0), [], [1.0]
     confidence = confidence or Confidence()
     chance, deeper = confidence.first(matches[0][1]), confidence.deeper
-    longest = matches[0][1]
-    shares = [
-        WEIGHT_PER_NGRAM ** (size - longest) / (1 + order)
-        for order, (_, size) in enumerate(matches)
-    ]
-    total = sum(shares)
+    shares = _shares(matches)
     # A trie of (parent, token, depth); children are found by (parent, token).
     trie: list[tuple[int, int, int]] = [(-1, -1, 0)]
     probability: list[float] = [1.0]
     children: dict[tuple[int, int], int] = {}
     here = len(tokens)
     for (end, _), share in zip(matches, shares):
-        weight = chance * share / total
+        weight = chance * share
         parent = 0
         for depth in range(1, max_depth + 1):
             place = end + depth - 1
@@ -163,6 +173,64 @@ def continuation_tree(
         parents.append(place_of[trie[node][0]])
         kept.append(trie[node][1])
     return TokenTree.from_parents(parents), kept, [1.0, *(probability[node] for node in best)]
+
+
+def _shares(matches: Sequence[tuple[int, int]]) -> list[float]:
+    """What each match counts; 1 in all."""
+    longest = matches[0][1]
+    weights = [
+        WEIGHT_PER_NGRAM ** (size - longest) / (1 + order)
+        for order, (_, size) in enumerate(matches)
+    ]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def continuation_chain(
+    tokens: Sequence[int],
+    matches: Sequence[tuple[int, int]],
+    max_depth: int,
+    confidence: Confidence,
+    min_probability: float = 0.0,
+) -> tuple[list[int], list[float]]:
+    """One path of :func:`continuation_tree`, where a tree has no use: each token is the likeliest
+    behind those before it.
+
+    Args:
+        tokens: the sequence; where other sequences stand in it, too, a negative token follows each.
+        matches: from :meth:`NgramIndex.matches`.
+        max_depth: most tokens.
+        confidence: estimates learned so far.
+        min_probability: the path ends where it is less probable than this.
+
+    Returns:
+        The path's tokens, and the probability of each with all before it.
+    """
+    found: list[int] = []
+    chances: list[float] = []
+    if not matches:
+        return found, chances
+    chance, here = confidence.first(matches[0][1]), len(tokens)
+    going = [(end, share) for (end, _), share in zip(matches, _shares(matches))]
+    for ahead in range(max_depth):
+        shares: dict[int, float] = {}
+        following: list[tuple[int, int, float]] = []
+        for end, share in going:
+            place = end + ahead
+            token = tokens[place if place < here else end + ahead % (here - end)]
+            if token >= 0:
+                shares[token] = shares.get(token, 0.0) + share
+                following.append((token, end, share))
+        if not shares:
+            break
+        token = max(shares, key=shares.__getitem__)
+        if chance * shares[token] < min_probability:
+            break
+        going = [(end, share) for one, end, share in following if one == token]
+        found.append(token)
+        chances.append(chance * shares[token])
+        chance *= confidence.deeper
+    return found, chances
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,10 @@ class Setting:
         """What is expected where rows cost so many times as much."""
         return Setting(self.times.seeded(scale), self.pruned.seeded(scale))
 
+    def shifted(self, batch_size: int, here: int) -> Setting:
+        """What is expected of so many packed rows where these are of another number."""
+        return Setting(self.times.shifted(batch_size - here, min(batch_size / here, 1.0)))
+
 
 @dataclass
 class Learned:
@@ -89,12 +93,19 @@ class Learned:
         lookups: what look-ups have brought by themselves while the rest paused.
         settings: by batch size, context length and device.
         worth: h.
+        packed: whether rows are counted over the whole batch, whose candidates stand one behind
+            the other: then a row costs the same in all batches, and larger ones have more of them.
     """
 
     guard: Guard = field(default_factory=Guard)
     lookups: Guard = field(default_factory=Guard)
     settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
     worth: float = WORTH
+    packed: bool = False
+
+    def first_sizes(self, batch_size: int) -> list[tuple[int, int]]:
+        """:func:`first_sizes` of a batch of this size."""
+        return first_sizes(1 if self.packed else batch_size)
 
     @alone
     def setting(
@@ -105,9 +116,13 @@ class Learned:
             near = [one for one in self.settings if one[2] == key[2]]
             if near:
                 best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
-                self.settings[key] = self.settings[best].lent(key[0] / best[0])
+                self.settings[key] = (
+                    self.settings[best].shifted(key[0], best[0])
+                    if self.packed
+                    else self.settings[best].lent(key[0] / best[0])
+                )
             else:
                 self.settings[key] = Setting(StepTimes.guessed(measured()))
             if self.settings[key].times.line is None:
-                self.settings[key].tries.extend(first_sizes(key[0]))
+                self.settings[key].tries.extend(self.first_sizes(key[0]))
         return self.settings[key]

@@ -32,7 +32,7 @@ from hf_spec.core.tree import TreeBatch
 from hf_spec.drafting.drafter import Chances, Draft, Drafter
 from hf_spec.drafting.options import StrategyOptions
 from hf_spec.policy.adaptive_trees import best_ends, ends
-from hf_spec.policy.learned import ALPHA, BLIND, LOOKS, Learned, first_sizes
+from hf_spec.policy.learned import ALPHA, BLIND, LOOKS, Learned
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
 from hf_spec.policy.step_times import CLIP
@@ -143,7 +143,9 @@ class StepPolicy:
 
     def _plain_is_due(self) -> bool:
         setting = self.setting
-        if 1 not in setting.times.means:  # the first of a size is not counted, so that it takes two
+        if (
+            setting.times.mean(1) is None
+        ):  # the first of a size is not counted, so that it takes two
             return (setting.times.steps + setting.pruned.steps) % 3 == 2
         if setting.wide < setting.look:
             return False
@@ -187,6 +189,20 @@ class StepPolicy:
         rows = self.width(1 + plan.candidates, plan.probed * group)
         return self._cut(draft, drafter, plan, likely, self._prunes(drafter.prunes, plan, rows))
 
+    @alone
+    def count(self, chances: Sequence[float], live: int) -> int:
+        """How many candidates the step takes where they stand packed one behind the other, as many
+        for each row as are likely there.
+
+        Args:
+            chances: of the candidates of all rows, best first.
+            live: rows.
+        """
+        self._live = live
+        likely = np.array([[1.0, *chances]])
+        self._plan = self._best(likely, np.zeros_like(likely), 0, False)
+        return self._plan.candidates
+
     def _best(self, likely: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
         """The plan of the largest worth.
 
@@ -209,7 +225,7 @@ class StepPolicy:
         setting.settled += 1
         fixed = self.width(3, 0) > 3
         if setting.settled > AFRESH or line is None and not setting.tries:
-            setting.tries.extend(first_sizes(self._key[0])[:2])
+            setting.tries.extend(self.learned.first_sizes(self._key[0])[:2])
         if setting.tries:
             setting.settled = 0
             candidates, probed = setting.tries.popleft()
@@ -350,18 +366,36 @@ class StepPolicy:
             emitted: tokens per batch row; none for a row that was finished before.
             seconds: that it took.
         """
+        live = [count for count in emitted if count]
+        self.note(
+            draft.tree.num_nodes - 1, self._rows(draft), sum(live), len(live), seconds, draft.pruned
+        )
+
+    @alone
+    def note(
+        self, candidates: int, rows: int, tokens: int, live: int, seconds: float,
+        pruned: bool = False,
+    ) -> None:  # fmt: skip
+        """The step is over: :meth:`observe` in numbers.
+
+        Args:
+            candidates: of each batch row; of all where they stand packed.
+            rows: of the forward, counted alike.
+            tokens: emitted.
+            live: rows that emitted some.
+            seconds: that it took.
+            pruned: whether unlikely candidates were dropped on the way.
+        """
         setting, plan = self.setting, self._plan
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]
-        live = [count for count in emitted if count]
-        tokens, rows = sum(live), self._rows(draft)
-        times = setting.pruned if draft.pruned else setting.times
+        times = setting.pruned if pruned else setting.times
         mostly = plan is not None and not self.looks_up_only  # drafting is as it mostly is
         times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None, forwards)
         setting.times.pace = setting.pruned.pace = times.pace  # it is the machine's
         setting.rate.add(tokens, seconds)
         setting.wide = setting.wide + 1 if rows > 1 else 0
-        self._taken[(draft.tree.num_nodes - 1, rows)] += 1
+        self._taken[(candidates, rows)] += 1
         guard, lookups = self.learned.guard, self.learned.lookups
         if self.enabled and guard.paused:
             guard.refill()
@@ -369,23 +403,23 @@ class StepPolicy:
                 lookups.refill()
         if plan is None:
             return
-        if draft.tree.num_nodes > 1:
-            drafted = plan.promised - self._live if plan.promised else len(live)
-            setting.kept[draft.pruned].add(tokens - len(live), drafted, ALPHA / 4)
+        if candidates:
+            drafted = plan.promised - self._live if plan.promised else live
+            setting.kept[pruned].add(tokens - live, drafted, ALPHA / 4)
         expected = times.seconds(rows) if rows > 1 else None
         plain = setting.times.plain_seconds()
         if expected is None:
             expected = (plain or 0.0) + drafting if rows == 1 and plain else seconds
         self.history.append({
-            "candidates": draft.tree.num_nodes - 1, "step_tokens": rows, "pruned": draft.pruned,
+            "candidates": candidates, "step_tokens": rows, "pruned": pruned,
             "promised_tokens": plan.promised or None, "tokens": tokens,
-            "promised_seconds": expected, "seconds": seconds, "batch_size": len(live),
+            "promised_seconds": expected, "seconds": seconds, "batch_size": live,
         })  # fmt: skip
         if self.enabled and plain and live:
             # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
             # What the step took: estimates drift apart where one kind of step pauses for long.
             account = lookups if self.looks_up_only else guard
-            account.book(tokens / len(live), max(min(seconds, CLIP * expected) / plain, 1.0))
+            account.book(tokens / live, max(min(seconds, CLIP * expected) / plain, 1.0))
 
     def _rows(self, draft: Draft) -> int:
         probes = 0 if draft.probes is None else draft.probes.num_probes

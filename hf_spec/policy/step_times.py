@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.policy.likely_paths import Array
-
 #: alpha of a size's mean step time, and lambda per step of its age.
 TIME_ALPHA, DECAY = 0.1, 0.01
 #: Weight of the newest step in the machine's pace. Other work slows down all sizes alike, for some
@@ -142,6 +140,11 @@ class StepTimes:
         if expected is not None and seconds > 0:
             self.errors.append(abs(expected - seconds) / seconds)
 
+    def mean(self, rows: int) -> float | None:
+        """T_perf of a size at the pace by now; None while unknown."""
+        size = self.sizes.get(rows)
+        return None if size is None or size.mean is None else self.pace * size.mean
+
     @property
     def means(self) -> dict[int, float]:
         """T_perf by rows at the pace by now, of the sizes whose time is known."""
@@ -169,8 +172,9 @@ class StepTimes:
         if len(means) > 2:
             means.pop(1, None)
         ages = [min(self.wide - self.sizes[i].last, OLDEST) for i in means]
-        weights = np.exp(-DECAY * (np.array(ages) - min(ages)))
-        return fit_line(np.array(list(means), float), np.array(list(means.values())), weights)
+        newest = min(ages)
+        weights = [math.exp(-DECAY * (age - newest)) for age in ages]
+        return fit_line(list(means), list(means.values()), weights)
 
     def seconds(self, rows: Any) -> Any:
         """What steps of so many rows take, drafting included; None while unknown.
@@ -221,7 +225,7 @@ class StepTimes:
 
     def plain_seconds(self) -> float | None:
         """What a plain step takes; measured rather than estimated where some were."""
-        mean = self.means.get(1)
+        mean = self.mean(1)
         if mean is None and self.line is not None:
             mean = sum(self.line)
         return mean
@@ -241,6 +245,22 @@ class StepTimes:
         cost = StepTimes.guessed({1: alone, **guess})
         drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
         return replace(cost, drafting=drafting, drafted=drafted, errors=self.errors)
+
+    def shifted(self, more: int, share: float) -> StepTimes:
+        """What is expected where all steps have so many rows more beside those that are counted.
+
+        Args:
+            more: rows; below 0 if they have fewer.
+            share: the least that a step can take, of what it takes here.
+        """
+        line, plain = self.line, self.plain_seconds()
+        if line is None or plain is None:
+            return StepTimes()
+        added, wide = line[1] * more, [rows for rows in self.means if rows > 1]
+        here = {1: plain, **{rows: line[0] + line[1] * rows for rows in (wide[0], wide[-1])}}
+        return StepTimes.guessed(
+            {rows: max(spent + added, spent * share) for rows, spent in here.items()}
+        )
 
     @classmethod
     def guessed(cls, seconds: dict[int, float]) -> StepTimes:
@@ -266,18 +286,24 @@ def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[flo
     return [mean for mean, _, count in pools for _ in range(int(count))]
 
 
-def fit_line(rows: Array, seconds: Array, weights: Array) -> tuple[float, float]:
+def fit_line(
+    rows: Sequence[float], seconds: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float]:
     """b0, b1 >= 0 that minimise sum W (T - b0 - b1 i)^2 over the sizes i, in closed form.
 
     Args:
-        rows, seconds, weights: ``(sizes,)``, of at least two different sizes.
+        rows, seconds, weights: of each size; at least two are different.
     """
-    weights = weights / weights.sum()
-    mean_rows, mean = float(weights @ rows), float(weights @ seconds)
-    spread = float(weights @ (rows - mean_rows) ** 2)
-    slope = float(weights @ ((rows - mean_rows) * (seconds - mean))) / max(spread, 1e-300)
+    total = sum(weights)
+    weights = [weight / total for weight in weights]
+    mean_rows = sum(w * i for w, i in zip(weights, rows))
+    mean = sum(w * t for w, t in zip(weights, seconds))
+    spread = sum(w * (i - mean_rows) ** 2 for w, i in zip(weights, rows))
+    shared = sum(w * (i - mean_rows) * (t - mean) for w, i, t in zip(weights, rows, seconds))
+    slope = shared / max(spread, 1e-300)
     if slope <= 0:  # noise, or weights that leave one size only: rows are free
         return mean, 0.0
     if mean - slope * mean_rows < 0:
-        return 0.0, float(weights @ (rows * seconds)) / float(weights @ rows**2)
+        squares = sum(w * i * i for w, i in zip(weights, rows))
+        return 0.0, sum(w * i * t for w, i, t in zip(weights, rows, seconds)) / squares
     return mean - slope * mean_rows, slope

@@ -20,14 +20,23 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm.py"
 ANSWERS = """
 import json, pathlib, sys
 asked = json.load(sys.stdin)
-assert asked["dtype"] == "float32" and asked["max_new_tokens"] == 6 and len(asked["warm"]) == 1
+assert asked["dtype"] == "float32" and asked["max_new_tokens"] == 6
 known = json.loads(pathlib.Path({known!r}).read_text())
 tokens = [known[str(ids)] for ids in asked["prompts"]]
-if asked["speculative"]:
-    assert asked["speculative"]["method"] == "ngram"
+assert asked["max_model_len"] > max(map(len, asked["prompts"])) + 6 + 10
+speculative = asked["speculative"] or {{}}
+if speculative.get("method") == "ngram":
     tokens[-1] = tokens[-1][:-1]
+elif speculative.get("method") == "suffix":
+    sys.exit("ImportError: Arctic Inference is required for suffix decoding.")
+elif speculative:
+    assert speculative["model"] == "hf_spec.engines.vllm.LookupProposer"
+    assert speculative["num_speculative_tokens"] == 10
+together = asked["batch_size"] > 1
+assert len(asked["warm"]) == min(asked["batch_size"], len(tokens))
 print("what vLLM says")
-print(json.dumps(dict(version="9.9", torch="1.0", seconds=[0.1] * len(tokens), tokens=tokens)))
+seconds = [0.1] if together else [0.1] * len(tokens)
+print(json.dumps(dict(version="9.9", torch="1.0", seconds=seconds, tokens=tokens)))
 """
 
 
@@ -66,7 +75,8 @@ def arguments(folder: Path, python: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys: Any) -> None:
+def known_answers(vllm: Any, folder: Path, tmp_path: Path) -> str:
+    """The stand-in's source."""
     model, tokenizer = vllm.load_model(str(folder / "model"), "float32", "cpu")
     prompts = vllm.read_prompts(folder / "prompts.jsonl")
     known = {}
@@ -74,7 +84,11 @@ def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys:
         row = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0]
         known[str(ids)] = row[len(ids) :].tolist()
     (tmp_path / "known.json").write_text(json.dumps(known))
-    python = stand_in(tmp_path, ANSWERS.format(known=str(tmp_path / "known.json")))
+    return ANSWERS.format(known=str(tmp_path / "known.json"))
+
+
+def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    python = stand_in(tmp_path, known_answers(vllm, folder, tmp_path))
     path = tmp_path / "results.json"
     vllm.main(arguments(folder, python, "--json", str(path)))
     found = json.loads(path.read_text())
@@ -92,6 +106,23 @@ def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys:
     assert about["vllm"] == "9.9" and about["vllm_torch"] == "1.0" and found["repeats"] == 2
     shown = capsys.readouterr().out
     assert "| vLLM, n-gram | 55.0 (55.0, 55.0) | 50% | 50% |" in shown and "vLLM 9.9" in shown
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_engines_alone(vllm: Any, folder: Path, tmp_path: Path, capsys: Any, batch: int) -> None:
+    python = stand_in(tmp_path, known_answers(vllm, folder, tmp_path))
+    path, more = tmp_path / "results.json", ["--engines-only", "--batch-size", str(batch)]
+    vllm.main(arguments(folder, python, *more, "--vllm", "lookup,plain", "--json", str(path)))
+    rows = {row["name"]: row for row in json.loads(path.read_text())["results"]}
+    assert list(rows) == ["vLLM, hf_spec", "vLLM"]
+    for row in rows.values():
+        assert row["same_as_vllm"] == 1.0 and "same_as_plain" not in row
+        assert row["tokens_per_second"] == pytest.approx(12 / (0.1 if batch > 1 else 0.2))
+    shown = capsys.readouterr().out
+    assert f"2 prompts, {'one' if batch == 1 else batch} at a time" in shown
+    assert "| | tokens per second | as vLLM answers |\n| --- | --- | --- |\n| vLLM, hf" in shown
+    with pytest.raises(SystemExit, match="suffix decoding: .*\n.*Arctic Inference is required"):
+        vllm.main(arguments(folder, python, *more, "--vllm", "suffix"))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +171,8 @@ def test_no_such_interpreter(vllm: Any, folder: Path) -> None:
         (["--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
         (["--strategies", "medusas"], "unknown strategy 'medusas'"),
         (["--backend", "nothing"], "torch.compile does not know it"),
+        (["--vllm", "plain,eagle"], "--vllm plain,eagle: name each of plain,ngram,suffix,lookup"),
+        (["--batch-size", "8"], "--batch-size 8 needs --engines-only"),
     ],
 )
 def test_bad_arguments(vllm: Any, folder: Path, more: list[str], message: str, capsys: Any) -> None:

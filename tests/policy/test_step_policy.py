@@ -32,7 +32,7 @@ from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.step_tokens import bucket
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.learned import LOOKS, Average, Learned, first_sizes
+from hf_spec.policy.learned import LOOKS, Average, Learned, Setting, first_sizes
 from hf_spec.policy.likely_paths import Array, likeliest_paths
 from hf_spec.policy.memory import recall
 from hf_spec.policy.step_policy import SIZES, TRIED, StepPolicy, switched_on
@@ -543,6 +543,33 @@ def test_another_batch_size_starts_from_the_nearest() -> None:
     assert lent.times.line[1] == pytest.approx(near.times.line[1] * 6 / 8)
     assert list(learned.setting((6, 8, "gpu")).tries) == first_sizes(6)  # nothing is known of it
     assert learned.setting((6, 8, "cpu")) is lent
+
+
+def test_rows_of_packed_batches_cost_alike() -> None:
+    learned = Learned(packed=True)
+    assert list(learned.setting((8, 0, "cpu")).tries) == first_sizes(1)
+    learned.settings[8, 0, "cpu"] = Setting(StepTimes.guessed({1: 2.0, 4: 3.2, 9: 4.2}))
+    lent = learned.setting((4, 0, "cpu"))
+    assert lent.times.plain_seconds() == pytest.approx(1.2) and not lent.tries
+    assert lent.times.line == pytest.approx((1.6, 0.2))
+
+
+def test_packed_candidates_are_taken_while_they_pay() -> None:
+    """By hand: those whose chance is above what 0.2 seconds bring at two tokens per second."""
+    learned = Learned(packed=True)
+    setting = Setting(StepTimes.guessed({1: 1.0, 2: 1.2, 9: 2.6}))  # 0.8 + 0.2 i
+    setting.rate.add(2.0, 1.0)
+    learned.settings[4, 0, "cpu"] = setting
+    policy = StepPolicy(SpecStats(), learned, (4, 0, "cpu"))
+    for chances, expected in (
+        ([0.9, 0.8, 0.5, 0.3, 0.1], 3), ([0.3, 0.2], 0), ([0.41] * 4, 4), ([], 0),
+    ):  # fmt: skip
+        assert policy.drafts() and policy.count(chances, 4) == expected
+        policy.note(expected, 1 + expected, 4, 4, 2.0 if expected else 1.0)
+        setting.rate.above, setting.rate.below = 2.0, 1.0
+        setting.times = StepTimes.guessed({1: 1.0, 2: 1.2, 9: 2.6})
+        policy.learned.guard.balance, policy.learned.guard.paused = 4.0, False
+    assert [one["candidates"] for one in policy.history] == [3, 0, 4, 0]
 
 
 def test_measured_times_stand_for_those_to_come() -> None:

@@ -1,0 +1,119 @@
+"""Which request a row of an engine's batch holds, where the engine does not say.
+
+Rows change places, requests end and others take their rows. A request is known by its tokens: what
+a row holds now begins with all that it held before. Requests with the same tokens may be taken for
+one another, which changes nothing. Knows tokens; nothing of engines or drafts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+#: Calls after which a request that is in no row is given up: it has ended, or waits for its turn.
+GONE = 16
+#: Tokens by which requests are told apart, those at the end of what is known.
+COMPARED = 512
+
+
+class Request(Generic[T]):
+    """One that is known.
+
+    Attributes:
+        tokens: prompt and output so far.
+        held: what is kept for it.
+        absent: calls since it was in a row.
+    """
+
+    def __init__(self, tokens: Any, held: T):
+        self.tokens = array("i", tokens.tolist())
+        self.held = held
+        self.absent = 0
+
+    def begins(self, text: Any) -> bool:
+        """Whether a row's tokens go on from this request's, as far as its last tokens tell."""
+        known = len(self.tokens)
+        if known > len(text):
+            return False
+        first = max(known - COMPARED, 0)
+        mine: bytes = self.tokens[first:].tobytes()
+        return mine == text[first:known].astype(np.int32, copy=False).tobytes()
+
+
+class Followed(NamedTuple):
+    """What a row holds.
+
+    Attributes:
+        request: the one there.
+        new: tokens that it has more than at the last call; None if it was in no row then, or has
+            more than were sampled in one step.
+    """
+
+    request: Request[Any]
+    new: Sequence[int] | None
+
+
+class Requests(Generic[T]):
+    """Follows requests from call to call."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Request[T]] = {}
+        self._absent: list[Request[T]] = []
+
+    def follow(
+        self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, make: Any
+    ) -> tuple[dict[int, Followed], list[Request[T]]]:
+        """The requests of the rows, which hold what was sampled already.
+
+        Args:
+            sampled: tokens that came in the step that is over, by row; none where nothing was
+                sampled, as in the middle of a prompt: such rows are left out.
+            lengths: ``(rows,)`` int tokens of each.
+            tokens: ``(rows, longest)`` int32.
+            make: gives what is kept for a new request.
+
+        Returns:
+            What each row holds, and requests that have been gone for long.
+        """
+        counts = lengths[: len(sampled)].tolist()
+        texts = {row: tokens[row, : counts[row]] for row, new in enumerate(sampled) if new}
+        found: dict[int, Request[T]] = {}
+        for row, text in texts.items():
+            last = self._rows.get(row)
+            if last is not None and last.begins(text):
+                found[row] = last
+        held = set(map(id, found.values()))
+        left = [one for one in self._rows.values() if id(one) not in held]
+        ends: dict[tuple[int, int], list[Request[T]]] = {}
+        for one in [*self._absent, *left] if len(found) < len(texts) else ():
+            ends.setdefault((len(one.tokens), one.tokens[-1]), []).append(one)
+        followed: dict[int, Followed] = {}
+        for row, text in texts.items():
+            before = len(text) - len(sampled[row])
+            request = found.get(row)
+            if request is None and before:
+                same = ends.get((before, int(text[before - 1])), [])
+                request = next((one for one in same if one.begins(text)), None)
+                if request is not None:
+                    same.remove(request)
+                    found[row] = request
+            if request is None:
+                found[row] = request = Request(text, make())
+                followed[row] = Followed(request, None)
+                continue
+            steady = len(request.tokens) == before and not request.absent
+            known = len(request.tokens)
+            request.tokens.extend(sampled[row] if steady else text[known:].tolist())
+            request.absent = 0
+            followed[row] = Followed(request, sampled[row] if steady else None)
+        self._rows = found
+        held = set(map(id, found.values()))
+        absent = [one for one in [*self._absent, *left] if id(one) not in held]
+        for one in absent:
+            one.absent += 1
+        self._absent = [one for one in absent if one.absent < GONE]
+        return followed, [one for one in absent if one.absent >= GONE]

@@ -1,0 +1,277 @@
+"""hf_spec's look-ups inside vLLM, as a proposer that its ``speculative_config`` names:
+
+    vllm serve M --speculative-config '{"model": "hf_spec.engines.vllm.LookupProposer",
+        "num_speculative_tokens": 8}'
+
+After every step vLLM shows the tokens of its rows, and takes for each row what is likely to follow,
+of any length; it verifies them in the next step. The policy is the one of ``generate()``: per step
+as many tokens as pay by their chances and the time that steps take, none included. vLLM is not
+imported. docs/guides/engines.md has options and limits.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from hf_spec.core.checks import check_count
+from hf_spec.core.limits import MAX_CANDIDATES, MAX_SIZE
+from hf_spec.core.stats import SpecStats
+from hf_spec.drafting.ngram import Confidence, Limits
+from hf_spec.engines.lookups import NO_CHAIN, Chain, EarlierTexts, Lookups
+from hf_spec.engines.requests import Followed, Request, Requests
+from hf_spec.policy.learned import Learned, Setting
+from hf_spec.policy.step_policy import StepPolicy
+
+#: vLLM's versions that were tried; the interface may change in others.
+TRIED = ("0.32.0",)
+#: Where options stand in vLLM's ``additional_config``.
+SECTION = "hf_spec"
+#: Steps of so many rows and more are counted with others that have about as many.
+EXACT_ROWS = 16
+#: A step counts as at most so many plain ones: it was a pause of the engine.
+PAUSE = 8.0
+
+
+@dataclass(frozen=True)
+class LookupOptions:
+    """Options of :class:`LookupProposer`.
+
+    Attributes:
+        max_ngram, min_ngram: sizes of n-grams that are looked up, longest first.
+        max_matches: places whose continuations are weighed against one another.
+        shared_tokens: tokens of ended requests in which others look up, too; 0: each request looks
+            up in its own text only.
+        fallback: draft as many tokens as pay, none included; if False, all that are found.
+    """
+
+    max_ngram: int = Limits.max_ngram
+    min_ngram: int = Limits.min_ngram
+    max_matches: int = Limits.max_matches
+    shared_tokens: int = 0
+    fallback: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_ngram", "min_ngram", "max_matches"):
+            check_count(name, getattr(self, name), high=MAX_CANDIDATES)
+        check_count("shared_tokens", self.shared_tokens, low=0, high=MAX_SIZE)
+        if not isinstance(self.fallback, bool):
+            raise ValueError(f"fallback={self.fallback!r}: must be true or false.")
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}: lower it."
+            )
+
+    @classmethod
+    def read(cls, additional_config: Any) -> LookupOptions:
+        """Those in vLLM's ``additional_config``.
+
+        Raises:
+            ValueError: one is unknown, or out of its range.
+        """
+        given = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"additional_config[{SECTION!r}]={given!r}: must be an object of options."
+            )
+        known = [one.name for one in fields(cls)]
+        unknown = [str(name) for name in given if name not in known]
+        if unknown:
+            raise ValueError(
+                f"additional_config[{SECTION!r}] has the unknown options {', '.join(unknown)}: "
+                f"there are {', '.join(known)}."
+            )
+        return cls(**given)
+
+
+def batch_key(rows: int) -> int:
+    """A number of rows, rounded to four binary digits from :data:`EXACT_ROWS` on."""
+    unit = 1 << max(rows.bit_length() - EXACT_ROWS.bit_length() + 1, 0)
+    return rows // unit * unit
+
+
+class Policies:
+    """The policy of steps with any number of rows.
+
+    What steps take is known by number of rows; what speculation has brought, by powers of two, so
+    that a large batch where it does not pay leaves small ones alone.
+
+    Args:
+        stats: counts seconds of drafting.
+        enabled: if False, every step drafts all that is found.
+    """
+
+    def __init__(self, stats: SpecStats, enabled: bool):
+        self.stats, self.enabled = stats, enabled
+        self._settings: dict[tuple[int, int, str], Setting] = {}
+        self._policies: dict[int, StepPolicy] = {}
+
+    def of(self, rows: int) -> StepPolicy:
+        """That of a step with so many rows."""
+        key, about = (batch_key(rows), 0, "vllm"), rows.bit_length()
+        if about not in self._policies:
+            learned = Learned(settings=self._settings, packed=True)
+            self._policies[about] = StepPolicy(self.stats, learned, key, self.enabled)
+        policy = self._policies[about]
+        policy.move(key)
+        return policy
+
+    def begin(self) -> None:
+        """A request begins: its text may be of another kind."""
+        for policy in self._policies.values():
+            policy.learned.guard.begin()
+
+
+@dataclass
+class Step:
+    """What was drafted for the step that runs.
+
+    Attributes:
+        policy: that chose.
+        began: when drafting began, in seconds.
+        drafts: tokens drafted, by ``id`` of the request.
+    """
+
+    policy: StepPolicy
+    began: float
+    drafts: dict[int, int]
+
+
+class LookupProposer:
+    """Drafts tokens that vLLM verifies: what followed the last tokens of a request before.
+
+    Args:
+        vllm_config: vLLM's; options stand in its ``additional_config["hf_spec"]``.
+
+    Raises:
+        ValueError: an option is unknown, or out of its range.
+        RuntimeError: this vLLM has another interface.
+    """
+
+    def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter):
+        try:
+            self._depth = int(vllm_config.speculative_config.num_speculative_tokens)
+            self._longest = int(vllm_config.model_config.max_model_len)
+            given = vllm_config.additional_config
+        except (AttributeError, TypeError) as error:
+            raise RuntimeError(other_interface(f"its config says otherwise: {error}")) from error
+        self.options = options = LookupOptions.read(given)
+        limits = Limits(options.max_ngram, options.min_ngram, options.max_matches)
+        self._clock = clock
+        self._limits = limits
+        self._priors = Confidence(), Confidence()
+        self._earlier = EarlierTexts(limits, options.shared_tokens)
+        self._requests: Requests[Lookups] = Requests()
+        self.stats = SpecStats()
+        self._policies = Policies(self.stats, options.fallback)
+        self._step: Step | None = None
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is no model to load."""
+
+    def propose(
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any,
+        token_ids_cpu: Any, slot_mappings: Any = None, **_: Any,
+    ) -> list[list[int]]:  # fmt: skip
+        """What is likely to follow in each row.
+
+        Args:
+            sampled_token_ids: by row, tokens that came in the step that is over; none in the middle
+                of a prompt.
+            num_tokens_no_spec: ``(rows,)`` int32 tokens of each row, with these.
+            token_ids_cpu: ``(rows, max_model_len)`` int32 the tokens themselves.
+            slot_mappings: not used.
+
+        Returns:
+            Tokens by row, at most ``num_speculative_tokens``.
+
+        Raises:
+            RuntimeError: this vLLM has another interface.
+        """
+        arrays = isinstance(num_tokens_no_spec, np.ndarray), isinstance(token_ids_cpu, np.ndarray)
+        if not isinstance(sampled_token_ids, list) or not all(arrays):
+            raise RuntimeError(other_interface("it calls propose with other arguments"))
+        began = self._clock()
+        rows, gone = self._requests.follow(
+            sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._new
+        )
+        self._observe(rows, began, len(sampled_token_ids))
+        for one in gone:
+            self._earlier.add(one.tokens)
+        self._earlier.index_some()
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        self._step = None
+        if rows:
+            policy = self._policies.of(len(rows))
+            if policy.drafts():
+                for row, tokens in self._draft(policy, rows).items():
+                    drafts[row] = tokens
+            counts = {id(one.request): len(drafts[row]) for row, one in rows.items()}
+            self._step = Step(policy, began, counts)
+            self.stats.draft_seconds += self._clock() - began
+        return drafts
+
+    def _new(self) -> Lookups:
+        self._policies.begin()
+        return Lookups(self._limits, self._priors, self._earlier)
+
+    def _observe(self, rows: Mapping[int, Followed], now: float, batch: int) -> None:
+        """Learn from the step that is over: what came, and what it took.
+
+        Steps that computed prompts, or in which requests came or went, say nothing about the time
+        of others.
+        """
+        for one in rows.values():
+            if one.new is not None:
+                one.request.held.observe(one.new)
+        step = self._step
+        if step is None or len(rows) != batch or len(rows) != len(step.drafts):
+            return
+        steady = [one for one in rows.values() if one.new and id(one.request) in step.drafts]
+        if len(steady) != batch:
+            return
+        seconds, plain = now - step.began, step.policy.setting.times.plain_seconds()
+        drafted, came = sum(step.drafts.values()), sum(len(one.new or ()) for one in steady)
+        for one in steady:
+            count = step.drafts[id(one.request)]
+            self.stats.record(len(one.new or ()), count, count)
+        seconds = seconds if plain is None else min(seconds, PAUSE * plain)
+        step.policy.note(drafted, 1 + drafted, came, batch, seconds)
+
+    def _draft(self, policy: StepPolicy, rows: Mapping[int, Followed]) -> dict[int, list[int]]:
+        """The candidates of the step: of all that are found, the likeliest, as many as pay."""
+        chains = {row: self._find(one.request) for row, one in rows.items()}
+        if not self.options.fallback:
+            return {row: list(chain.tokens) for row, chain in chains.items()}
+        # Along a chain chances fall, so that the likeliest of all begin each chain.
+        order = sorted(
+            ((-chance, row) for row, chain in chains.items() for chance in chain.chances)
+        )
+        taken = policy.count([-chance for chance, _ in order], len(rows))
+        drafts: dict[int, list[int]] = {}
+        for _, row in order[:taken]:
+            drafts.setdefault(row, [])
+            drafts[row].append(chains[row].tokens[len(drafts[row])])
+        return drafts
+
+    def _find(self, request: Request[Lookups]) -> Chain:
+        """What may follow; one token of the model's longest text is the step's own."""
+        room = self._longest - len(request.tokens) - 1
+        depth = min(self._depth, room)
+        return request.held.find(request.tokens, depth) if depth > 0 else NO_CHAIN
+
+
+def other_interface(what: str) -> str:
+    """What is said where vLLM is not as expected."""
+    version = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
+    return (
+        f"vLLM {version} has another interface for proposers of users: {what}. hf_spec was tried "
+        f"with vLLM {', '.join(TRIED)}; install one of these."
+    )
