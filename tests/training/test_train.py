@@ -254,6 +254,39 @@ def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
     assert_same_history(*run_both(program, tmp_path), rel=1e-4)
 
 
+def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
+    """Two processes stop after a checkpoint, one goes on; and the other way round."""
+    program = """
+        from test_train import CONFIG, SETTINGS, Stop, answers, make_model
+        from hf_spec.training.train import TrainSettings, train
+        arguments = {"logging_steps": 1}
+        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+        try:
+            train(make_model(), answers(), "bita", output, CONFIG, settings, callbacks=[Stop()])
+        except KeyboardInterrupt:
+            pass
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    """
+    rest = """
+        from test_train import CONFIG, SETTINGS, answers, make_model
+        from hf_spec.training.train import TrainSettings, train
+        arguments = {"logging_steps": 1}
+        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+        begun = output.with_name(f"rest-{output.name}")  # by the other number of processes
+        train(make_model(), answers(), "bita", begun, CONFIG, settings, resume=True)
+    """
+    arguments = {"logging_steps": 1}
+    settings = TrainSettings(**SETTINGS, arguments=arguments)
+    train(make_model(), answers(), "bita", tmp_path / "whole", CONFIG, settings)
+    one, two = run_both(program, tmp_path)
+    shutil.copytree(two, tmp_path / "rest-one")
+    shutil.copytree(one, tmp_path / "rest-two")
+    run_both(rest, tmp_path)
+    for resumed in (tmp_path / "rest-one", tmp_path / "rest-two"):
+        assert_same_history(tmp_path / "whole", resumed, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
