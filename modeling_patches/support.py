@@ -113,14 +113,16 @@ def check_length(model: Any, length: int) -> None:
 def kv_shape(model: Any) -> tuple[int, int, int]:
     """Layers, key-value heads and head dimension of the model's cache, by running one token.
 
+    A model that is all on the meta device tells, too.
+
     Raises:
-        ValueError: if the weights are not loaded, a layer keeps no keys, or layers or keys and
+        ValueError: if some weights are not loaded, a layer keeps no keys, or layers or keys and
             values differ in shape.
     """
     check_model(model)
     name = type(model).__name__
     weight = model.get_input_embeddings().weight
-    if weight.device.type == "meta":
+    if weight.is_meta and not all(one.is_meta for one in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     token = torch.zeros(1, 1, dtype=torch.long, device=weight.device)

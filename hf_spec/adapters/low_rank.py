@@ -49,6 +49,12 @@ def fresh_factors(modules: Mapping[str, nn.Module], rank: int) -> dict[str, Tens
     return tensors
 
 
+def factors(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """Those of the linear module of this name among an adapter's parameters: ``(rank, inputs)`` and
+    ``(outputs, rank)``."""
+    return weights[_flat(DOWN, name)], weights[_flat(UP, name)]
+
+
 def adapter_low_rank(
     layer: SpecAdapterLayer,
     adapter_name: str,

@@ -70,6 +70,14 @@ def train(
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = None,
     threads: opt.Threads = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what training takes, from the model's config; load and write "
+            "nothing. Needs --model only.",
+        ),
+    ] = False,
     list_fields: Annotated[
         bool, typer.Option("--list-fields", help="List the fields of the method's config.")
     ] = False,
@@ -88,6 +96,7 @@ def train(
     Examples:
       hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
       hf-spec train bita --list-fields
+      hf-spec train bita --model Qwen/Qwen3-0.6B --dry-run
       hf-spec train transition --adapter ./bita --model M --data D --output ./bita-transition
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume \\
@@ -113,7 +122,7 @@ def train(
             default = chosen.trained.get(name, default)
             typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {default}]")
         return
-    if model is None or data is None or output is None:
+    if model is None or not (dry_run or (data and output)):
         raise ValueError("give --model, --data and --output")
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
@@ -130,7 +139,22 @@ def train(
         served_prompts=served_prompts, served_tokens=served_tokens, eval_steps=eval_steps,
         options=options, seed=seed, arguments=opt.json_object("--training-args", training_args),
     )  # fmt: skip
-    work.training_arguments(chosen, settings, output, adapter_config)
+    arguments = work.training_arguments(chosen, settings, output or Path(), adapter_config)
+    if dry_run:
+        if adapter is not None:
+            raise ValueError("--dry-run: of a fresh adapter; leave out --adapter")
+        from hf_spec.training.estimate import estimate, meta_model
+
+        base = meta_model(model, dtype)
+        for line in estimate(base, work.fresh(chosen, base, config)).lines():
+            typer.echo(line)
+        rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        typer.echo(
+            f"tokens per step: at most {rows * max_length:,} on each device, {rows} sequences of "
+            f"{max_length}; {arguments.world_size} device(s)"
+        )
+        return
+    assert data is not None and output is not None
     check_writable(output)
 
     from hf_spec.training.dataset import read_answers, read_provenance

@@ -22,7 +22,7 @@ from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
-from hf_spec.methods.registry import Method, Published, get_method, methods
+from hf_spec.methods.registry import Export, Method, Published, get_method, methods
 
 #: End of the name of a file that says which tensors are in which of several files.
 INDEX = ".index.json"
@@ -177,7 +177,7 @@ def import_adapter(
     return output
 
 
-def exporter(folder: Path, form: str) -> Any:
+def exporter(folder: Path, form: str) -> Export:
     """What turns the adapter in a folder into another program's files.
 
     Raises:
@@ -207,19 +207,19 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     from peft import PeftModel
     from safetensors.torch import save_file
 
-    make = exporter(folder, form)
+    form_of = exporter(folder, form)
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder)!r} holds no adapter_model.safetensors")
     peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     config: Any = peft_model.active_peft_config
     try:
         adapter = require_active(model, config.type_name, config.type_name.lower())
-        description, tensors = make(model, adapter)
+        description, tensors = form_of.make(model, adapter)
         with staging(output) as temporary:
             # Parts of one tensor are not stored as such.
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            save_file(plain, temporary / "model.safetensors", metadata={"format": "pt"})
-            write_atomically(temporary / "config.json", json.dumps(description, indent=2))
+            save_file(plain, temporary / form_of.weights, metadata={"format": "pt"})
+            write_atomically(temporary / form_of.config, json.dumps(description, indent=2))
     finally:
         peft_model.unload()
     return output

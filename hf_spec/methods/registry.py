@@ -23,9 +23,20 @@ from hf_spec.adapters.tuner import Objective, register_type
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import StrategyOptions
 
-#: Writes an adapter as another program reads it: from the base model and the active adapter to a
-#: ``config.json`` and tensors by name.
-Exporter = Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
+
+@dataclass(frozen=True)
+class Export:
+    """How an adapter is written for another program.
+
+    Attributes:
+        make: from the base model and the active adapter to what the config says and tensors by
+            name; raises a ValueError that says what the other program cannot read.
+        config, weights: names of the two files.
+    """
+
+    make: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Tensor]]]
+    config: str = "config.json"
+    weights: str = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Method:
     trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
     published: Published | None = None
-    exports: Mapping[str, Exporter] = field(default_factory=dict)
+    exports: Mapping[str, Export] = field(default_factory=dict)
 
     @property
     def package(self) -> str:

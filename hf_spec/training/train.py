@@ -187,7 +187,6 @@ def train(
     """
     from transformers import set_seed
 
-    from hf_spec.adapters.predicting import PredictingConfig
     from hf_spec.decoding.selfcheck import check_tree_forward
     from hf_spec.hub.folder import attached, save_adapter
     from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
@@ -203,16 +202,9 @@ def train(
     # Whether it can be decoded at all is told before training, not after it.
     check_model(model)
     check_tree_forward(model, "training")
-    assert method.adapter_config is not None
     set_seed(settings.seed)
     given = config or {}
-    if start is None:
-        adapter_config: Any = method.adapter_config(**{**method.trained, **given})
-        predicts = isinstance(adapter_config, PredictingConfig)
-        if predicts and "draft_vocab_size" not in given:
-            adapter_config.set_vocabulary(model)
-    else:
-        adapter_config = extended(start, given)
+    adapter_config = fresh(method, model, given) if start is None else extended(start, given)
     folder = output / "checkpoints"
     arguments = training_arguments(method, settings, folder, adapter_config)
     if checkpoints(folder) and not resume:
@@ -259,6 +251,23 @@ def train(
             plot_history(record["history"], output)
         trainer.accelerator.wait_for_everyone()
     return record
+
+
+def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
+    """The config of a fresh adapter for a base model.
+
+    Args:
+        method: what is trained.
+        model: the base model.
+        fields: that the user sets.
+    """
+    from hf_spec.adapters.predicting import PredictingConfig
+
+    assert method.adapter_config is not None
+    config = method.adapter_config(**{**method.trained, **fields})
+    if isinstance(config, PredictingConfig) and "draft_vocab_size" not in fields:
+        config.set_vocabulary(model)
+    return config
 
 
 def extended(folder: Path, fields: dict[str, Any]) -> Any:

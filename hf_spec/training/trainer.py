@@ -20,7 +20,9 @@ class SpecTrainer(Trainer):
 
     Everything else is ``Trainer``'s: accelerate, several devices, mixed precision, logging,
     checkpoints and resuming. ``evaluate`` gives ``eval_loss``, ``eval_top5_1`` and the like on
-    ``eval_dataset``, and ``eval_tau`` and ``eval_acceptance_1`` ... by decoding ``served``.
+    ``eval_dataset``, and ``eval_tau`` and ``eval_acceptance_1`` ... by decoding ``served``. Under
+    FSDP and DeepSpeed nothing is decoded, and where the largest tau was to be kept the smallest
+    loss is.
 
     Where the adapter's config says ``trains_base``, checkpoints hold the base model's weights, too.
 
@@ -35,12 +37,16 @@ class SpecTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
         self.trains_base = bool(getattr(config, "trains_base", False))
-        if self._waiting() and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        # Sharded parameters cannot be decoded with one process at a time: there is no tau.
+        self.sharded: bool = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self.sharded and self.args.metric_for_best_model in ("tau", "eval_tau"):
+            self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
+        if self._waiting() and self.sharded:
             raise ValueError(
                 f"{', '.join(sorted(self._waiting()))} are to be trained in a second stage, which "
                 "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
             )
-        if self.trains_base and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if self.trains_base and self.sharded:
             raise ValueError(
                 "training the base model's own weights does not run under FSDP or DeepSpeed here: "
                 "launch it without them, or train low-rank updates."
@@ -108,9 +114,7 @@ class SpecTrainer(Trainer):
         """Loss and accuracies on held-out answers, acceptance on held-out prompts."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         metrics = self._losses(data)
-        # Sharded parameters cannot be decoded with one process at a time.
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self.served is not None and not sharded:
+        if self.served is not None and not self.sharded:
             metrics |= served_metrics(self._decode(self.served))
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(named)

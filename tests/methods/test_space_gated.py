@@ -77,7 +77,7 @@ def test_rows_of_tokens_are_those_of_the_base(fresh: Tiny, architecture: str) ->
     """Bit for bit, in plain forwards and in forwards with mask tokens; theirs are others."""
     model = fresh(architecture)
     base = logits(model)
-    inputs = mask_tokens(added(model))
+    inputs = mask_tokens(added(model), model)
     assert inputs.update is not None and hooked(model) == 0
     assert torch.equal(logits(model), base)
     plain, plain_cache = step(model, ProbeInputs(inputs.embeddings))
@@ -102,7 +102,7 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
     """
     model = fresh(architecture)
     adapter = added(model)
-    inputs = mask_tokens(adapter)
+    inputs = mask_tokens(adapter, model)
     ours, _ = step(model, inputs)
     updated = with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
     ids, candidates = prompt(9), prompt(5, seed=1)[0]
@@ -164,13 +164,14 @@ def test_two_adapters_are_switched_and_deleted(fresh: Tiny) -> None:
         if name == "lora":
             fields = {"update": "lora"}
         adapter = added(model, name, **fields)
-        updates.append(mask_tokens(adapter).update)
+        updates.append(mask_tokens(adapter, model).update)
         assert torch.equal(logits(model), base) == (name != "lora")
     assert updates[0] is not updates[1] and updates[2] is None
     for name in ("one", "two"):
         model.set_adapter(name)
         assert (
-            mask_tokens(find_active(model, "SPACE")).update is updates[("one", "two").index(name)]
+            mask_tokens(find_active(model, "SPACE"), model).update
+            is updates[("one", "two").index(name)]
         )
         assert torch.equal(logits(model), base)
     assert list(updates[1].modules) == [f"model.layers.{n}.self_attn.q_proj" for n in range(3)]
@@ -189,10 +190,10 @@ def test_a_copy_of_the_model_has_updates_of_its_own(fresh: Tiny) -> None:
     model = fresh("llama")
     added(model)
     other = copy.deepcopy(model)
-    before = step(model, mask_tokens(find_active(model, "SPACE")))[0].probe_hidden
+    before = step(model, mask_tokens(find_active(model, "SPACE"), model))[0].probe_hidden
     randomise(other, "SPACE", std=0.3, seed=9)
-    changed = step(other, mask_tokens(find_active(other, "SPACE")))[0].probe_hidden
-    again = step(model, mask_tokens(find_active(model, "SPACE")))[0].probe_hidden
+    changed = step(other, mask_tokens(find_active(other, "SPACE"), other))[0].probe_hidden
+    again = step(model, mask_tokens(find_active(model, "SPACE"), model))[0].probe_hidden
     assert torch.equal(before, again) and not torch.equal(before, changed)
 
 
@@ -260,7 +261,7 @@ def test_training_sees_the_states_that_decoding_sees(fresh: Tiny) -> None:
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[4]])}
     with torch.no_grad():
         trained = objective.loss(model, adapter, **batch)["logits"][0, 0]
-        forward, _ = behind(model, ids[:, :4], mask_tokens(adapter))
+        forward, _ = behind(model, ids[:, :4], mask_tokens(adapter, model))
         tree = TokenTree.chain(0).batch()
         probes = hang(ProbeGroup.causal(3), tree, [[3]])
         served = model.lm_head(forward(ids[:, 4:5], tree, probes=probes).probe_hidden[0])
@@ -276,7 +277,7 @@ def test_saved_and_loaded(fresh: Tiny, tmp_path: Path) -> None:
     base = logits(model)
     weights = dict(added(model, "default", transition_rank=4).weights())
     model.save_pretrained(tmp_path)
-    drafted = step(model, mask_tokens(find_active(model, "SPACE")))[0].probe_hidden
+    drafted = step(model, mask_tokens(find_active(model, "SPACE"), model))[0].probe_hidden
     itself = fresh("llama")
     itself.load_adapter(str(tmp_path))
     for loaded in (itself, PeftModel.from_pretrained(fresh("llama"), str(tmp_path))):
@@ -285,4 +286,4 @@ def test_saved_and_loaded(fresh: Tiny, tmp_path: Path) -> None:
         assert all(torch.equal(found.weights()[name], weights[name]) for name in weights)
         assert torch.equal(logits(loaded), base)
         inside = loaded.get_base_model() if isinstance(loaded, PeftModel) else loaded
-        assert torch.equal(step(inside, mask_tokens(found))[0].probe_hidden, drafted)
+        assert torch.equal(step(inside, mask_tokens(found, inside))[0].probe_hidden, drafted)

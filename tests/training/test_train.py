@@ -21,9 +21,20 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.hub.folder import attached
 from hf_spec.methods.registry import get_method
+from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.checkpoints import last_whole
-from hf_spec.training.train import TrainSettings, bit_sums, config_fields, train, trainable
+from hf_spec.training.served import Served
+from hf_spec.training.train import (
+    TrainSettings,
+    bit_sums,
+    config_fields,
+    train,
+    trainable,
+    training_arguments,
+)
+from hf_spec.training.trainer import SpecTrainer
 
 
 def answers(count: int = 24, length: int = 24) -> Dataset:
@@ -254,6 +265,39 @@ def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
     assert_same_history(*run_both(program, tmp_path), rel=1e-4)
 
 
+def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
+    """Two processes stop after a checkpoint, one goes on; and the other way round."""
+    program = """
+        from test_train import CONFIG, SETTINGS, Stop, answers, make_model
+        from hf_spec.training.train import TrainSettings, train
+        arguments = {"logging_steps": 1}
+        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+        try:
+            train(make_model(), answers(), "bita", output, CONFIG, settings, callbacks=[Stop()])
+        except KeyboardInterrupt:
+            pass
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    """
+    rest = """
+        from test_train import CONFIG, SETTINGS, answers, make_model
+        from hf_spec.training.train import TrainSettings, train
+        arguments = {"logging_steps": 1}
+        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+        begun = output.with_name(f"rest-{output.name}")  # by the other number of processes
+        train(make_model(), answers(), "bita", begun, CONFIG, settings, resume=True)
+    """
+    arguments = {"logging_steps": 1}
+    settings = TrainSettings(**SETTINGS, arguments=arguments)
+    train(make_model(), answers(), "bita", tmp_path / "whole", CONFIG, settings)
+    one, two = run_both(program, tmp_path)
+    shutil.copytree(two, tmp_path / "rest-one")
+    shutil.copytree(one, tmp_path / "rest-two")
+    run_both(rest, tmp_path)
+    for resumed in (tmp_path / "rest-one", tmp_path / "rest-two"):
+        assert_same_history(tmp_path / "whole", resumed, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -355,3 +399,25 @@ def test_too_little_data(fresh: Callable[..., Any], tmp_path: Path) -> None:
     settings = TrainSettings(**{**SETTINGS, "held_out": 24})
     with pytest.raises(ValueError, match="held_out=24: the data has 24 rows"):
         train(make_model(), answers(), "bita", tmp_path, CONFIG, settings)
+
+
+class Sharded(SpecTrainer):
+    """Takes its parameters for sharded ones, once the Trainer itself is ready."""
+
+    is_fsdp_enabled = property(lambda self: hasattr(self, "served"), lambda self, value: None)
+
+
+def test_sharded_parameters_are_judged_by_their_loss(tmp_path: Path) -> None:
+    """They are not decoded, so that there is no tau for the Trainer to look for."""
+    method, data = get_method("medusa"), AnswerDataset(answers(4), num_anchors=4)
+    arguments = training_arguments(method, TrainSettings(**SETTINGS), tmp_path)
+    assert arguments.metric_for_best_model == "tau"
+    with attached(make_model(), hf_spec.MedusaConfig()) as model:
+        trainer = Sharded(
+            model=model, args=arguments, eval_dataset=data, train_dataset=data,
+            data_collator=collate, served=Served([[5, 6]], "medusa", {}),
+        )  # fmt: skip
+        found = trainer.evaluate()
+    assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("loss", False)
+    assert "eval_loss" in found and "eval_tau" not in found
+    assert trainer._determine_best_metric(found, None)

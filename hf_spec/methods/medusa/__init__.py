@@ -7,7 +7,7 @@ from hf_spec.methods.medusa.drafter import MedusaDrafter
 from hf_spec.methods.medusa.options import MedusaOptions
 from hf_spec.methods.medusa.published import convert, wants
 from hf_spec.methods.medusa.vllm import vllm_files
-from hf_spec.methods.registry import Method, Published
+from hf_spec.methods.registry import Export, Method, Published
 
 METHOD = Method(
     name="medusa",
@@ -26,5 +26,5 @@ METHOD = Method(
     trained=TRAINED,
     num_anchors=64,
     published=Published(wants, convert),
-    exports={"vllm": vllm_files},
+    exports={"vllm": Export(vllm_files)},
 )

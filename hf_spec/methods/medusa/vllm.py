@@ -1,23 +1,31 @@
-"""A MEDUSA adapter as vLLM's Medusa loader reads it.
+"""A MEDUSA adapter as vLLM's Medusa loader reads it, up to vLLM 0.32; 0.33 has no Medusa.
 
 vLLM (``vllm/model_executor/models/medusa.py``) takes a folder with ``config.json`` of model type
 ``medusa`` and safetensors named ``blocks.<head>.layers.<block>.weight`` and ``.bias`` (the latter
 with ``medusa_fc_bias``), and ``lm_heads.<head>.weight``, or with ``original_lm_head`` one
-``lm_head.weight`` for all heads, which is a copy of the base's.
+``lm_head.weight`` for all heads, which is a copy of the base's. ``n_predict`` is how many tokens it
+drafts unless the user says. A ``token_map`` of the tokens that are predicted is in the loader's
+code, but 0.32.0 refuses files with one: heads predict all tokens there.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.predicting import BEFORE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+
+logger = logging.getLogger(__name__)
 
 
 def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and the tensors of ``model.safetensors``.
+
+    A transition is left out, with a warning: vLLM's heads do not know each other's tokens.
 
     Args:
         model: the base model.
@@ -34,6 +42,12 @@ def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict
             "Medusa heads have neither."
         )
     weights = adapter.weights()
+    if BEFORE in weights:
+        logger.warning(
+            "vLLM's Medusa heads draft each token without knowing the one before it: the adapter's "
+            "transition is left out, and fewer drafts are accepted than here. Heads that are "
+            "trained with --transition-rank 0 lose nothing."
+        )
     blocks = weights[WEIGHTS]
     heads, layers, hidden, _ = blocks.shape
     tensors = {}
@@ -50,7 +64,8 @@ def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict
     config = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": hidden,
         "vocab_size": weight.shape[0], "truncated_vocab_size": weight.shape[0],
-        "num_heads": heads, "num_hidden_layers": layers, "medusa_fc_bias": True,
-        "original_lm_head": own is None, "dtype": str(blocks.dtype).removeprefix("torch."),
+        "num_heads": heads, "num_hidden_layers": layers, "n_predict": heads,
+        "medusa_fc_bias": True, "original_lm_head": own is None,
+        "dtype": str(blocks.dtype).removeprefix("torch."),
     }  # fmt: skip
     return config, tensors

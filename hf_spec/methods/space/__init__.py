@@ -1,12 +1,13 @@
 """``space``: mask tokens with low-rank updates of their own (SPACE; Samragh et al., 2025)."""
 
 from hf_spec.adapters.predicting import TRAINED
-from hf_spec.methods.registry import Method
+from hf_spec.methods.registry import Export, Method
 from hf_spec.methods.space.adapter import SpaceAdapter
 from hf_spec.methods.space.config import SpaceConfig
 from hf_spec.methods.space.drafter import SpaceDrafter
 from hf_spec.methods.space.objective import loss
 from hf_spec.methods.space.options import SpaceOptions
+from hf_spec.methods.space.sglang import uno_files
 
 METHOD = Method(
     name="space",
@@ -20,4 +21,5 @@ METHOD = Method(
     training={"per_device_train_batch_size": 8, "num_train_epochs": 2},
     trained={**TRAINED, "num_mask_tokens": 4},
     num_anchors=32,
+    exports={"sglang": Export(uno_files, "adapter_config.json", "adapter_model.safetensors")},
 )

@@ -21,7 +21,8 @@ INIT_STD = 0.02
 
 
 class SpaceAdapter(SpecAdapterLayer):
-    """Mask tokens ``masks`` (k, hidden), one for all if shared, and factors of low-rank updates."""
+    """Mask tokens ``masks`` (k, hidden), one for all if shared and none if they are noise, and
+    factors of low-rank updates."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(prefix)
@@ -32,8 +33,10 @@ class SpaceAdapter(SpecAdapterLayer):
         count = 1 if config.shared_mask else config.num_mask_tokens
         hidden = model.get_input_embeddings().weight.shape[1]
         factors = fresh_factors(config.modules(model), config.rank)
-        masks = torch.randn(count, hidden) * INIT_STD
-        return {"masks": masks, **factors, **config.fresh_shared(model)}
+        masks = {"masks": torch.randn(count, hidden) * INIT_STD}
+        if config.masks == "noise":
+            masks = {}
+        return {**masks, **factors, **config.fresh_shared(model)}
 
     def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         assert isinstance(config, SpaceConfig)

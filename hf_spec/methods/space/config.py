@@ -14,6 +14,7 @@ from modeling_patches.low_rank import linear_modules, output_projections
 from modeling_patches.support import check_unquantised
 
 UPDATES = ("gated", "lora", "full", "none")
+MASKS = ("learned", "noise")
 #: Learning rates by update; that of full fine-tuning is the paper's (table 2). Mask tokens alone
 #: are soft prompts, which need more.
 LEARNING_RATES = {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
@@ -34,6 +35,14 @@ class SpaceConfig(PredictingConfig):
     shared_mask: bool = field(
         default=False,
         metadata={"help": "One embedding for all mask tokens, as in the paper, instead of k."},
+    )
+    masks: str = field(
+        default="learned",
+        metadata={
+            "help": "learned: mask tokens have embeddings of their own. noise: random tokens of "
+            "the vocabulary stand in their place, with gated updates only, which is what SGLang "
+            "drafts with."
+        },
     )
     p_ar: float = field(
         default=0.5,
@@ -71,7 +80,13 @@ class SpaceConfig(PredictingConfig):
         check_range("p_ar", self.p_ar, 0.0, 1.0)
         if not isinstance(self.shared_mask, bool):
             raise ValueError(f"shared_mask={self.shared_mask!r}: must be True or False.")
-        check_choices(self, update=UPDATES)
+        check_choices(self, update=UPDATES, masks=MASKS)
+        if self.masks == "noise" and (self.update != "gated" or self.shared_mask):
+            raise ValueError(
+                f"masks='noise' with update={self.update!r} and shared_mask={self.shared_mask}: "
+                "random tokens are told from text by gated updates alone, and have no embedding to "
+                "share. Take update='gated' and shared_mask=False, or masks='learned'."
+            )
         check_settings("", self.rank, self.alpha, self.target_modules)
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             self.target_modules = sorted(self.target_modules)

@@ -31,7 +31,7 @@ class SpaceDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: SpaceOptions):
         adapter = require_active(model, "SPACE", "space")
         source = tree_source(options, model, adapter, adapter.config.num_mask_tokens, probes=1)
-        inputs = mask_tokens(adapter)
+        inputs = mask_tokens(adapter, model)
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
         super().__init__(model, options, used, source, adapter.weights())
 

@@ -1,15 +1,40 @@
 """What a SPACE adapter's mask tokens mean to a forward pass."""
 
+from __future__ import annotations
+
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.model.tree_forward import ProbeInputs
 
 
-def mask_tokens(adapter: ActiveAdapter) -> ProbeInputs:
+def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
     """The k mask tokens, one behind the other, with the updates of the model in their rows if these
-    are gated; gradients reach the adapter's parameters."""
+    are gated; gradients reach the adapter's parameters.
+
+    Args:
+        adapter: the adapter.
+        model: the base model.
+        noise: ``(..., k)`` the random tokens where mask tokens are noise; None: always the same k.
+    """
     config: Any = adapter.config
     layer: Any = adapter.layer
     update = layer.updates.get(adapter.name) if config.update == "gated" else None
-    return ProbeInputs(adapter.weights()["masks"].expand(config.num_mask_tokens, -1), update=update)
+    if config.masks == "noise":
+        if noise is None:
+            noise = random_tokens(model, 0, config.num_mask_tokens)
+        embed = model.get_input_embeddings()
+        with torch.no_grad():
+            embeddings = embed(noise.to(embed.weight.device))
+    else:
+        embeddings = adapter.weights()["masks"].expand(config.num_mask_tokens, -1)
+    return ProbeInputs(embeddings, update=update)
+
+
+def random_tokens(model: Any, seed: int, *shape: int) -> Tensor:
+    """Tokens of the model's vocabulary, all equally likely: int64 of this shape, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.get_input_embeddings().weight.shape[0], shape, generator=generator)

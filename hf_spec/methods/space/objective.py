@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import future_losses, prediction_losses, wanted_mean
-from hf_spec.methods.space.masks import mask_tokens
+from hf_spec.methods.space.masks import mask_tokens, random_tokens
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
 
@@ -49,10 +49,15 @@ def loss(
     """
     config: Any = adapter.config
     frozen = not config.changes_model
-    inputs = mask_tokens(adapter)
-    group = ProbeGroup.causal(inputs.embeddings.shape[0])
+    group = ProbeGroup.causal(config.num_mask_tokens)
     wanted = future_labels(labels, anchors, group)
     useful = (wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
+    noise = None
+    if config.masks == "noise":
+        shape = (anchors.shape[1], len(group))
+        seeds = [_draw(*row) for row in zip(input_ids, labels, anchors, useful)]
+        noise = torch.stack([random_tokens(model, seed, *shape) for seed in seeds])
+    inputs = mask_tokens(adapter, model, noise)
     share = _sar_share(config, model.training, input_ids, labels, anchors, useful)
     if not bool(share.any()):
         anchors, wanted, useful = anchors[:, :0], wanted[:, :0], useful[:, :0]
@@ -97,11 +102,15 @@ def _sar_share(
         return torch.ones(len(labels))
     if not training:
         return torch.full((len(labels),), 1.0 - config.p_ar)
-    draws = []
-    for ids, answer, places, real in zip(input_ids, labels != IGNORED, anchors, useful):
-        # What is hashed is the sequence's own, so that padding and the number of processes do not
-        # matter; anchors differ from epoch to epoch.
-        parts = (ids[answer].tolist(), places[real].tolist())
-        digest = hashlib.sha256(repr(parts).encode()).digest()
-        draws.append(int.from_bytes(digest[:8], "big") / 2**64 >= config.p_ar)
-    return torch.tensor(draws, dtype=torch.float32)
+    rows = zip(input_ids, labels, anchors, useful)
+    return torch.tensor([_draw(*row) / 2**63 >= config.p_ar for row in rows], dtype=torch.float32)
+
+
+def _draw(ids: Tensor, labels: Tensor, anchors: Tensor, useful: Tensor) -> int:
+    """A random number below 2**63 that belongs to a sequence and its anchors.
+
+    It follows from what is the sequence's own, so that padding and the number of processes do not
+    matter; anchors differ from epoch to epoch.
+    """
+    parts = (ids[labels != IGNORED].tolist(), anchors[useful].tolist())
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

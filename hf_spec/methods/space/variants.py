@@ -13,5 +13,6 @@ HITTING = "chain"
 SAMPLED: dict[str, dict[str, Any]] = {"rejection": {"acceptance": "rejection"}}
 #: Fields of the adapter's config; its parameters are random then.
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "update": "gated"}
+    "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "update": "gated"},
+    "match": {"update": "gated", "masks": "noise"},
 }

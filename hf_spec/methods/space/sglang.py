@@ -1,0 +1,72 @@
+"""A gated SPACE adapter as SGLang's UNO reads it (``sglang/srt/speculative/uno_*.py``, 0.5.23).
+
+UNO runs the last token through the model, and behind it tokens drawn at random from the vocabulary,
+through the model with one LoRA; what it predicts behind those is verified in a second forward. That
+is this adapter with ``masks="noise"``. The LoRA is a folder as PEFT writes one, and nothing else
+can be said in it. Where q_proj is updated SGLang wants v_proj as well, and gate_proj with up_proj.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.low_rank import factors
+from hf_spec.adapters.predicting import BEFORE, VOCABULARY
+
+#: Linear modules that SGLang's LoRA knows by these names in every model, and, where there is one,
+#: the neighbour that it cannot do without.
+NEEDS = {
+    "q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "qkv_proj": None, "o_proj": None,
+    "gate_proj": None, "up_proj": "gate_proj", "gate_up_proj": None, "down_proj": None,
+}  # fmt: skip
+
+
+def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``adapter_config.json`` and the tensors of ``adapter_model.safetensors``.
+
+    Args:
+        model: the base model.
+        adapter: the adapter.
+
+    Raises:
+        ValueError: the adapter has learned what UNO has no place for, or updates modules that
+            SGLang does not know.
+    """
+    config: Any = adapter.config
+    weights = adapter.weights()
+    missing = {
+        f"update={config.update!r}: UNO leaves tokens to the base model": config.update != "gated",
+        "learned mask tokens: UNO puts random tokens of the vocabulary there": "masks" in weights,
+        "a transition: UNO predicts each token without the one before it": BEFORE in weights,
+        "a draft vocabulary: UNO predicts all tokens": VOCABULARY in weights,
+    }
+    if wrong := [reason for reason, there in missing.items() if there]:
+        raise ValueError(
+            f"SGLang's UNO has no place for what this adapter has: {'; '.join(wrong)}. Train one "
+            "with --update gated --masks noise --transition-rank 0 --draft-vocab-size 0."
+        )
+    names = sorted(config.modules(model))
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        needed = NEEDS.get(own)
+        if own not in NEEDS or (needed and f"{parent}.{needed}" not in names):
+            rule = f"without {needed} beside it" if own in NEEDS else "by that name"
+            raise ValueError(
+                f"target_modules has {name!r}, which SGLang's LoRA does not load {rule}: train with"
+                f" some of {', '.join(NEEDS)}; q_proj and v_proj, and up_proj with gate_proj, go "
+                "together."
+            )
+    tensors = {}
+    for name in names:
+        down, up = factors(weights, name)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up
+    description = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True,
+        "base_model_name_or_path": config.base_model_name_or_path, "r": config.rank,
+        "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
+    }  # fmt: skip
+    return description, tensors

@@ -1,0 +1,147 @@
+"""``space`` with noise for mask tokens, and its adapters as SGLang's UNO reads them.
+
+SGLang's UNO runs on CUDA only; what is read here is read by PEFT, whose files it takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import prompt, ragged
+from peft import PeftModel
+from running import drafting
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.hub.transfer import export_adapter
+from hf_spec.methods.space import objective
+from hf_spec.methods.space.masks import random_tokens
+from hf_spec.training.anchors import AnswerDataset, collate
+
+Tiny = Callable[..., PreTrainedModel]
+NOISE = {"masks": "noise", "num_mask_tokens": 3}
+
+
+def added(model: PreTrainedModel, **fields: Any) -> Any:
+    model.add_adapter(hf_spec.SpaceConfig(**{**NOISE, **fields}))
+    randomise(model, "SPACE", std=0.3)
+    return find_active(model, "SPACE")
+
+
+def exported(fresh: Tiny, folder: Path, **fields: Any) -> tuple[PreTrainedModel, Path]:
+    """A model with an adapter, and the folder of what was exported of it."""
+    model = fresh("llama")
+    added(model, **fields)
+    model.save_pretrained(folder / "adapter")
+    return model, export_adapter(folder / "adapter", "sglang", fresh("llama"), folder / "uno")
+
+
+def uno_logits(model: Any, lora: Path, ids: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """What UNO's draft forward predicts behind a prompt, ``(k, vocab)``: the last token of ``ids``
+    runs through the base model, and the random ones behind it with the LoRA."""
+    peft = PeftModel.from_pretrained(model, str(lora))
+    with torch.no_grad():
+        cache = DynamicCache()
+        with peft.disable_adapter():
+            peft(input_ids=ids, past_key_values=cache, use_cache=True)
+        return peft(input_ids=noise[None], past_key_values=cache, use_cache=True).logits[0]
+
+
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], "rank": 4},
+    {"target_modules": r".*layers\.1\..*(q|v|o)_proj", "alpha": 3.5},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=["default", "inputs", "one layer"])
+def test_exported_and_read_by_peft(fresh: Tiny, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Its predictions are ours, behind each place, for the same random tokens."""
+    model, uno = exported(fresh, tmp_path, **fields)
+    assert sorted(path.name for path in uno.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    ids = prompt(10)
+    places = torch.tensor([[3, 6]])
+    batch = {"input_ids": ids, "labels": ids, "anchors": places}
+    drawn: list[torch.Tensor] = []
+
+    def remember(model: Any, seed: int, *shape: int) -> torch.Tensor:
+        drawn.append(random_tokens(model, seed, *shape))
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(objective, "random_tokens", remember)
+        ours = objective.loss(model, find_active(model, "SPACE"), **batch)["logits"][0]
+    assert not torch.equal(drawn[0][0], drawn[0][1])  # other tokens under each anchor
+    for row, place in enumerate(places[0].tolist()):
+        theirs = uno_logits(fresh("llama"), uno, ids[:, : place + 1], drawn[0][row])
+        # fp32 with other reduction orders; logits up to about 10.
+        torch.testing.assert_close(theirs, ours[row], rtol=1e-3, atol=1e-3)
+
+
+def test_the_config_says_what_sglang_asks_for(fresh: Tiny, tmp_path: Path) -> None:
+    _, uno = exported(fresh, tmp_path, rank=8, alpha=12.0)
+    config = json.loads((uno / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (8, 12.0)
+    names = {name.rpartition(".")[2] for name in config["target_modules"]}
+    assert names == {"o_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"masks": "learned"}, "no place for .*: learned mask tokens: UNO puts random tokens"),
+        ({"transition_rank": 4}, "a transition"),
+        ({"draft_vocab_size": 40}, "a draft vocabulary"),
+        ({"masks": "learned", "update": "lora"}, "update='lora'.*; learned mask tokens"),
+        ({"target_modules": ["up_proj"]}, r"'model.layers.0.mlp.up_proj', .*without gate_proj"),
+        ({"target_modules": ["q_proj", "k_proj"]}, "without v_proj beside it"),
+        ({"target_modules": r".*lm_head"}, "'lm_head', .* by that name"),
+    ],
+)
+def test_what_uno_cannot_read(
+    fresh: Tiny, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        exported(fresh, tmp_path, **fields)
+    assert not (tmp_path / "uno" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("fields", [{"update": "lora"}, {"update": "none"}, {"shared_mask": True}])
+def test_noise_needs_gated_updates(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="masks='noise' with update="):
+        hf_spec.SpaceConfig(masks="noise", **fields)
+
+
+def test_noise_has_no_embeddings_and_changes_no_output(fresh: Tiny) -> None:
+    model = fresh("llama")
+    plain = model.generate(**ragged(), max_new_tokens=16, do_sample=False)
+    adapter = added(model)
+    assert "masks" not in adapter.weights()
+    ours = model.generate(
+        **ragged(), max_new_tokens=16, do_sample=False, **drafting("space", tree="chain")
+    )
+    assert torch.equal(ours, plain)
+
+
+def test_noise_belongs_to_a_sequence(fresh: Tiny) -> None:
+    """A row's loss does not depend on the rows beside it, nor on when it is computed."""
+    model = fresh("llama")
+    adapter = added(model)
+    rows = [
+        {"prompt_ids": [5, 6, 7], "answer_ids": list(range(8, 8 + length))} for length in (6, 15)
+    ]
+    dataset = AnswerDataset(rows, num_anchors=8)
+    data = [dataset[index] for index in range(2)]
+    both = objective.loss(model, adapter, **collate(data))["loss"]
+    each = [objective.loss(model, adapter, **collate([row]))["loss"] for row in data]
+    # Rounding of fp32 sums.
+    torch.testing.assert_close(both, sum(each) / 2, rtol=1e-5, atol=1e-5)
