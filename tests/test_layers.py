@@ -2,7 +2,7 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+``tuning``, ``bench``, ``hub``, ``demo``, ``serving`` -> ``cli``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ LAYERS: list[set[str]] = [
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},
     {"hf_spec"},  # the public names
-    {"hf_spec.training", "hf_spec.tuning", "hf_spec.bench", "hf_spec.hub", "hf_spec.demo"},
+    {
+        "hf_spec.training",
+        "hf_spec.tuning",
+        "hf_spec.bench",
+        "hf_spec.hub",
+        "hf_spec.demo",
+        "hf_spec.serving",
+    },
     {"hf_spec.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")
