@@ -21,6 +21,7 @@ COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
     "warmup",
     "plot search", "plot tune", "plot tree", "card", "push", "import", "export",
+    "run",
 ]  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``demo``, ``serving`` -> ``cli``.
+``tuning``, ``bench``, ``hub``, ``demo``, ``serving``, ``startup`` ->
+``cli``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ LAYERS: list[set[str]] = [
         "hf_spec.hub",
         "hf_spec.demo",
         "hf_spec.serving",
+        "hf_spec.startup",
     },
     {"hf_spec.cli"},
 ]
