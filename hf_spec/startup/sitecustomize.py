@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 
 class _AfterTransformers:
@@ -19,7 +20,8 @@ class _AfterTransformers:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            loader, load = spec.loader, spec.loader.exec_module
+            loader: Any = spec.loader
+            load = loader.exec_module
 
             def exec_module(module):
                 del loader.exec_module  # back to that of its class
