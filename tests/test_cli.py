@@ -21,6 +21,7 @@ COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
     "warmup",
     "plot search", "plot tune", "plot tree", "card", "push", "import", "export",
+    "run",
 ]  # fmt: skip
 
 
@@ -297,26 +298,38 @@ def test_missing_option(capsys):
 
 
 def test_serve_says_what_is_missing(monkeypatch, capsys):
-    fake_transformers_cli(monkeypatch)
-    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    assert cli.main(["serve", "some/model", "--port", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "pip install 'hf_spec[serve]'" in error and error.count("\n") == 1
     # None in sys.modules makes the import fail.
-    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
+    monkeypatch.setattr("hf_spec.cli.serve.require", lambda *_: None)
     monkeypatch.setitem(sys.modules, "transformers.cli.transformers", None)
     assert cli.main(["serve", "some/model"]) == 2
-    assert "pip install 'hf_spec[serve]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "pip install 'hf_spec[serve]'" in error and error.count("\n") == 1
+    monkeypatch.undo()
+    fake_transformers_cli(monkeypatch)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["serve", "some/model", "--port", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "fastapi, openai, prometheus_client" in error and error.count("\n") == 1
+    assert "pip install 'hf_spec[serve]'" in error
 
 
-def test_serve_hands_all_arguments_over(monkeypatch):
-    given, checks = fake_transformers_cli(monkeypatch), []
-    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
-    monkeypatch.setattr("hf_spec.cli.serve.answer_refusals", checks.append)
+def test_serve_hands_all_other_arguments_over(monkeypatch):
+    given, patched = fake_transformers_cli(monkeypatch), []
+    metrics = SimpleNamespace(Metrics=lambda: SimpleNamespace(moved="moved", text="text"))
+    monkeypatch.setitem(sys.modules, "hf_spec.serving.metrics", metrics)
+    patch = SimpleNamespace(patch=lambda *arguments: patched.append(arguments))
+    monkeypatch.setitem(sys.modules, "modeling_patches.serving", patch)
+    monkeypatch.setattr("hf_spec.cli.serve.require", lambda *_: None)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
-    assert checks == [check_request]
+    assert cli.main(["serve", "--port", "1", "--grace", "5", "some/model"]) == 0
+    assert patched == [(check_request, "moved", "text", grace) for grace in (30, 5)]
     assert cli.main(["serve", "--help"]) == 0
-    assert given == [["serve", "some/model", "--port", "1"], ["serve", "--help"]]
+    assert given == [
+        ["serve", "some/model", "--port", "1"],
+        ["serve", "--port", "1", "some/model"],
+        ["serve", "--help"],
+    ]
+    assert cli.main(["serve", "some/model", "--grace", "-1"]) == 2
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch):

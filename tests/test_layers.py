@@ -2,7 +2,7 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``demo``, ``engines`` -> ``cli``.
+``tuning``, ``bench``, ``hub``, ``demo``, ``engines``, ``serving``, ``startup`` -> ``cli``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ LAYERS: list[set[str]] = [
         "hf_spec.hub",
         "hf_spec.demo",
         "hf_spec.engines",
-    },  # fmt: skip
+        "hf_spec.serving",
+        "hf_spec.startup",
+    },
     {"hf_spec.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")

@@ -1,28 +1,29 @@
-"""``hf-spec serve``: what cannot be fulfilled gets 400 and the reason, streamed or not."""
+"""``hf-spec serve``: right answers to many clients at once, errors with reasons, a stop in time."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
+import signal
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils.import_utils import is_serve_available
+import torch
+from serving import Server, config, serving
+from tiny_checkpoint import save_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import hf_spec
 from hf_spec.decoding.validate import check_request
 
-MODEL = Path(hf_spec.__file__).parent / "demo" / "model"
+MODEL = str(Path(hf_spec.__file__).parent / "demo" / "model")
 LOOKUP = "prompt_lookup"
+PROMPTS = ["import os\n", "class Tree:\n", "def add(a, b):\n", "for i in range(", "x = [1, 1, 1,"]
+#: More than any test waits for: without EOS, until the client goes.
+ENDLESS = {"max_new_tokens": 100_000, "eos_token_id": 8191}
 
 #: What a request says besides ``max_new_tokens``, and what the answer to it says.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -35,69 +36,250 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """Address of a server with the demo's model, in a process of its own."""
-    if not is_serve_available():
-        pytest.skip("needs the packages of hf_spec[serve]")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_spec.cli", "serve", str(MODEL), "--device", "cpu"]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, "it did not start"
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)
+def server() -> Iterator[Server]:
+    """A server of any model, for the whole module."""
+    with serving() as server:
+        yield server
 
 
-def ask(server: str, config: str, stream: bool) -> tuple[int, str]:
-    """Status and body of the answer."""
-    body = {"prompt": "Once upon a time", "generation_config": config, "stream": stream}
-    request = urllib.request.Request(
-        f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+@pytest.fixture(scope="module")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[..., str]:
+    """``plain(prompt, seed=None, model=MODEL, **options)``: what plain generate adds, as text."""
+    loaded: dict[str, Any] = {}
+
+    def generate(prompt: str, seed: int | None = None, model: str = MODEL, **options: Any) -> str:
+        if model not in loaded:
+            loaded[model] = (
+                AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+                AutoTokenizer.from_pretrained(model),
+            )
+        base, tokenizer = loaded[model]
+        inputs = tokenizer(prompt, return_tensors="pt")
+        if seed is not None:
+            torch.manual_seed(seed)
+        options = {"do_sample": False, **options}
+        ids = base.generate(**inputs, **options, tokenizer=tokenizer)
+        return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return generate
+
+
+def complete(server: Server, prompt: str, stream: bool, **options: Any) -> str:
+    answer = server.client().completions.create(
+        **{"model": MODEL, "prompt": prompt, "stream": stream, **options}
     )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    if not stream:
+        return answer.choices[0].text
+    return "".join(part.choices[0].text for part in answer)
+
+
+def test_fifty_requests_of_eight_clients(server: Server, plain: Callable[..., str]) -> None:
+    cases = [(prompt, length) for length in (3, 8) for prompt in PROMPTS]
+    expected = [plain(prompt, max_new_tokens=length) for prompt, length in cases]
+
+    def ask(number: int) -> str:
+        prompt, length = cases[number % len(cases)]
+        options = {"assistant_strategy": LOOKUP} if number % 4 else {}
+        return complete(
+            server, prompt, stream=number % 3 == 0, **config(max_new_tokens=length, **options)
+        )
+
+    with ThreadPoolExecutor(8) as clients:
+        assert list(clients.map(ask, range(50))) == expected * 5
+
+
+def test_chat(server: Server, plain: Callable[..., str], tiny_chat: str) -> None:
+    expected = plain("<|user|>abab<|end|><|assistant|>", model=tiny_chat, max_new_tokens=12)
+    for stream in (False, True):
+        answer = server.client().chat.completions.create(
+            model=tiny_chat, messages=[{"role": "user", "content": "abab"}], stream=stream,
+            **config(max_new_tokens=12, assistant_strategy=LOOKUP),
+        )  # fmt: skip
+        if stream:
+            text = "".join(part.choices[0].delta.content or "" for part in answer)
+        else:
+            text = answer.choices[0].message.content
+        # Of a letter that the last token has begun, streams show nothing.
+        assert text.rstrip("\ufffd") == expected.rstrip("\ufffd")
+
+
+def test_stop_strings_end_an_answer(server: Server, plain: Callable[..., str]) -> None:
+    whole = plain(PROMPTS[2], max_new_tokens=24)
+    stop = whole[10:13]
+    expected = plain(PROMPTS[2], max_new_tokens=24, stop_strings=[stop])
+    assert len(expected) < len(whole)
+    for stream in (False, True):
+        for options in ({}, {"assistant_strategy": LOOKUP}):
+            found = complete(
+                server, PROMPTS[2], stream, stop=[stop], **config(max_new_tokens=24, **options)
+            )
+            assert found == expected
+
+
+def test_a_seed_holds_whatever_runs_beside_it(server: Server, plain: Callable[..., str]) -> None:
+    sampled = {"max_new_tokens": 8, "do_sample": True, "top_k": 0}
+    expected = [plain(PROMPTS[0], seed=seed, **sampled) for seed in range(4)]
+    assert len(set(expected)) == 4
+
+    def ask(seed: int) -> str:
+        options = {"assistant_strategy": LOOKUP} if seed % 2 else {}
+        stream = seed % 3 == 0
+        return complete(server, PROMPTS[0], stream, seed=seed, **config(**sampled, **options))
+
+    with ThreadPoolExecutor(4) as clients:
+        assert list(clients.map(ask, range(4))) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_refused_requests_are_told_why(server: str, stream: bool) -> None:
+def test_bad_requests_are_told_why(server: Server, stream: bool, tiny_chat: str) -> None:
+    import openai
+
+    def refusal(**options: Any) -> openai.APIStatusError:
+        with pytest.raises(openai.APIStatusError) as caught:
+            complete(server, "x", stream, **options)
+        detail = caught.value.response.json()["detail"]
+        assert detail in str(caught.value)  # also in OpenAI's form
+        return caught.value
+
     for options, reason in REFUSED:
-        status, body = ask(server, json.dumps({"max_new_tokens": 4, **options}), stream)
-        assert status == 400 and reason in json.loads(body)["detail"]
-    status, body = ask(server, '{"assistant_strategy": ', stream)
-    assert status == 400 and "Expecting value" in json.loads(body)["detail"]
+        error = refusal(**config(max_new_tokens=4, **options))
+        assert error.status_code == 400 and reason in str(error)
+    for given, reason in [
+        ({"extra_body": {"generation_config": '{"assistant_strategy": '}}, "Expecting value"),
+        ({"extra_body": {"generation_config": "5"}}, "of a wrong type"),
+        ({"max_tokens": -1}, "must be greater than 0, but is -1"),
+        ({"max_tokens": "many"}, "'many'"),
+        ({"stop": 5}, "of a wrong type"),
+        ({"seed": "now"}, "seed='now': must be a whole number"),
+        ({"model": None}, "model=None: name the model to run."),
+        (config(do_sample=True, temperature=-1.0), "strictly positive"),
+    ]:
+        error = refusal(**given)
+        assert error.status_code == 400 and reason in str(error)
+    assert refusal(model="no/such-model").status_code == 404
+    for messages in (None, [{"content": "x"}]):
+        with pytest.raises(openai.BadRequestError, match="must be a list of objects with role"):
+            server.client().chat.completions.create(
+                model=tiny_chat, messages=messages, stream=stream
+            )
+    assert complete(server, "x", stream, max_tokens=2)
 
 
-def test_other_requests_are_answered_as_before(server: str) -> None:
-    texts = []
-    for options in ({}, {"assistant_strategy": LOOKUP}):
-        config = json.dumps({"max_new_tokens": 8, "do_sample": False, **options})
-        status, body = ask(server, config, stream=False)
-        assert status == 200
-        texts.append(json.loads(body)["choices"][0]["text"])
-        status, body = ask(server, config, stream=True)
-        parts = [json.loads(line[6:]) for line in body.split("\n") if line.startswith("data: {")]
-        assert status == 200
-        assert "".join(part["choices"][0].get("text", "") for part in parts) == texts[0]
-    assert texts[0] == texts[1]
+def test_a_client_that_leaves_holds_nobody_up(server: Server, plain: Callable[..., str]) -> None:
+    import openai
+
+    counted = {"name": "requests_total", "outcome": "cancelled"}
+    before = server.metric(**counted)
+    stream = server.client().completions.create(
+        model=MODEL, prompt="x", stream=True, **config(**ENDLESS)
+    )
+    next(iter(stream))
+    with pytest.raises(openai.APITimeoutError):  # waits for the one above
+        complete(server, "x", False, timeout=0.5, **config(**ENDLESS))
+    server.wait_for(before + 1, **counted)
+    stream.close()
+    server.wait_for(before + 2, **counted)
+    for options in ({}, {"assistant_strategy": LOOKUP}):  # one that runs
+        with pytest.raises(openai.APITimeoutError):
+            complete(server, "x", False, timeout=0.5, **config(**ENDLESS, **options))
+    server.wait_for(before + 4, **counted)
+    assert server.metric("requests_running") == server.metric("requests_waiting") == 0
+    text = complete(server, "x", False, **config(max_new_tokens=4))
+    assert text == plain("x", max_new_tokens=4)
+
+
+def test_requests_wait_for_their_turn(server: Server) -> None:
+    labels = {"model": MODEL}
+    stream = server.client().completions.create(
+        model=MODEL, prompt="x", stream=True, **config(**ENDLESS)
+    )
+    next(iter(stream))
+    with ThreadPoolExecutor(3) as clients:
+        waiting = [
+            clients.submit(complete, server, "x", True, **config(max_new_tokens=2))
+            for _ in range(3)
+        ]
+        server.wait_for(3, "requests_waiting", **labels)
+        assert server.metric("requests_running", **labels) == 1
+        assert not any(one.done() for one in waiting)
+        stream.close()
+        assert len({one.result(60) for one in waiting}) == 1
+    server.wait_for(0, "requests_running", **labels)
+
+
+def test_metrics_follow_the_requests(server: Server, plain: Callable[..., str]) -> None:
+    labels = {"model": MODEL, "strategy": LOOKUP}
+
+    def figures() -> list[float]:
+        names = ("requests_total", "prompt_tokens_total", "generated_tokens_total")
+        return [server.metric(name, **labels) for name in (*names, "forward_passes_total", "tau")]
+
+    def ask(**kwargs: Any) -> Any:
+        return server.client().completions.create(
+            model=MODEL, prompt="import os\n" * 4,
+            **config(
+                max_new_tokens=40, eos_token_id=8191, assistant_strategy=LOOKUP,
+                assistant_kwargs=kwargs,
+            ),
+        )  # fmt: skip
+
+    before = figures()
+    answer = ask(fallback=False)  # every step drafts
+    after = figures()
+    requests, prompted, generated, passes, _ = (one - old for one, old in zip(after, before))
+    assert requests == 1 and prompted == answer.usage.prompt_tokens and generated == 40
+    assert 1 <= passes < 40  # it repeats itself, and look-ups see that
+    earlier = before[3] * before[4]  # tokens of finished requests
+    assert after[4] == pytest.approx((earlier + 40) / after[3])
+    ask()  # times plain steps, too
+    assert server.metric("speedup", **labels) > 0
+    for name in ("wait", "first_token", "request"):
+        counts = [server.metric(f"{name}_seconds_count", **labels), figures()[0]]
+        assert 0 < counts[0] <= counts[1]
+    assert server.metric("tau", strategy="plain") == 0  # says nothing of it
+
+
+def test_a_stop_lets_answers_finish_in_a_bounded_time(plain: Callable[..., str]) -> None:
+    import openai
+
+    with serving(MODEL, "--grace", "2") as server:
+        assert [model.id for model in server.client().models.list()] == [MODEL]
+        cut: list[openai.APIError] = []
+
+        def wait_in_vain() -> None:
+            try:
+                complete(server, "x", False, **config(**ENDLESS))
+            except openai.APIError as error:
+                cut.append(error)
+
+        running = server.client().completions.create(
+            model=MODEL, prompt="x", stream=True, **config(max_new_tokens=30)
+        )
+        parts = iter(running)
+        text = next(parts).choices[0].text
+        thread = threading.Thread(target=wait_in_vain)
+        thread.start()
+        begun = ("requests_waiting", "requests_running", "requests_total")
+        while sum(server.metric(name) for name in begun) < 2:  # the first may have ended already
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGTERM)
+        text += "".join(part.choices[0].text for part in parts)
+        assert text == plain("x", max_new_tokens=30)
+        deadline = time.monotonic() + 30
+        while True:  # from some moment on nobody gets in
+            try:
+                server.get("/health")
+            except OSError:
+                break
+            assert time.monotonic() < deadline
+        thread.join(30)
+        assert cut[0].status_code == 503 and "The server was stopped" in str(cut[0])
+        assert server.process.wait(30) == -signal.SIGTERM
 
 
 def test_requests_are_checked_without_generating(tiny: Callable[..., PreTrainedModel]) -> None:

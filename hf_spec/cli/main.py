@@ -18,6 +18,7 @@ from hf_spec.cli.import_ import import_
 from hf_spec.cli.plot import plot
 from hf_spec.cli.push import push
 from hf_spec.cli.quality import quality
+from hf_spec.cli.run import run
 from hf_spec.cli.search import search
 from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
@@ -52,6 +53,8 @@ app.command()(push)
 app.command(name="import")(import_)
 app.command()(export)
 app.command()(strategies)
+# All that stands behind the program's name is the program's.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=False,

@@ -163,9 +163,25 @@ class Emission:
         scores = None
         if self.scores is not None:
             scores = tuple(one[None] for one in self.scores[row])
-        return any(
-            bool(torch.as_tensor(criterion(prefix, scores)).any()) for criterion in self._others
-        )
+        return any(self._ask(criterion, prefix, scores) for criterion in self._others)
+
+    def _ask(self, criterion: Any, prefix: Tensor, scores: Any) -> bool:
+        """Whether a criterion stops a row, which stands by itself: rows differ in length.
+
+        Raises:
+            ValueError: it looks for the batch's other rows.
+        """
+        try:
+            return bool(torch.as_tensor(criterion(prefix, scores)).any())
+        except IndexError as error:
+            batch = len(self.lengths)
+            if batch == 1:
+                raise
+            raise ValueError(
+                f"stopping_criteria: {type(criterion).__name__} cannot do with one row of a batch "
+                f"of {batch} ({error}). With a strategy rows differ in length, so that criteria "
+                "are asked row by row. Generate with batch size 1, or leave assistant_strategy out."
+            ) from error
 
     def stream(self) -> None:
         """Give the streamer the columns that all rows have reached, one by one."""

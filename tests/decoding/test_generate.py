@@ -318,6 +318,24 @@ def test_custom_criterion(tiny: Tiny, spec: Spec, eos: int | None) -> None:
             check_same(model, spec, **kwargs, stopping_criteria=criteria, eos_token_id=eos)
 
 
+def test_a_criterion_that_looks_for_other_rows_is_refused(tiny: Tiny, spec: Spec) -> None:
+    class LooksAtAll(StoppingCriteria):
+        def __init__(self, batch: int) -> None:
+            self.batch = batch
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+            return bool((input_ids[list(range(self.batch)), -1] == EOS).all())
+
+    check_same(
+        tiny(), spec, input_ids=prompt(), stopping_criteria=StoppingCriteriaList([LooksAtAll(1)])
+    )
+    with pytest.raises(ValueError, match="LooksAtAll cannot do with one row of a batch of 3"):
+        tiny().generate(
+            **ragged(), **GREEDY, **spec, eos_token_id=None,
+            stopping_criteria=StoppingCriteriaList([LooksAtAll(3)]),
+        )  # fmt: skip
+
+
 def test_criterion_is_called_token_by_token(tiny: Tiny, spec: Spec) -> None:
     model = tiny()
     plain, ours = StopAt(1000), StopAt(1000)

@@ -1,0 +1,88 @@
+"""``hf-spec run``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hf_spec
+
+#: Holds a ``sitecustomize`` and nothing else.
+STARTUP = str(Path(hf_spec.__file__).parent / "startup")
+
+
+def run(
+    program: Annotated[
+        list[str], typer.Argument(metavar="PROGRAM [ARGUMENTS]...", help="What to start.")
+    ],
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module.")] = False,
+) -> None:
+    """Start a Python program with hf_spec imported.
+
+    PROGRAM is a script, a console script of this environment, or a module. It runs as Python itself
+    would run it; when it imports transformers, hf_spec is imported, too. That holds for processes
+    it starts (multiprocessing, torchrun) as long as they inherit its environment.
+
+    \b
+    Examples:
+      hf-spec run lm_eval --model hf --model_args pretrained=M --tasks gsm8k
+          --gen_kwargs assistant_strategy=prompt_lookup
+      hf-spec run train.py --epochs 1
+      hf-spec run -m package.module
+      hf-spec run torchrun --nproc-per-node 2 train.py
+    """
+    command = find(program[0], module)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *command, *program[1:]], environment())
+
+
+def find(program: str, module: bool = False) -> Sequence[str]:
+    """What Python's command line names the program.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    if module:
+        return ["-m", program]
+    if Path(program).is_file():
+        return [program]
+    script = _console_script(program)
+    if script is not None:
+        return [script]
+    if program.isidentifier() and importlib.util.find_spec(program) is not None:
+        return ["-m", program]
+    raise ValueError(
+        f"PROGRAM {program!r}: there is no such file, no such console script of {sys.prefix}, and "
+        "no such module; give one of these, or -m and a module."
+    )
+
+
+def _console_script(name: str) -> str | None:
+    """The script of this name, in this environment's own folder first."""
+    folders = sysconfig.get_path("scripts")
+    if entry_points(group="console_scripts", name=name):
+        folders += os.pathsep + os.environ.get("PATH", os.defpath)
+    found = shutil.which(name, path=folders)
+    if found is None:
+        return None
+    with open(found, "rb") as file:
+        head = file.read(512)
+    # Where the interpreter's path is long, its line is the second one.
+    return found if head.startswith(b"#!") and b"python" in head else None
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, in which Python finds our ``sitecustomize`` first."""
+    inherited = os.environ.get("PYTHONPATH")
+    path = STARTUP + (os.pathsep + inherited if inherited else "")
+    return {**os.environ, "PYTHONPATH": path}

@@ -1,0 +1,1 @@
+"""What ``hf-spec serve`` adds to Transformers' server."""

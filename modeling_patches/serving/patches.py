@@ -1,0 +1,191 @@
+"""The places where ``transformers serve`` is changed; in this process, for every server in it.
+
+The server itself lets errors of a request and of ``generate()`` end in a bare 500, or, where it
+streams, in the middle of a response that has begun well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from huggingface_hub.errors import CacheNotFound
+from jinja2 import TemplateError
+from transformers import GenerationConfig
+from transformers.cli.serving import server, utils
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+
+from modeling_patches.serving.front import Front, explanation
+from modeling_patches.serving.turns import Generation, TurnManager, current
+
+#: Called as ``check(model, generation_config, continuous)``, the last being whether batching is
+#: continuous; raises a ValueError on what cannot be done.
+Check = Callable[[Any, GenerationConfig, bool], None]
+
+
+def patch(
+    check: Check,
+    moved: Callable[[Generation, str | None], None],
+    metrics: Callable[[], tuple[bytes, str]],
+    grace: int,
+) -> None:
+    """Have requests take turns, checked before they do, and the server stop in time.
+
+    Args:
+        check: what must hold for a request.
+        moved: told of each request's states; see :class:`Generation`.
+        metrics: content and media type of the answer at ``/metrics``.
+        grace: seconds that requests have to finish after SIGTERM or SIGINT.
+    """
+    utils.GenerateManager = functools.partial(
+        TurnManager, lambda model, config: check(model, config, False)
+    )
+    _check_continuous(lambda model, config: check(model, config, True))
+    _explain_bodies()
+    for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler):
+        _answer_early(handler)
+    _list_models()
+    build_server = server.build_server
+
+    @functools.wraps(build_server)
+    def with_front(*args: Any, **kwargs: Any) -> FastAPI:
+        app = build_server(*args, **kwargs)
+
+        @app.get("/metrics")
+        def show() -> Response:
+            content, media_type = metrics()
+            return Response(content, media_type=media_type)
+
+        @app.exception_handler(HTTPException)
+        async def refuse(_: Request, error: HTTPException) -> JSONResponse:
+            return JSONResponse(explanation(error.detail), error.status_code, error.headers)
+
+        app.add_middleware(Front, moved=moved)
+        return app
+
+    server.build_server = with_front
+    # Its command line makes the configuration, and has no option for this.
+    library: Any = uvicorn
+    library.Config = functools.partial(uvicorn.Config, timeout_graceful_shutdown=grace)
+
+
+def _check_continuous(check: Callable[[Any, GenerationConfig], None]) -> None:
+    manager = utils.CBGenerateManager
+    streaming, whole = manager.generate_streaming, manager.generate_non_streaming
+
+    @functools.wraps(streaming)
+    def generate_streaming(
+        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
+    ) -> Any:
+        check(model, gen_config)
+        return streaming(self, model, processor, inputs, gen_config, **kwargs)
+
+    @functools.wraps(whole)
+    async def generate_non_streaming(
+        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
+    ) -> Any:
+        check(model, gen_config)
+        return await whole(self, model, processor, inputs, gen_config, **kwargs)
+
+    manager.generate_streaming = generate_streaming
+    manager.generate_non_streaming = generate_non_streaming
+
+
+def _explain_bodies() -> None:
+    """Answer what a body lacks or has wrong with 400; keep its seed until its turn."""
+    base = utils.BaseHandler
+    build, parse = base._build_generation_config, base.get_processor_inputs_from_messages
+    resolve = base._resolve_model
+
+    @functools.wraps(build)
+    def _build_generation_config(
+        self: Any, body: dict[str, Any], config: GenerationConfig, use_cb: bool = False
+    ) -> GenerationConfig:
+        if not use_cb and body.get("seed") is not None:
+            current.get().seed = _seed(body["seed"])
+            body = {**body, "seed": None}
+        return build(self, body, config, use_cb=use_cb)
+
+    @functools.wraps(parse)
+    def get_processor_inputs_from_messages(messages: Any, *args: Any) -> Any:
+        try:
+            return parse(messages, *args)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"messages={messages!r}: must be a list of objects with role and content "
+                f"({type(error).__name__}: {error})."
+            ) from error
+
+    @functools.wraps(resolve)
+    def _resolve_model(self: Any, body: dict[str, Any]) -> Any:
+        name = body.get("model")
+        if not isinstance(name or self.model_manager.force_model, str):
+            raise ValueError(f"model={name!r}: name the model to run.")
+        try:
+            return resolve(self, body)
+        except OSError as error:
+            raise HTTPException(404, f"model={name!r}: {error}") from error
+
+    base._build_generation_config = _build_generation_config
+    base.get_processor_inputs_from_messages = staticmethod(get_processor_inputs_from_messages)
+    base._resolve_model = _resolve_model
+
+
+def _list_models() -> None:
+    """List the one model of a server that has one, and none where nothing was ever downloaded."""
+    cached = ModelManager.get_gen_models
+
+    def get_gen_models(self: Any, *args: Any) -> list[dict[str, Any]]:
+        if self.force_model is not None:
+            return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
+        try:
+            return cached(*args)
+        except CacheNotFound:
+            return []
+
+    ModelManager.get_gen_models = get_gen_models
+
+
+def _seed(value: Any) -> int:
+    if not isinstance(value, int) or not -(2**63) <= value < 2**64:  # what torch takes
+        raise ValueError(f"seed={value!r}: must be a whole number of at most 64 bits.")
+    return value
+
+
+def _answer_early(handler: Any) -> None:
+    """Begin an answer when its first token is there, so that an error before it has a status."""
+    handle = handler.handle_request
+
+    @functools.wraps(handle)
+    async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
+        with _bad_request():
+            if handler is ChatCompletionHandler:
+                body.setdefault("messages", None)
+            if self.model_manager.force_model is None:
+                # Others go on while a model is loaded; below it is there.
+                await asyncio.to_thread(self._resolve_model, dict(body))
+            response = await handle(self, body, request_id)
+            if isinstance(response, StreamingResponse):
+                await current.get().begun()
+            return response
+
+    handler.handle_request = handle_request
+
+
+@contextmanager
+def _bad_request() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TemplateError) as error:
+        raise HTTPException(400, str(error)) from error
+    except (TypeError, AttributeError) as error:  # such as a list where a number belongs
+        raise HTTPException(400, f"A parameter seems to be of a wrong type: {error}") from error

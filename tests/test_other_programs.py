@@ -1,0 +1,119 @@
+"""Programs of others generate with strategies, and get what plain generate gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
+
+import hf_spec
+from hf_spec.cli import run
+
+QUESTIONS = ["ab ab ab ", "xyz xyz ", "one two one "]
+
+#: A task of lm-eval with the data of a file beside it.
+TASK = """
+task: local_questions
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["zzzz"], max_gen_toks: 16, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+def test_lm_eval(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval, see CONTRIBUTING.md")
+    checkpoint = save_checkpoint(tmp_path / "model")
+    rows = [{"question": question, "answer": "c"} for question in QUESTIONS]
+    data = write_prompts(tmp_path / "data.jsonl", rows)
+    (tmp_path / "task.yaml").write_text(TASK.replace("DATA", str(data)))
+    done = subprocess.run(
+        [
+            sys.executable, *run.find("lm_eval"), "--model", "hf",
+            "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_questions",
+            "--gen_kwargs", "assistant_strategy=prompt_lookup", "--batch_size", "1",
+            "--device", "cpu", "--include_path", str(tmp_path), "--output_path",
+            str(tmp_path / "out"), "--log_samples",
+        ],
+        capture_output=True, text=True, timeout=600,
+        env={**run.environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [samples] = (tmp_path / "out").rglob("samples_*.jsonl")
+    found = {
+        sample["doc"]["question"]: sample["resps"][0][0]
+        for sample in map(json.loads, samples.read_text().splitlines())
+    }
+    model, tokenizer = make_model(), make_tokenizer()
+    for question in QUESTIONS:
+        inputs = tokenizer(question, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        text = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert found[question] == text
+    [results] = (tmp_path / "out").rglob("results_*.json")
+    settings = json.loads(results.read_text())["config"]["gen_kwargs"]
+    assert settings["assistant_strategy"] == "prompt_lookup"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {"fallback": False}},
+        {
+            "assistant_strategy": "layer_skip",
+            "assistant_kwargs": {"skip_attention": [1], "skip_mlp": [], "fallback": False},
+        },
+        {"assistant_strategy": "medusa", "assistant_kwargs": {"fallback": False}},
+    ],
+    ids=lambda strategy: strategy["assistant_strategy"],
+)
+def test_rollouts_of_trl(strategy: dict[str, Any], tmp_path: Path) -> None:
+    """Each rollout is what plain generate gives with the weights of that moment."""
+    trl = pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
+    from datasets import Dataset
+
+    model, tokenizer = make_model(), make_tokenizer()
+    if strategy["assistant_strategy"] == "medusa":
+        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=4, draft_vocab_size=64)
+        model.add_adapter(config)
+        model.requires_grad_(True)  # the base learns, under an adapter that drafts
+    generate, rollouts, drafted = model.generate, [], []
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        ours = generate(*args, **kwargs)
+        stats = hf_spec.last_stats(model)
+        assert stats is not None
+        drafted.append(stats.num_drafted_tokens)
+        settings = kwargs["generation_config"]
+        name, settings.assistant_strategy = settings.assistant_strategy, None
+        assert torch.equal(generate(*args, **kwargs), ours)
+        settings.assistant_strategy = name
+        rollouts.append(model.lm_head.weight.detach().clone())
+        return ours
+
+    model.generate = both
+    trainer = trl.GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
+        train_dataset=Dataset.from_list([{"prompt": question} for question in QUESTIONS]),
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path), max_steps=3, learning_rate=0.05, num_generations=2,
+            per_device_train_batch_size=2, max_completion_length=12, use_cpu=True, bf16=False,
+            generation_kwargs={"do_sample": False, **strategy}, report_to="none", beta=0.0,
+            save_strategy="no", gradient_checkpointing=False, disable_tqdm=True,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    assert len(rollouts) == 3 and sum(drafted) > 0
+    assert not torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[1], rollouts[2])
