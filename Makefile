@@ -3,6 +3,7 @@
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
 #   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make docs      the documentation site, in site/
+#   make dist      wheel and sdist, in dist/; make dist-check also runs the demo from each of them
 #   make quality   linter, format, types and the site: exactly what CI runs
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,10 +11,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test sweep docs quality clean
+.PHONY: help venv demo test sweep docs dist dist-check quality clean
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,7s/^# *//p' Makefile
 
 venv: $(STAMP)
 
@@ -35,6 +36,19 @@ sweep: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m build
+
+# Into empty environments, and from an empty folder: nothing of the repository is at hand.
+dist-check: dist
+	for file in dist/*.whl dist/*.tar.gz; do \
+		rm -rf build/check && mkdir -p build/check/work && $(PYTHON) -m venv build/check/env && \
+		build/check/env/bin/pip install --quiet -c constraints.txt $$file && \
+		(cd build/check/work && ../env/bin/hf-spec demo --limit 1 --max-new-tokens 16) || exit 1; \
+	done
+	rm -rf build/check
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

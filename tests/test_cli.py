@@ -19,7 +19,7 @@ from hf_spec.decoding.validate import check_request
 
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
-    "warmup",
+    "warmup", "doctor",
     "plot search", "plot tune", "plot tree", "card", "push", "import", "export",
     "run",
 ]  # fmt: skip
@@ -94,6 +94,14 @@ def test_help_has_examples(command, capsys, monkeypatch):
     assert "Examples:" in out and f"hf-spec {command}".strip() in out
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_outputs_go_to_o_or_output(command, capsys, monkeypatch):
+    fake_transformers_cli(monkeypatch)
+    assert cli.main([*command.split(), "--help"]) == 0
+    options = capsys.readouterr().out.partition("Options:")[2]
+    assert options.count("--output ") == options.count("-o, --output ")
+
+
 def fake_transformers_cli(monkeypatch) -> list[list[str]]:
     """Stand-in for Transformers' own command line; returns the arguments it is given."""
     given: list[list[str]] = []
@@ -105,6 +113,11 @@ def fake_transformers_cli(monkeypatch) -> list[list[str]]:
 def test_without_arguments_the_help_is_shown(capsys):
     assert cli.main([]) == 2
     assert "Usage: hf-spec" in capsys.readouterr().out
+
+
+def test_strategies_are_listed_as_json(capsys):
+    assert cli.main(["strategies", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == hf_spec.strategies()
 
 
 def test_strategies_are_listed(capsys):
@@ -175,10 +188,11 @@ def test_bench_with_an_assistant_that_is_not_there(checkpoint, prompts, tmp_path
     assert "cannot load model '/no': there is no such folder" in capsys.readouterr().err
 
 
-def test_bench_with_an_adapter(checkpoint, prompts, tmp_path):
+def test_bench_with_an_adapter(checkpoint, prompts, tmp_path, capsys):
     adapter = save_layer_skip(checkpoint, tmp_path / "adapter", [1])
-    assert bench(checkpoint, prompts, tmp_path / "out", "--adapter", str(adapter)) == 0
+    assert bench(checkpoint, prompts, tmp_path / "out", "--adapter", str(adapter), "--json") == 0
     data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert json.loads(capsys.readouterr().out) == data["runs"]
     rows = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
     assert set(rows) == {"plain", "layer_skip"}  # the adapter's strategy, without naming it
     assert rows["layer_skip"]["identical"] == 3

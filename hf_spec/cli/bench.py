@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,9 @@ def bench(
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
-    output: Annotated[Path, typer.Option(help="Folder for results.json.")] = DEFAULT_OUTPUT,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for results.json.")
+    ] = DEFAULT_OUTPUT,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -62,6 +65,7 @@ def bench(
             help="Speed over all prompts together; also with prompts that join a running batch.",
         ),
     ] = False,
+    as_json: opt.AsJson = False,
     spec_bench_output: Annotated[
         Path | None,
         typer.Option(help="Also write Spec-Bench answer files, FILE-STRATEGY.jsonl (batch 1)."),
@@ -134,13 +138,16 @@ def bench(
     target = output / "results.json"
     report.write_results(target, result, environment)
     console = Console(highlight=False, emoji=False, markup=False)
-    report.print_table(result, console)
-    console.print(f"results: {target}", soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(result.runs(), indent=1))
+    else:
+        report.print_table(result, console)
+        console.print(f"results: {target}", soft_wrap=True)
     if spec_bench_output is not None:
         from hf_spec.bench.spec_bench import write_answers
 
         for path in write_answers(spec_bench_output, result, tokenizer, model):
-            console.print(f"answers: {path}", soft_wrap=True)
+            typer.echo(f"answers: {path}", err=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 

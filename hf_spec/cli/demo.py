@@ -17,7 +17,8 @@ SHOWN_LINES = 12
 
 def demo(
     output: Annotated[
-        Path, typer.Option(help="Folder for results.json and speed.png.")
+        Path,
+        typer.Option("--output", "-o", help="Folder for results.json and speed.png."),
     ] = DEFAULT_OUTPUT,
     limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,

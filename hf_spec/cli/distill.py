@@ -31,7 +31,7 @@ def distill(
             "times."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the answers.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the answers.")],
     limit: opt.Limit = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,

@@ -18,7 +18,7 @@ def import_(
     model: Annotated[
         str, typer.Option(help="Base model it was made for: a folder, or a repository on the Hub.")
     ],
-    output: Annotated[Path, typer.Option(help="Adapter folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Adapter folder.")],
     strategy_kwargs: opt.StoredKwargs = None,
     dtype: opt.Dtype = "bfloat16",
     device: Annotated[str, typer.Option(help="Where the base is loaded.")] = "cpu",

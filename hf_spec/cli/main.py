@@ -13,6 +13,7 @@ from hf_spec.cli.card import card
 from hf_spec.cli.common import BAD_INPUT, INTERRUPTED
 from hf_spec.cli.demo import demo
 from hf_spec.cli.distill import distill
+from hf_spec.cli.doctor import doctor
 from hf_spec.cli.export import export
 from hf_spec.cli.import_ import import_
 from hf_spec.cli.plot import plot
@@ -35,7 +36,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # help texts are shown as written, examples on lines of their own
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(demo)
@@ -53,6 +53,7 @@ app.command()(push)
 app.command(name="import")(import_)
 app.command()(export)
 app.command()(strategies)
+app.command()(doctor)
 # All that stands behind the program's name is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(

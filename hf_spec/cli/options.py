@@ -35,6 +35,7 @@ Backend = Annotated[str, typer.Option(help="Backend of torch.compile.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
 ]

@@ -9,7 +9,9 @@ import typer
 
 from hf_spec.cli.common import check_writable
 
-Target = Annotated[Path | None, typer.Option(help="Folder for what is drawn.  [default: the same]")]
+Target = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Folder for the images.  [default: the same]")
+]
 Tuned = Annotated[Path, typer.Argument(help="Adapter folder with a tree.json.")]
 
 plot = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

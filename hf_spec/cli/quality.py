@@ -30,9 +30,12 @@ def quality(
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
     limit: opt.Limit = None,
-    output: Annotated[Path, typer.Option(help="Folder for quality.json.")] = DEFAULT_OUTPUT,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for quality.json.")
+    ] = DEFAULT_OUTPUT,
     device: opt.Device = None,
     threads: opt.Threads = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Score answers that may differ from the base model's.
 
@@ -68,6 +71,9 @@ def quality(
         )
     data = {"environment": environment, "quality": [vars(one) for one in scores]}
     write_atomically(output / "quality.json", json.dumps(data, indent=1))
+    if as_json:
+        typer.echo(json.dumps(data["quality"], indent=1))
+        return
 
     from rich.console import Console
 

@@ -23,7 +23,9 @@ def search(
     prompts: Annotated[
         Path, typer.Option(help="Development prompts: JSON lines with turns, prompt or question.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the study and the adapter.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the study and the adapter.")
+    ],
     trials: Annotated[
         int, typer.Option(min=1, help="Total number of trials, earlier runs included.")
     ] = 100,

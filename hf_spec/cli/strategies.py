@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import typer
 
+from hf_spec.cli import options as opt
 
-def strategies() -> None:
+
+def strategies(as_json: opt.AsJson = False) -> None:
     """List the strategies.
 
     Names for generate(assistant_strategy=...), with one line about each.
@@ -13,10 +17,14 @@ def strategies() -> None:
     \b
     Examples:
       hf-spec strategies
+      hf-spec strategies --json
     """
     import hf_spec
 
     known = hf_spec.strategies()
+    if as_json:
+        typer.echo(json.dumps(known, indent=1))
+        return
     width = max(map(len, known), default=0)
     for name, line in known.items():
         typer.echo(f"{name:{width}}  {line}")

@@ -28,7 +28,9 @@ def train(
         Path | None,
         typer.Option(help="Folder that 'hf-spec distill' wrote, or of your own answers. Needed."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Adapter folder. Needed.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Adapter folder. Needed.")
+    ] = None,
     adapter: Annotated[
         Path | None,
         typer.Option(help="Of 'train transition': the adapter folder that gets one."),

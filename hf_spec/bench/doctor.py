@@ -1,0 +1,95 @@
+"""What works here: versions, devices, and strategies on a model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import warnings
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+
+from hf_spec.bench.report import package_version
+from hf_spec.core.checks import first_line
+from hf_spec.methods.registry import Method, methods
+from hf_spec.policy.devices import cpu_name, device_name
+
+PACKAGES = ("hf_spec", "torch", "transformers", "peft", "huggingface_hub", "safetensors")
+#: Name of the adapter that is lent to a model for a trial.
+LENT = "hf_spec_doctor"
+
+
+def surroundings() -> dict[str, Any]:
+    """Versions, devices and optional extras; a missing extra lists the packages that it needs."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if accelerator is None else accelerator
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) for name in PACKAGES},
+        "device": device.type,
+        "device_name": device_name(device),
+        "cpu": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "missing": missing(),
+    }
+
+
+def missing() -> dict[str, list[str]]:
+    """Packages of each extra that are not installed."""
+    try:
+        wanted = importlib.metadata.requires("hf_spec") or []
+        extras = importlib.metadata.metadata("hf_spec").get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return {}
+    found: dict[str, list[str]] = {}
+    for extra in extras:
+        needed = [Requirement(text) for text in wanted]
+        own = [one for one in needed if one.marker and one.marker.evaluate({"extra": extra})]
+        absent = [one.name for one in own if package_version(one.name) is None]
+        if absent:
+            found[extra] = absent
+    return found
+
+
+def supported(model: Any) -> dict[str, str | None]:
+    """Each strategy with what is in its way on this model; None if it works.
+
+    A few tokens are generated with each; a strategy with an adapter gets an untrained one, unless
+    the model has one that is active.
+
+    Args:
+        model: a causal language model; its active adapters stay active.
+    """
+    return {name: _obstacle(model, method) for name, method in methods().items()}
+
+
+def _obstacle(model: Any, method: Method) -> str | None:
+    ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
+    config, lent = method.adapter_config, False
+    active = [*model.active_adapters()] if getattr(model, "_hf_peft_config_loaded", False) else []
+    try:
+        if config is not None and _active(model, config.type_name) is None:
+            with warnings.catch_warnings(action="ignore"):  # of adapters side by side
+                model.add_adapter(config(), LENT)
+            lent = True
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
+            assistant_strategy=method.name, assistant_kwargs={"fallback": False},
+        )  # fmt: skip
+    except (ValueError, NotImplementedError) as error:
+        return first_line(error)
+    finally:
+        if lent:
+            with warnings.catch_warnings(action="ignore"):
+                model.delete_adapter(LENT)
+        if active:
+            model.set_adapter(active)
+    return None
+
+
+def _active(model: Any, peft_type: str) -> Any:
+    from hf_spec.adapters.active import find_active
+
+    return find_active(model, peft_type)

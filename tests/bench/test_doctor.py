@@ -1,0 +1,62 @@
+"""``hf-spec doctor``: what it says of surroundings, models and results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_spec
+from hf_spec.bench import doctor
+from hf_spec.cli import main
+
+DEMO = Path(hf_spec.__file__).parent / "demo"
+
+
+def test_surroundings_name_versions_and_device() -> None:
+    found = doctor.surroundings()
+    assert found["torch"] == torch.__version__ and found["hf_spec"] == hf_spec.__version__
+    assert found["device"] in ("cpu", "cuda", "mps", "xpu")
+
+
+def test_every_strategy_works_on_a_llama_which_keeps_its_adapter(fresh) -> None:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2), "mine")
+    assert doctor.supported(model) == dict.fromkeys(hf_spec.strategies())
+    assert model.active_adapters() == ["mine"] and list(model.peft_config) == ["mine"]
+
+
+def test_what_is_in_the_way_is_said(fresh) -> None:
+    model = fresh("llama")
+    model.config.is_encoder_decoder = True
+    found = doctor.supported(model)
+    assert all(reason and "encoder-decoder" in reason for reason in found.values())
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    model, adapter = str(DEMO / "model"), str(DEMO / "adapters" / "medusa")
+    assert main(["doctor", "--model", model, "--adapter", adapter, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["strategies"] == dict.fromkeys(hf_spec.strategies())
+
+
+def test_what_the_policy_measured_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = {"batch_size": 1, "paused": False, "plain_seconds": 0.02, "steps": [], "history": []}
+    run = {
+        "strategy": "medusa", "task": "all", "batch_size": 1, "speedup": 1.5, "tau": 2.0,
+        "stats": {"details": {"policy": policy}},
+    }  # fmt: skip
+    (tmp_path / "results.json").write_text(json.dumps({"runs": [run]}))
+    assert main(["doctor", "--results", str(tmp_path)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("  medusa, batch 1") and "speedup 1.5" in line
+    assert "plain_seconds 0.02" in line and "paused False" in line
+
+
+def test_an_adapter_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--adapter", "anything"]) == 2
+    assert "--adapter needs --model" in capsys.readouterr().err
