@@ -23,6 +23,10 @@ def demo(
     limit: Annotated[int, typer.Option(min=1, help="Prompts, 24 at most.")] = 12,
     max_new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = "bfloat16",
+    show_steps: Annotated[
+        bool,
+        typer.Option("--show-steps", help="Show which step emitted what of the sample text."),
+    ] = False,
     model: Annotated[
         Path | None, typer.Option(help="Another model folder instead of the shipped one.")
     ] = None,
@@ -37,7 +41,7 @@ def demo(
     \b
     Examples:
       hf-spec demo
-      hf-spec demo --limit 4 --max-new-tokens 64
+      hf-spec demo --limit 4 --max-new-tokens 64 --show-steps
       hf-spec demo --dtype float32 --output /tmp/demo
     """
     check_writable(output)
@@ -46,12 +50,14 @@ def demo(
 
     from hf_spec.bench import report
     from hf_spec.demo.demo import run_demo, write_chart
+    from hf_spec.demo.steps import coloured, pieces
 
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
         result = run_demo(
-            model, limit=limit, max_new_tokens=max_new_tokens, dtype=dtype, progress=progress
-        )
+            model, limit=limit, max_new_tokens=max_new_tokens, dtype=dtype,
+            show_steps=show_steps, progress=progress,
+        )  # fmt: skip
     results, chart = output / "results.json", output / "speed.png"
     report.write_results(results, result.bench, result.environment)
     if result.bench.measurements:
@@ -61,6 +67,13 @@ def demo(
         console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
         console.rule("what the model writes after it, with and without speculation", align="left")
         console.print("\n".join(written[:SHOWN_LINES]), markup=False)
+        for name, steps in result.steps.items():
+            tokens = sum(map(len, steps))
+            console.rule(f"{name}: {tokens} tokens in {len(steps)} steps", align="left")
+            if console.is_terminal and not console.no_color:
+                console.print(coloured(result.tokenizer, steps))
+            else:
+                console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
         console.rule()
         report.print_table(result.bench, console)
         console.print(f"results: {results}\nchart:   {chart}")

@@ -30,7 +30,8 @@ class Emission:
         real: ``(batch, width)`` bool, False for padding; None if there is none.
         criteria: the prepared stopping criteria; one of them is a ``MaxLengthCriteria``.
         pad_token_id: fills rows past their end.
-        streamer: gets each token as plain generation would put it.
+        streamer: gets each token as plain generation would put it; its method ``end_step``, if it
+            has one, is called after each step.
         record_scores, record_logits: whether to keep them per token.
         same: makes numbers the same in all processes that decode together.
 
@@ -195,6 +196,9 @@ class Emission:
         for values in new.unbind(1):
             self.streamer.put(values)
         self._streamed = max(end, self._streamed)
+        end_step = getattr(self.streamer, "end_step", None)
+        if end_step is not None:
+            end_step()
 
     # -- finishing ---------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 from hf_spec.bench import report
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
 from hf_spec.bench.figures import new_figure, save_figure
-from hf_spec.bench.runner import BenchResult, run
+from hf_spec.bench.prompts import Prompt, encode_prompts
+from hf_spec.bench.runner import BenchResult, Session, own_generation_config, run
 from hf_spec.demo.prompts import demo_prompts
+from hf_spec.demo.steps import StepStreamer
 from hf_spec.model.loading import load_model
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
@@ -22,11 +25,18 @@ FREE_STRATEGY = "prompt_lookup"
 
 @dataclass
 class DemoResult:
-    """What the demo measured, and one prompt with what the model wrote after it."""
+    """What the demo measured, and one prompt with what the model wrote after it.
+
+    Attributes:
+        steps: by contender, the tokens that each step wrote after that prompt; empty unless asked
+            for.
+    """
 
     bench: BenchResult
     environment: dict[str, Any]
     sample: tuple[str, str]
+    tokenizer: Any
+    steps: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
     def all_identical(self) -> bool:
@@ -68,9 +78,14 @@ def run_demo(
     limit: int | None = None,
     max_new_tokens: int = 128,
     dtype: str = "bfloat16",
+    show_steps: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> DemoResult:
-    """Load the model (the shipped one and its adapters, unless told) and measure."""
+    """Load the model (the shipped one and its adapters, unless told) and measure.
+
+    Args:
+        show_steps: also note which step emits which tokens after the sample prompt.
+    """
     adapters = read_adapters(map(str, adapter_folders())) if folder is None else []
     folder = model_folder() if folder is None else folder
     model, tokenizer = load_model(str(folder), dtype)
@@ -83,7 +98,26 @@ def run_demo(
         max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
     environment = report.environment(model, "demo model", None)
-    return DemoResult(bench, environment, _sample(bench, tokenizer))
+    sample = _sample(bench, tokenizer)
+    steps = _steps(model, tokenizer, bench, sample[0]) if show_steps and sample[0] else {}
+    return DemoResult(bench, environment, sample, tokenizer, steps)
+
+
+def _steps(
+    model: Any, tokenizer: Any, bench: BenchResult, prompt: str
+) -> dict[str, list[list[int]]]:
+    """Tokens that each step of each contender writes after a prompt."""
+    options = {"do_sample": False, "max_new_tokens": bench.settings["max_new_tokens"]}
+    ids, _ = encode_prompts(model, tokenizer, [Prompt(prompt, "", 0)], options["max_new_tokens"])
+    managed = any(item.adapters for item in bench.contenders)
+    found = {}
+    session = Session(model, options, managed)
+    with own_generation_config(model, tokenizer, greedy=True), closing(session):
+        for item in bench.contenders:
+            streamer = StepStreamer()
+            session.generate(item, ids, streamer=streamer)
+            found[item.name] = streamer.steps
+    return found
 
 
 def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:

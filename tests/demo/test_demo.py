@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import pytest
+import torch
+from conftest import prompt as token_ids
+from running import drafting
 from tiny_checkpoint import make_tokenizer, save_checkpoint
 
+import hf_spec
 from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
 from hf_spec.demo import demo, prompts
 from hf_spec.demo.prompts import HELD_OUT, library_files
+from hf_spec.demo.steps import STYLES, StepStreamer, coloured, pieces
 from hf_spec.hub.folder import check_complete
 
 
@@ -44,6 +51,55 @@ def small_prompts(monkeypatch):
     """Prompts that fit the tiny model, which has a token per byte and a context of 256."""
     monkeypatch.setattr(prompts, "MIN_TOKENS", 20)
     monkeypatch.setattr(prompts, "PROMPT_TOKENS", 160)
+
+
+def test_demo_shows_steps(tmp_path, small_prompts, capsys):
+    folder = save_checkpoint(tmp_path / "model", chat=False)
+    code = cli.main(
+        [
+            "demo", "--model", str(folder), "--output", str(tmp_path / "out"), "--limit", "1",
+            "--max-new-tokens", "24", "--dtype", "float32", "--show-steps",
+        ]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    counts = re.findall(r"(\S+): (\d+) tokens in (\d+) steps", printed.out)
+    found = {name: (int(tokens), int(steps)) for name, tokens, steps in counts}
+    assert found["plain"][0] == found["plain"][1] == found["prompt_lookup"][0] > 0
+    assert found["prompt_lookup"][1] <= found["prompt_lookup"][0]
+
+
+@pytest.mark.parametrize("options", [{}, drafting("prompt_lookup")], ids=["plain", "strategy"])
+def test_tokens_by_step(tiny, options):
+    model, ids = tiny("llama_tied"), token_ids(12)
+    streamer = StepStreamer()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
+        eos_token_id=None, streamer=streamer, **options,
+    )  # fmt: skip
+    assert [token for step in streamer.steps for token in step] == out[0, 12:].tolist()
+    if options:
+        stats = hf_spec.last_stats(model)
+        lengths = Counter(map(len, streamer.steps))
+        assert lengths == {n: c for n, c in stats.accepted_histogram.items() if c}
+        assert len(lengths) > 1
+    else:
+        assert set(map(len, streamer.steps)) == {1}
+
+
+def test_pieces_make_the_text_also_within_a_character():
+    tokenizer = make_tokenizer(chat=False)  # a token per byte
+    text = "a€ü🙂b"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) == len(text.encode())
+    for size in (1, 2, 3, 5, len(tokens)):
+        steps = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+        found = pieces(tokenizer, steps)
+        assert len(found) == len(steps) and "".join(found) == text
+        shown = coloured(tokenizer, steps)
+        assert shown.plain == text
+        styles = [str(span.style) for span in shown.spans if span.end > span.start]
+        assert set(styles) <= set(STYLES) and len(styles) == sum(map(bool, found))
 
 
 def test_demo_writes_table_chart_and_results(tmp_path, small_prompts, capsys):
