@@ -213,7 +213,7 @@ def _along_path(
     depth = tree.max_depth
     rows = torch.arange(len(last), device=last.device)
     on_path = tree.ancestors[rows, last]
-    # Every node on the path writes its index at its depth; the others into a column cut off below.
+    # Nodes on the path write their index at their depth; the others write to a discarded column.
     column = torch.where(on_path, tree.depths, depth + 1)
     index = torch.arange(tree.num_nodes, device=last.device).expand_as(column)
     path = torch.zeros(len(last), depth + 2, dtype=torch.long, device=last.device)
