@@ -1,7 +1,7 @@
-"""What drafters share whose candidates stand on trees of predictions of future tokens.
+"""Base class of drafters whose candidates form trees of predictions of future tokens.
 
-It is what ``hf-spec tune`` needs of a drafter: how far it predicts and whether that takes probes,
-its predictions at places of finished sequences, and a step with given trees.
+It provides what ``hf-spec tune`` needs of a drafter: how far it predicts, whether that takes
+probes, its predictions at positions of finished sequences, and a step with given trees.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.hidden_states import shapes_logits
 
-#: Predictions of finished sequences that are made at once: they are vocabularies long.
+#: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
 AT_ONCE = 384
 #: Combinations of the rows' states whose tensors are cached.
 KEPT_STEPS = 256
