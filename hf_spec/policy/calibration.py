@@ -1,4 +1,4 @@
-"""How far predictions can be trusted, learned while decoding. Knows numbers only."""
+"""Calibration of predicted probabilities, learned while decoding. Knows only numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_spec.policy.likely_paths import Array
 
-#: Weight of a new prediction, and how many the guess stands for that they are right.
+#: Weight of a new prediction, and number of correct predictions that the prior stands for.
 ALPHA, GUESSED = 1 / 256, 8.0
 #: Bounds of the factors; far outside, predictions carry no information.
 LEAST, MOST = 0.02, 4.0

@@ -40,7 +40,7 @@ from hf_spec.policy.step_times import CLIP
 #: Numbers of candidates that a step may have. There are few, so that steps repeat, above all
 #: compiled ones.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: The same where shapes are padded to powers of two.
+#: The same if shapes are padded to powers of two.
 FIXED = (1, 3, 7, 15, 31, 63)
 #: Step tokens per batch row of the widest step in that case.
 WIDEST = 64
