@@ -196,7 +196,7 @@ def names_on_disk(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def placement(model: Any) -> tuple[torch.device, torch.dtype]:
-    """Where and as what an adapter lives: like the embeddings, which quantisation leaves be."""
+    """Device and dtype of an adapter: those of the embeddings, which are never quantised."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     weight = getattr(embeddings, "weight", None)
     if weight is None:
