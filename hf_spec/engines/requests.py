@@ -1,8 +1,8 @@
-"""Which request a row of an engine's batch holds, where the engine does not say.
+"""Finds out which request each batch row of an engine holds, if the engine does not say.
 
-Rows change places, requests end and others take their rows. A request is known by its tokens: what
-a row holds now begins with all that it held before. Requests with the same tokens may be taken for
-one another, which changes nothing. Knows tokens; nothing of engines or drafts.
+Rows move, requests end and others take their rows. A request is recognised by its tokens: a row's
+tokens begin with all tokens that the request had before. Requests with equal tokens may be
+confused, which does no harm. This module knows tokens, but no engines or drafts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-#: Calls after which a request that is in no row is given up: it has ended, or waits for its turn.
+#: Calls without a row after which a request is dropped: it has ended, or is waiting.
 GONE = 16
-#: Tokens by which requests are told apart, those at the end of what is known.
+#: Number of last known tokens by which requests are recognised.
 COMPARED = 512
 
 
