@@ -55,7 +55,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
     def narrow(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if narrowing.rows is None:
             return None
-        # Hidden states come narrow from the layer before.
+        # Hidden states are already narrowed by the previous layer.
         named = {
             name: value if name == "hidden_states" else narrowing(value)
             for name, value in kwargs.items()
