@@ -55,10 +55,10 @@ class Setting:
         kept: accepted candidates per promised one, without pruning and with it; per row and step
             where nothing is promised.
         tries: sizes that the next steps must have.
-        settled: steps since ``tries`` was last used.
+        settled: steps since ``tries`` was last filled.
         wide: drafting steps since the last plain one.
         look: drafting steps until the next plain one is due.
-        turns: steps since pruning was last compared with not pruning.
+        turns: steps since times with and without pruning were both known, or last refreshed.
         blind, patience: steps without predictions since probes were last tried, and the number of
             such steps until they are tried although they do not seem to pay.
     """

@@ -92,8 +92,8 @@ class NewAnchors(TrainerCallback):
 def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Pad on the right: ``input_ids``, ``labels``, ``attention_mask`` (batch, seq) and ``anchors``.
 
-    Sequences with fewer anchors than others are padded with their last token, after which there is
-    nothing to predict.
+    Missing anchors are filled with a sequence's last token, after which there is nothing to
+    predict.
     """
     longest = max(len(example["input_ids"]) for example in examples)
     most = max(max(len(example["anchors"]) for example in examples), 1)
