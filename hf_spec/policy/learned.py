@@ -55,7 +55,7 @@ class Setting:
         kept: accepted candidates per promised one, without pruning and with it; per row and step
             where nothing is promised.
         tries: sizes that the next steps must have.
-        settled: steps since ``tries`` was last filled.
+        settled: steps since a size was last taken from ``tries``.
         wide: drafting steps since the last plain one.
         look: drafting steps until the next plain one is due.
         turns: steps since times with and without pruning were both known, or last refreshed.
