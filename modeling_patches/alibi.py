@@ -3,10 +3,10 @@
 ALiBi (https://huggingface.co/papers/2108.12409) adds `slope[head] * key position` to the attention
 scores. Stock models count the position from a 2-D padding mask (Bloom, Falcon: a 4-D one raises) or
 take the slot index (MPT: silently wrong once siblings of a tree share a position). Here the caller
-says where every key stands, and only forwards with a 4-D mask are touched.
+provides every key's position, and only forwards with a 4-D mask are changed.
 
-It knows the three architectures and nothing of trees, caches or drafting: which slots a query sees
-is the mask's business, where a slot stands is the caller's.
+This module knows the three architectures, but no trees, caches or drafting: the mask determines
+which slots a query sees, the caller each slot's position.
 """
 
 import math
@@ -34,7 +34,7 @@ def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
 
     Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
     additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
-    query attends may carry any position. Forwards with a 2-D mask or none run as they always did.
+    query attends may have any position. Forwards with a 2-D mask or none are unchanged.
     """
     positions = Positions()
     _PATCHES[model.config.model_type](model.get_decoder(), positions, changes)
@@ -42,7 +42,7 @@ def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
 
 
 class Positions:
-    """What `set_positions` said last."""
+    """The positions last passed to `set_positions`."""
 
     def __init__(self) -> None:
         self.query: Tensor | None = None  # (batch, query)
@@ -74,7 +74,7 @@ class Positions:
 
 
 def is_tree(mask: Any) -> TypeGuard[Tensor]:
-    """Whether a forward brings a 4-D mask, so that positions count."""
+    """Whether a forward has a 4-D mask, so that positions are needed."""
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
@@ -142,8 +142,8 @@ def _patch_mpt(transformer: Any, positions: Positions, changes: Changes) -> None
         if not is_tree(mask):
             return stock(*args, **kwargs)
         queries, keys = positions.of(mask)
-        # MPT counts back from the last slot. From the root, here: a constant means nothing to
-        # softmax, but small numbers near the queries keep more digits.
+        # MPT counts back from the last slot, this from the root: softmax ignores a constant, but
+        # small numbers near the queries keep more precision.
         return _per_head(slopes, keys - queries.amin(dim=-1, keepdim=True))
 
     changes.before(transformer, before_model)
@@ -153,7 +153,7 @@ def _patch_mpt(transformer: Any, positions: Positions, changes: Changes) -> None
 
 
 def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`MptAttention.forward` that also takes a bias per row; the original insists on 3-D."""
+    """`MptAttention.forward` that also takes a bias per batch row; the original requires 3-D."""
     stock = plain(attention, "forward")
 
     def forward(
@@ -184,7 +184,7 @@ def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _two_tokens(transformer: Any) -> Tensor:
-    """A 2-D mask of two tokens: ALiBi at the second is the slope, whoever computes it."""
+    """A 2-D mask of two tokens: every implementation's ALiBi at the second is the slope."""
     return torch.ones(1, 2, dtype=torch.long, device=transformer.device)
 
 

@@ -1,8 +1,8 @@
-"""A boolean (batch, 1, query, key) mask -> what this model's attention takes.
+"""Converts a boolean (batch, 1, query, key) mask to the format that a model's attention takes.
 
-Knows the attention back ends of Transformers and how models receive masks; knows nothing of trees.
-:class:`TreeAttention` converts masks, and brings the changes with which forwards with such masks
-run: a back end that takes them, and the architecture's own patches.
+This module knows the attention back ends of Transformers and how models receive masks, but no
+trees. :class:`TreeAttention` converts masks and provides the changes that such forwards need: a
+back end that takes the masks, and the architecture's own patches.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ class TreeAttention:
 
     Args:
         model: the model.
-        checkpointing: forwards are computed again later, for their gradients, so that there can be
-            no changes; ``sdpa`` then stays, too.
+        checkpointing: whether forwards are recomputed for their gradients, which rules out changes;
+            ``sdpa`` then stays, too.
 
     Attributes:
         windows: sliding-window size of each kind of layer (None = full attention), keyed as the
             model's forward wants its masks; a single entry "" where it wants one mask.
         wants_positions: whether :meth:`set_positions` must be called before each forward.
-        changes: what forwards run with.
+        changes: the changes that forwards run with.
 
     Raises:
-        ValueError: the model needs what it cannot have.
+        ValueError: if the model needs changes that are ruled out.
     """
 
     def __init__(self, model: Any, checkpointing: bool = False) -> None:
@@ -180,17 +180,17 @@ def _block_mask(mask: Tensor) -> Any:
 
 
 def narrowed_block_mask(mask: Any, pick: Callable[[Tensor], Tensor]) -> Any:
-    """A block mask made by :meth:`TreeAttention.convert`, for some of its query rows.
+    """A block mask made by :meth:`TreeAttention.convert`, for some of its query tokens.
 
     Args:
         mask: the block mask.
-        pick: takes these rows of a boolean mask (batch, 1, query, key).
+        pick: selects these query tokens of a boolean mask (batch, 1, query, key).
     """
     return _block_mask(pick(mask.tree_mask))
 
 
 def mask_kinds(model: Any, windows: list[int | None]) -> dict[str, int | None]:
-    """Which masks the model's forward wants.
+    """The masks that the model's forward expects.
 
     Args:
         model: a causal language model.

@@ -1,13 +1,13 @@
 """Rotary frequencies that follow the longest position of a forward, token by token.
 
 Dynamic NTK and LongRoPE (the 128k Phi models) choose their frequencies by the largest position id
-of a forward. So plain generation rotates a token by what holds at the length that the batch has
-reached in the token's step: its *reach*. A forward over several tokens, or over rows that have come
-to different lengths, would rotate all by what holds for the longest.
+of a forward. So plain generation rotates a token with the frequencies of the length that the batch
+has in the token's step: its *reach*. A forward over several tokens, or over rows of different
+lengths, would use the frequencies of the longest for all.
 
-Here the caller says every token's reach, and the rotary modules are asked once per set of
-frequencies, on copies: some keep the longest length they have seen. What such a module is called
-and how it computes plays no role; it is found by its answers.
+Here the caller provides every token's reach, and copies of the rotary modules run once per set of
+frequencies; copies, because some modules store the longest length seen. Such modules are detected
+by their outputs, not by name or implementation.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Reach:
         self._modules = {module: _Frozen(module) for module in followers(model)}
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row ``i`` is now the one that was ``rows[i]``."""
+        """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
         self.lead = [self.lead[row] for row in rows]
         self._ends = [self._ends[row] for row in rows]
 
     def next(self, lengths: Sequence[int]) -> list[int]:
-        """Reach of the token behind the first ``lengths`` of each row."""
+        """Reach of the token after the first ``lengths`` of each row."""
         return [max(length + lead, self.least) for length, lead in zip(lengths, self.lead)]
 
     def room(self, lengths: Sequence[int]) -> list[int]:
-        """How much deeper than the token behind the first ``lengths`` each row's tokens may lie;
-        below 0 where the row must be computed anew before that token."""
+        """How much deeper than the token after the first ``lengths`` each row's tokens may be;
+        negative if the row must be recomputed before that token."""
         return [end - reach for end, reach in zip(self._ends, self.next(lengths))]
 
     def renewed(self, lengths: Sequence[int]) -> None:
-        """Rows without room have been computed anew."""
+        """Called after rows without room have been recomputed."""
         self._ends = [end if room >= 0 else _NEVER
                       for end, room in zip(self._ends, self.room(lengths))]  # fmt: skip
 
@@ -80,7 +80,7 @@ class Reach:
         return function(**inputs)
 
     def rotated(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """What a module would have given each token in its own step; None for other modules."""
+        """A module's output for each token as in its own step; None for other modules."""
         frozen = self._modules.get(module)
         current = _current.get()
         if frozen is None or current is None:
@@ -98,7 +98,7 @@ class Reach:
 _current: ContextVar[tuple[Reach, Tensor, int, int] | None] = ContextVar("reach", default=None)
 
 
-@torch.compiler.disable  # it waits for nothing, but asks modules in Python
+@torch.compiler.disable  # it does not synchronise, but calls modules in Python
 def _rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Forward hook of the modules: changes nothing outside of :meth:`Reach.run`."""
     current = _current.get()
@@ -109,7 +109,7 @@ class _Frozen:
     """A rotary module in the state in which it was found.
 
     Attributes:
-        names: of what it is given.
+        names: names of its inputs.
     """
 
     def __init__(self, module: nn.Module, device: Any = None):
@@ -121,7 +121,7 @@ class _Frozen:
         """Its output in a forward whose longest position is ``reach - 1``."""
         ids = given["position_ids"]
         longest = torch.full_like(ids[..., :1], reach - 1)
-        # A token's position lies below its reach: what is cut off here is another reach's.
+        # A token's position is below its reach, so clamped positions belong to other reaches.
         ids = torch.cat([ids.clamp(max=reach - 1), longest], dim=-1)
         module = _copy(self._module)
         made = type(module).forward(module, **{**given, "position_ids": ids})
@@ -131,9 +131,9 @@ class _Frozen:
         """The reach in ``low .. high`` up to which each set of frequencies holds, ascending.
 
         Args:
-            kind: the type of layer that is asked for, where the module knows several.
+            kind: the type of layer, if the module has several.
         """
-        # Frequencies move one way, so that what holds at both ends holds in between.
+        # Frequencies change monotonically, so equal ends imply equal values in between.
         if low == high or self.same(low, high, kind):
             return [high]
         middle = (low + high) // 2
@@ -142,11 +142,11 @@ class _Frozen:
         return first[: -1 if joined else None] + self.last_of_each(middle + 1, high, kind)
 
     def same(self, one: int, other: int, kind: str | None) -> bool:
-        """Whether it rotates alike at both reaches."""
+        """Whether both reaches give the same rotation."""
         return all(map(torch.equal, self._answer(one, kind), self._answer(other, kind)))
 
     def _answer(self, reach: int, kind: str | None) -> list[Tensor]:
-        """How it rotates two positions, computed on the CPU, where asking for it costs no wait."""
+        """Its rotation of two positions, computed on the CPU to avoid a synchronisation."""
         if (kind, reach) not in self._answers:
             ids = torch.tensor([[0, 1]])
             given: dict[str, Any] = {self.names[0]: torch.zeros(1, 1, 2, 8), "position_ids": ids}
@@ -158,12 +158,12 @@ class _Frozen:
 
 
 def _names(module: nn.Module) -> list[str]:
-    """Of what a module's forward is given."""
+    """Names of the inputs of a module's forward."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _copy(module: nn.Module, device: Any = None) -> Any:
-    """A copy with buffers of its own, which are written in place."""
+    """A copy with its own buffers, as these are written in place."""
     made = copy.copy(module)
     made._buffers = {name: b if b is None else b.to(device, copy=True)
                      for name, b in module._buffers.items()}  # fmt: skip
@@ -189,7 +189,7 @@ _found: weakref.WeakKeyDictionary[Any, list[nn.Module]] = weakref.WeakKeyDiction
 
 
 def followers(model: Any) -> list[nn.Module]:
-    """The modules of a model whose answer depends on a forward's longest position."""
+    """The modules of a model whose output depends on a forward's longest position."""
     if model not in _found:
         text = model.config.get_text_config(decoder=True)
         kinds = sorted(set(getattr(text, "layer_types", None) or [])) or [None]
@@ -203,7 +203,7 @@ def followers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def as_before(model: Any) -> Iterator[None]:
-    """Puts back, after the block, what these modules remember of the positions they have seen."""
+    """After the block, restore what these modules have stored about positions they have seen."""
     states = {module: _copy(module) for module in followers(model)}
     try:
         yield
@@ -228,7 +228,7 @@ def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
 
 
 class _Filled(DynamicCache):
-    """A cache that says it has so many tokens."""
+    """A cache that reports a given number of tokens."""
 
     filled = 0
 
@@ -237,7 +237,7 @@ class _Filled(DynamicCache):
 
 
 def forgets_at(model: Any) -> int | None:
-    """The length past which plain generation computes the whole sequence anew, if it does.
+    """The length past which plain generation recomputes the whole sequence, if it does.
 
     The Phi models do, when their frequencies change.
     """

@@ -1,10 +1,9 @@
-"""Drop rows of a forward after its first layers; the deeper layers run on those that are left.
+"""Drops query tokens of a forward after its first layers; deeper layers run on the others.
 
-Before each deeper layer a hook narrows the hidden states and all that has one entry per row:
-attention masks, position ids, rotary tables. Behind the last layer zeros make up for the rows that
-went, since some models (GPT-2's family) insist on as many rows as came in. Whoever uses it says
-which rows stay, and sees to it that the cache takes fewer keys from then on. This file knows
-neither trees nor caches.
+Before each deeper layer, a hook narrows the hidden states and everything with one entry per query
+token: attention masks, position ids, rotary tables. After the last layer, zeros replace the dropped
+tokens, since some models (GPT-2's family) require the original number. The caller chooses which
+tokens stay, and makes the cache take fewer keys from then on. This module knows no trees or caches.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from modeling_patches.attention_masks import narrowed_block_mask
 from modeling_patches.layer_skip import decoder_layers
 from modeling_patches.per_call import Changes, refuse_compiled
 
-#: From hidden states (batch, rows, hidden) to the rows that stay, (batch, kept); None: all.
+#: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.
 Choose = Callable[[Tensor], Tensor | None]
 
 
 def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> None:
-    """Let rows of a forward that `choose` does not keep end before a layer.
+    """Drop the query tokens that `choose` does not keep before a layer.
 
-    The rows that stay are the first of the final hidden states; behind them stand zeros.
+    The kept tokens come first in the final hidden states, followed by zeros.
 
     Args:
         model: a causal language model.
-        changes: what this is added to.
-        layer: the first layer that runs on fewer rows, so the number of layers that run on all.
+        changes: the changes that this is added to.
+        layer: the first layer that runs on fewer tokens, so the number of layers that run on all.
         choose: called with the hidden states before that layer, once per forward.
 
     Raises:
-        ValueError: the model has no layer of this number behind its first, or layers are compiled.
+        ValueError: if the model has no such layer after its first, or if layers are compiled.
     """
     layers = decoder_layers(model)
     if not 1 <= layer < len(layers):
@@ -56,7 +55,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
     def narrow(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if narrowing.rows is None:
             return None
-        # Hidden states come narrow from the layer before.
+        # Hidden states are already narrowed by the previous layer.
         named = {
             name: value if name == "hidden_states" else narrowing(value)
             for name, value in kwargs.items()
@@ -80,7 +79,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
 def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
     """A list that each forward fills with the hidden states before a layer.
 
-    `(batch, rows, hidden)`: what an early prediction head reads.
+    `(batch, tokens, hidden)`: the input of an early prediction head.
     """
     seen: list[Tensor] = []
 
@@ -92,7 +91,7 @@ def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
 
 
 class _Narrowing:
-    """Narrows what has one entry per row; what all layers share is narrowed once."""
+    """Narrows inputs with one entry per query token; those that all layers share only once."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
@@ -100,7 +99,7 @@ class _Narrowing:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def begin(self, batch: int, rows: int, kept: Tensor | None) -> None:
-        """A forward of so many rows that keeps these, (batch, kept)."""
+        """Begin a forward over ``rows`` query tokens that keeps these indices, (batch, kept)."""
         self._size, self.rows, self._made = (batch, rows), kept, {}
 
     def __call__(self, value: Any) -> Any:
@@ -114,7 +113,7 @@ class _Narrowing:
         return self._made[id(value)][1]
 
     def widened(self, hidden: Tensor) -> Tensor:
-        """Hidden states (batch, kept, hidden) with zeros behind them, as many rows as came in."""
+        """Hidden states (batch, kept, hidden), padded with zeros to the original length."""
         missing = self._size[1] - hidden.shape[1]
         return torch.nn.functional.pad(hidden, (0, 0, 0, missing))
 
@@ -129,7 +128,7 @@ class _Narrowing:
         return self._pick(value, dim) if value.shape[dim] == rows else value
 
     def _pick(self, value: Tensor, dim: int) -> Tensor:
-        """The rows that stay, along `dim`; one entry for all of the batch becomes one for each."""
+        """Select the kept tokens along `dim`; a batch dimension of 1 is expanded."""
         assert self.rows is not None
         rows = self.rows.to(value.device)
         if rows.shape[0] == 1:

@@ -1,6 +1,6 @@
-"""Several exits of a decoder averaged: the last layers' hidden states instead of the last one's.
+"""Averages the hidden states of a decoder's last layers, instead of using only the last one's.
 
-What follows the layers, the final norm among it, is the model's own and runs on the average.
+Everything after the layers, such as the final norm, is unchanged and runs on the average.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from modeling_patches.per_call import Changes, refuse_compiled
 def averaged_exits(
     model: Any, changes: Changes, count: int, first: Callable[[], int] = lambda: 0
 ) -> None:
-    """Let rows from `first` on leave the layers as the mean of what the last `count` do.
+    """Replace the output of query tokens from `first` on by the mean of the last `count` layers.
 
     Args:
         model: a causal language model.
-        changes: what this is added to.
-        count: exits; 1 changes nothing.
-        first: first row of a forward that is averaged; asked in the last layers.
+        changes: the changes that this is added to.
+        count: number of layers; 1 changes nothing.
+        first: index of the first averaged query token; called in the last layers.
 
     Raises:
-        ValueError: layers are compiled.
+        ValueError: if layers are compiled.
     """
     if count == 1:
         return

@@ -1,13 +1,13 @@
-"""Leave out chosen attention and MLP sublayers of a causal language model in some of its forwards.
+"""Skips chosen attention and MLP sublayers of a causal language model in some of its forwards.
 
 A skipped sublayer computes nothing, writes nothing to the KV cache and adds nothing to the residual
 stream: the model behaves as if the sublayer's output projection were zero. That is the drafting
 model of self-speculative decoding (Draft & Verify, Zhang et al. 2024). The modelling code stays as
 it is; other forwards of the model, in other threads too, run whole.
 
-This file knows neither caches nor decoding. Mind that Transformers takes the length of a cache from
-its first layer: whoever skips the attention of layer 0 passes `position_ids` and masks that do not
-depend on that.
+This module knows neither caches nor decoding. Transformers takes a cache's length from its first
+layer, so callers that skip the attention of layer 0 must pass `position_ids` and masks that do not
+depend on it.
 """
 
 import inspect
@@ -127,7 +127,7 @@ def num_layers(model: nn.Module) -> int:
 
 
 class LayerSkipper:
-    """Leaves out sublayers of `model`: `skipper.changes.run(model, ...)`.
+    """Skips sublayers of `model`: `skipper.changes.run(model, ...)`.
 
     Build a new one after modules of the model were replaced (a LoRA loaded into OPT's `fc1`).
 
@@ -171,7 +171,7 @@ class LayerSkipper:
 
     @cached_property
     def changes(self) -> Changes:
-        """What forwards without these sublayers run with."""
+        """The changes for forwards without these sublayers."""
         changes = Changes()
         for module, stub in self._stubs:
             changes.instead(module, "forward", stub)

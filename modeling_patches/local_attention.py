@@ -6,8 +6,8 @@ that share a position, slots are not positions and the band hides the wrong keys
 comes from positions, and the caller's mask replaces the triangle; only forwards with a 4-D mask are
 touched.
 
-It knows this architecture and nothing of trees, caches or drafting: which slots a query sees is
-the mask's business, where a slot stands is the caller's.
+This module knows this architecture, but no trees, caches or drafting: the mask determines which
+slots a query sees, the caller each slot's position.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
 
     Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
     additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
-    query attends may carry any position. Forwards with a 2-D mask or none run as they always did.
+    query attends may have any position. Forwards with a 2-D mask or none are unchanged.
 
     Positions are compared once per forward; all local layers share the banded mask.
     """

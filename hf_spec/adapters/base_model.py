@@ -1,8 +1,8 @@
-"""Which base model is this? Its shape, and a short hash of its weights.
+"""Identifies a base model by its shape and a short hash of its weights.
 
-Facts are about shapes: an adapter does not fit where they differ. The fingerprint is about weights:
-where only it differs (a fine-tuned base), the adapter fits but may draft worse. It reads a few
-entries of each parameter, so that it costs little for a model of any size.
+Facts describe shapes: if they differ, an adapter does not fit. The fingerprint describes weights:
+if only it differs (a fine-tuned base), the adapter fits but may draft worse. It reads a few entries
+of each parameter, so it is cheap for models of any size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 #: Entries read per parameter, evenly spaced.
 ENTRIES = 64
-#: Types whose rounding to bfloat16 says what the entry is; anything else is a quantised format.
+#: Types that are compared after rounding to bfloat16; all others are quantised formats.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 #: What the config says about the shape of the model.
 CONFIG_FACTS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-#: Where PEFT keeps what a module of its own stands in for, by the kind of that module.
+#: Attribute in which PEFT's wrapper modules keep the wrapped module, by type of wrapper.
 WRAPPED: tuple[tuple[type, str], ...] = (
     (BaseTunerLayer, "base_layer"),
     (AuxiliaryTrainingWrapper, "original_module"),
@@ -43,8 +43,8 @@ def fingerprint(model: Any) -> str | None:
     Quantised parameters are skipped, so that a quantised model has a fingerprint of its own, made
     from its embeddings, norms and whatever else stays in floating point.
 
-    It tells models apart, it does not prove them equal: a change to entries that are not read, or
-    smaller than bfloat16's rounding, goes unseen.
+    Equal fingerprints do not prove that models are equal: changes to entries that are not read, or
+    smaller than bfloat16's rounding, are not detected.
 
     Args:
         model: a causal language model, or a PEFT or ``torch.compile`` wrapper around one.
@@ -104,7 +104,7 @@ FACTS = ("model_type", "hidden_size", "num_hidden_layers", "num_key_value_heads"
 
 
 def facts_of(model: Any) -> dict[str, Any]:
-    """`FACTS` of a causal language model, without those that its config does not tell."""
+    """`FACTS` of a causal language model, without those that its config lacks."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return {}
@@ -122,7 +122,7 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
 
     Args:
         adapter: the adapter's type, "BITA".
-        made_for: facts of its base; ones that the model's config does not tell are passed over.
+        made_for: facts of its base; those that the model's config lacks are skipped.
         base: the base's name.
 
     Raises:

@@ -1,7 +1,8 @@
-"""An adapter's weights where they are stored, looked at before anything is attached.
+"""An adapter's stored weights, checked before anything is attached.
 
-Names, shapes and types come from the header of a safetensors file; tensors are read one by one, for
-their numbers; a pickle, which can run code, never. Knows nothing of models or of PEFT types.
+Names, shapes and types come from the header of a safetensors file; tensors are read one by one to
+check their values. Pickles can run code and are never read. This module knows no models or PEFT
+types.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PEFT_PREFIX = "base_model.model."
 FLOATS = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
-#: Complaints shown of each kind; a foreign file has as many as it has tensors.
+#: Largest number of complaints shown per kind; a foreign file has one per tensor.
 SHOWN = 3
 
 
@@ -50,7 +51,7 @@ class StoredWeights:
 
     Attributes:
         place: a folder, or a repository of the Hub.
-        download: what `huggingface_hub.hf_hub_download` needs besides: subfolder, revision, token.
+        download: more arguments of `huggingface_hub.hf_hub_download`: subfolder, revision, token.
     """
 
     place: str
@@ -102,7 +103,7 @@ class StoredWeights:
             ) from error
 
     def has_pickle(self) -> bool:
-        """Whether weights lie there as a pickle."""
+        """Whether weights are stored there as a pickle."""
         if os.path.isdir(self.place):
             return (self._folder() / PICKLE).is_file()
         from huggingface_hub import file_exists
@@ -112,7 +113,7 @@ class StoredWeights:
         return bool(file_exists(self.place, name, **options))
 
     def absent(self) -> ValueError:
-        """The error to raise where there is no safetensors file."""
+        """The error to raise if there is no safetensors file."""
         return ValueError(
             f"{self.place!r} holds no {WEIGHTS}: weights of hf_spec's adapters are read from "
             f"safetensors only, never from a pickle such as {PICKLE}, which can run code. Save the "
@@ -126,8 +127,8 @@ class StoredWeights:
         """The file of this name there, downloaded if need be; None if there is none.
 
         Args:
-            name: of the file.
-            ask: whether the Hub is asked; else only what has been downloaded is there.
+            name: the file's name.
+            ask: whether to ask the Hub; otherwise only downloaded files are found.
 
         Raises:
             OSError: the Hub cannot be reached, or refuses.
@@ -190,7 +191,7 @@ def check_fit(
 
 
 def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]) -> list[str]:
-    """What keeps stored tensors from being loaded as the expected ones; empty if nothing does.
+    """Reasons why stored tensors cannot be loaded as the expected ones; empty if they can.
 
     Names and shapes must be the same. A floating-point tensor may be of any such type, since
     loading casts it; any other must be of the type expected.
@@ -200,7 +201,7 @@ def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorF
     wrong = []
     for name, wanted in expected.items():
         found = stored.get(name, wanted)
-        # A tensor that is spread over processes (DeepSpeed's stage 3) is empty here.
+        # A tensor sharded over processes (DeepSpeed's stage 3) is empty here.
         if found.shape != wanted.shape and 0 not in wanted.shape:
             wrong.append(f"{name!r} has shape {found.shape}, expected {wanted.shape}")
         elif found.dtype != wanted.dtype and not {found.dtype, wanted.dtype} <= {*FLOATS.values()}:
@@ -216,14 +217,14 @@ def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorF
 def check_numbers(
     adapter: str, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> None:
-    """Raise unless all numbers of an adapter are finite as the model will read them.
+    """Raise unless all values of an adapter are finite in the model's dtype.
 
-    The smallest and the largest number of each tensor tell; they are awaited once.
+    Checks the minimum and maximum of each tensor, with a single synchronisation.
 
     Args:
-        adapter: what to call it.
-        tensors: floating-point tensors with their names, on one device; others are passed over.
-        dtype: the model's.
+        adapter: the adapter's name for errors.
+        tensors: floating-point tensors with their names, on one device; others are skipped.
+        dtype: the model's dtype.
 
     Raises:
         ValueError: naming the tensors.

@@ -67,8 +67,8 @@ class SpecPeftConfig(PeftConfig):
         default=None, metadata={"help": "Hash of the base model's weights (recorded)."}
     )
 
-    # Not fields: where a config was read from, what was found there and under which name it was
-    # attached are not saved.
+    # Not fields, so they are not saved: where a config was read from, which files were found there,
+    # and under which name it was attached.
     _source = None  # type: StoredWeights | GivenWeights | None
     _home = None  # type: StoredWeights | None
     _downloaded = None  # type: dict[str, Path | None] | None
@@ -121,7 +121,7 @@ class SpecPeftConfig(PeftConfig):
         return {}
 
     def learning_rates(self) -> dict[str, float]:
-        """Peaks of learning rates, by the start of the names of the parameters that have them."""
+        """Peak learning rates, by prefix of parameter names."""
         return {}
 
     def untrained(self, progress: float) -> frozenset[str]:
@@ -135,8 +135,8 @@ class SpecPeftConfig(PeftConfig):
     def match_base(self, model: nn.Module) -> None:
         """Raise ValueError if `model` has another shape than the base the adapter was made for.
 
-        Other weights of the same shape are legitimate (a fine-tuned base) and only logged. A config
-        that has not been trained yet takes on what it does not know.
+        Other weights of the same shape are allowed (a fine-tuned base) and only logged. A config
+        that has not been trained yet records missing facts.
         """
         base, name = self.base_model_name_or_path, type(self).type_name
         check_facts(name, self.base_facts or {}, base, model)
@@ -170,10 +170,10 @@ class SpecPeftConfig(PeftConfig):
         return None
 
     def file_beside(self, name: str, ask: bool = True) -> Path | None:
-        """A file that lies where the adapter was loaded from; None if there is none.
+        """A file in the place that the adapter was loaded from; None if there is none.
 
-        A local folder is looked into each time, the Hub is asked once; not at all, but for what
-        has been downloaded, without ``ask``.
+        A local folder is searched each time; the Hub is asked once. Without ``ask``, only files
+        already downloaded are found.
 
         Raises:
             OSError: the Hub cannot be reached, or refuses.

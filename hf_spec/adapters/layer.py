@@ -1,9 +1,8 @@
 """The layer under the base model that holds an adapter's parameters.
 
-It replaces no module of the base model: it hangs under it as `spec_modules`, and drafters read it
-(:mod:`hf_spec.adapters.active`). The base computes what it computed before, unless the type says
-otherwise by overriding `SpecAdapterLayer.connect`. How PEFT comes to know of it stands in
-:mod:`hf_spec.adapters.tuner`.
+It replaces no module of the base model: it is added to it as `spec_modules`, and drafters read it
+(:mod:`hf_spec.adapters.active`). The base model's outputs do not change, unless the type overrides
+`SpecAdapterLayer.connect`. :mod:`hf_spec.adapters.tuner` registers it with PEFT.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from hf_spec.adapters.checkpoint import (
 )
 from hf_spec.adapters.config import SpecPeftConfig
 
-#: Attribute of the base model under which our layers hang, one per PEFT type.
+#: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"
 
 
@@ -44,8 +43,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         super().__init__()
         self.prefix = prefix
         self.adapter_layer_names: tuple[str, ...] = ()  # containers of weights
-        # A weightless adapter saves this one number, else no safetensors file would be written and
-        # loading would look for one in vain.
+        # An adapter without weights saves this one number; otherwise no safetensors file would be
+        # written, and loading would fail.
         marker = f"{prefix}format"
         self.other_param_names: tuple[str, ...] = (marker,)
         self.add_module(marker, BufferDict(persistent=True))
@@ -55,10 +54,10 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
         Names are identifiers other than "format". Floating-point tensors will be cast to the dtype
         of the base's embeddings; integers are not trained. All move to these embeddings' device.
-        `model` is the base model, to be
-        read (for an initialisation from its weights) and not to be changed. Loading a saved adapter
-        calls this as well, hence shapes follow from `config` and `model.config` alone. It is called
-        twice: with torch's default device set to "meta", for the shapes, and without.
+        `model` is the base model; it may be read (to initialise from its weights) but not changed.
+        Loading a saved adapter calls this as well, so shapes must follow from `config` and
+        `model.config` alone. It is called twice: with torch's default device set to "meta", for the
+        shapes, and without.
         """
         return {}
 
@@ -73,7 +72,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         }
 
     def stored_facts(self, adapter_name: str) -> dict[str, TensorFacts]:
-        """What is stored of an adapter: names on disk, shapes and types."""
+        """Names on disk, shapes and types of an adapter's stored tensors."""
         tensors: Mapping[str, torch.Tensor] = self.weights(adapter_name)
         if not tensors:
             tensors = {"format": getattr(self, f"{self.prefix}format")[adapter_name]}
@@ -140,19 +139,19 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     # A type whose adapters change what the base computes overrides these four.
 
     def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
-        """Hook into `model` what an adapter changes of it, once attached. Nothing by default.
+        """Install an attached adapter's changes to `model`. Does nothing by default.
 
-        What is hooked in follows `active_adapters` and `disable_adapters`, and goes in
-        `delete_adapter`.
+        The changes follow `active_adapters` and `disable_adapters`, and `delete_adapter` removes
+        them.
         """
 
     def disconnect(self, keep_merged: bool = False) -> None:
-        """Take off what `connect` has hooked in, and what was merged, as the layer is to go."""
+        """Remove the changes of `connect`, and merged ones, before the layer is removed."""
 
     def merge_into(
         self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> None:
-        """Put what the active adapter changes of `model` into its weights."""
+        """Merge the active adapter's changes to `model` into its weights."""
         name = self.prefix.removesuffix("_").upper()
         raise ValueError(
             f"a {name} adapter cannot be merged: it does not change the weights of the base model. "
@@ -167,7 +166,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         return []
 
 
-# -- where it hangs ------------------------------------------------------------------------------
+# -- access through the base model ---------------------------------------------------------------
 
 
 def base_of(model: nn.Module) -> Any:
@@ -177,7 +176,7 @@ def base_of(model: nn.Module) -> Any:
 
 
 def container_key(prefix: str) -> str:
-    # Not the bare type: ".bita." inside the keys would be taken for an adapter that is named so.
+    # Not just the type: ".bita." inside the keys would be taken for an adapter of that name.
     return f"type_{prefix.removesuffix('_')}"
 
 
@@ -197,7 +196,7 @@ def names_on_disk(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def placement(model: Any) -> tuple[torch.device, torch.dtype]:
-    """Where and as what an adapter lives: like the embeddings, which quantisation leaves be."""
+    """Device and dtype of an adapter: those of the embeddings, which are never quantised."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     weight = getattr(embeddings, "weight", None)
     if weight is None:

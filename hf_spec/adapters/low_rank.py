@@ -1,7 +1,7 @@
-"""Low-rank updates as part of an adapter: what methods that learn some share.
+"""Low-rank updates as part of an adapter, shared by the methods that train them.
 
-The two factors of each linear module travel in the adapter's one file, under flat names made of
-the module's: `down__model__layers__0__mlp__up_proj` and `up__...`.
+The two factors of each linear module are stored in the adapter's file under flat names derived
+from the module's: `down__model__layers__0__mlp__up_proj` and `up__...`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def fresh_factors(modules: Mapping[str, nn.Module], rank: int) -> dict[str, Tens
 
 
 def factors(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """Those of the linear module of this name among an adapter's parameters: ``(rank, inputs)`` and
-    ``(outputs, rank)``."""
+    """The factors of the linear module of this name among an adapter's parameters:
+    ``(rank, inputs)`` and ``(outputs, rank)``."""
     return weights[_flat(DOWN, name)], weights[_flat(UP, name)]
 
 
@@ -67,9 +67,9 @@ def adapter_low_rank(
     Args:
         layer: holds the adapter's parameters, those of `fresh_factors` among them.
         adapter_name: the adapter.
-        modules: what is updated, by name.
-        scale: of the updates.
-        only_if_active: they count while the adapter is active and not disabled.
+        modules: the updated modules, by name.
+        scale: scale of the updates.
+        only_if_active: apply them only while the adapter is active and not disabled.
     """
     containers = {
         name: [getattr(layer, layer.prefix + _flat(part, name)) for part in (DOWN, UP)]
@@ -81,9 +81,9 @@ def adapter_low_rank(
 
 @dataclass(eq=False)
 class _AdapterFactors:
-    """Gives `LowRank` an adapter's factors as they are at the time; a model can be pickled with it.
+    """Provides `LowRank` with an adapter's current factors; can be pickled with the model.
 
-    Only the containers are remembered: PEFT replaces the parameters in them.
+    It only keeps the containers, as PEFT replaces the parameters in them.
     """
 
     layer: Any

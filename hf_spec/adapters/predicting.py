@@ -1,4 +1,4 @@
-"""What adapters share that predict future tokens: transitions, vocabularies, states in front."""
+"""Base of adapters that predict future tokens: transitions, vocabularies, front states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.support import kv_shape
 
-#: What an adapter has that ``hf-spec train`` makes, unless the user says.
+#: Fields that ``hf-spec train`` sets by default.
 TRAINED = {"transition_rank": 128}
 #: Names of the parameters.
 BEFORE, AFTER, STATE = "transition_before", "transition_after", "transition_state"
-#: Name of the tokens that are predicted, where these are not all.
+#: Parameter name of the predicted tokens, if these are not all tokens.
 VOCABULARY = "draft_vocabulary"
-#: One token in so many is predicted after ``hf-spec train``, unless the user says.
+#: By default, ``hf-spec train`` predicts one token in this many.
 SHARE = 4
 
 
@@ -60,11 +60,11 @@ class PredictingConfig(SpecPeftConfig):
 
     @property
     def reads_head(self) -> bool:
-        """Whether logits are made by the base's output embeddings, and by nothing else."""
+        """Whether only the base's output embeddings compute logits."""
         return True
 
     def set_vocabulary(self, model: nn.Module) -> None:
-        """Predict so many tokens as ``hf-spec train`` does."""
+        """Set the vocabulary size that ``hf-spec train`` uses by default."""
         self.draft_vocab_size = vocab_size(model) // SHARE if self.reads_head else 0
 
     def check_base(self, model: nn.Module) -> None:
@@ -83,8 +83,8 @@ class PredictingConfig(SpecPeftConfig):
     def fresh_shared(self, model: nn.Module) -> dict[str, Tensor]:
         """``transition_before`` (rank, embedding), ``transition_state`` (rank, hidden) and
         ``transition_after`` (hidden, rank): the bias is 0 at first. Nothing for rank 0.
-        ``draft_vocabulary`` (tokens,), int64 ids in ascending order, where not all are predicted:
-        the first ones, since they tend to be the commonest."""
+        ``draft_vocabulary`` (tokens,), int64 ids in ascending order, if not all are predicted: at
+        first the smallest ids, which tend to be the most frequent tokens."""
         rank, size = self.transition_rank, self.draft_vocab_size
         tensors = {VOCABULARY: torch.arange(size)} if size else {}
         if not rank:
@@ -120,7 +120,7 @@ class FrontConfig(PredictingConfig):
                 check_count(name, getattr(self, name), high=MAX_SHAPE)
 
     def record_shape(self, model: nn.Module) -> None:
-        """Record the shape of the base's cache, unless an adapter that is loaded brings it."""
+        """Record the shape of the base's cache, unless a loaded adapter already has it."""
         if not (self.inference_mode and self.num_layers):
             self.num_layers, self.num_kv_heads, self.head_dim = kv_shape(model)
 
@@ -132,12 +132,12 @@ class FrontConfig(PredictingConfig):
 
 
 def vocab_size(model: Any) -> int:
-    """Tokens that the model makes logits of."""
+    """Number of tokens that the model computes logits for."""
     made: int = model.get_output_embeddings().out_features
     return made
 
 
 def _width(model: Any) -> int:
-    """Of final hidden states: what the output embeddings take."""
+    """Width of final hidden states, the inputs of the output embeddings."""
     taken: int = model.get_output_embeddings().in_features
     return taken

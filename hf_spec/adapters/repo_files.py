@@ -1,4 +1,4 @@
-"""What lies beside an adapter's weights and says how to decode with them.
+"""Files beside an adapter's weights that describe how to decode with them.
 
 `generation_config.json` names the strategy and its options, for `SpecConfig.from_pretrained`;
 `custom_generate/generate.py` does the same for `generate(custom_generate=...)`.
@@ -25,13 +25,13 @@ def shim_text(
 ) -> str:
     """`custom_generate/generate.py` for a strategy with these options.
 
-    They are written into it, since Transformers runs a copy of it elsewhere.
+    They are written into it, since Transformers runs a copy of the file elsewhere.
 
     Args:
         strategy: name of the strategy.
         options: its options.
         peft_type: type of the adapter, if there is one.
-        repository: where the adapter is found on the Hub, if it is there.
+        repository: the adapter's repository on the Hub, if it has one.
     """
     text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
     constants = {
@@ -49,7 +49,7 @@ def shim_text(
 
 
 def says_the_same(shim: str, strategy: str, options: dict[str, Any], peft_type: str | None) -> bool:
-    """Whether a shim's text is what `shim_text` gives, for whatever repository."""
+    """Whether a shim's text is that of `shim_text` for some repository."""
     found = _constant(shim, "REPOSITORY")
     repository = found and re.fullmatch(r"'([\w./-]+)'", found[1])
     expected = shim_text(strategy, options, peft_type, repository[1] if repository else None)

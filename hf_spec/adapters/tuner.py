@@ -1,12 +1,12 @@
-"""What a method has learned, as a PEFT type of our own: the one place touching `peft.mapping`.
+"""Registers adapters as PEFT types of our own; the only module that touches `peft.mapping`.
 
 PEFT's own registration refuses types outside its enum, so this module writes PEFT's tables itself.
 A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`SpecAdapterLayer`) whose
 `build` makes its parameters; `register_type` does the rest. From then on `get_peft_model`,
 `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
 
-What comes from outside is checked before anything is attached, through every way in: keys of the
-config, the base model, names and shapes of the stored weights, which are safetensors.
+External input is checked before anything is attached, however it is loaded: keys of the config, the
+base model, names and shapes of the stored weights, which are safetensors.
 
 Importing this costs what importing peft costs: 0.2 s on top of torch and transformers, which take
 3 s on the same machine, so `import hf_spec` can register eagerly.
@@ -108,7 +108,7 @@ class SpecTuner(BaseTuner):
         adapter = find_active(self.model, name)
         if adapter is None:
             raise ValueError(f"no adapter of type {name} is active: call set_adapter first.")
-        # PeftModel hands on every argument of a forward, most of them None.
+        # PeftModel passes on every argument of a forward, most of them None.
         given = {key: value for key, value in kwargs.items() if value is not None}
         # Trainer's count of tokens: our losses are means over sequences.
         given.pop("num_items_in_batch", None)
@@ -121,7 +121,7 @@ class SpecTuner(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        # PEFT would leave out what has no counterpart on either side.
+        # PEFT would skip parameters without a counterpart.
         base = base_of(model)
         layer = layer_of(base, cls.prefix)
         if layer is not None:
@@ -139,7 +139,7 @@ class SpecTuner(BaseTuner):
         self._own_layer.merge_into(self.model, safe_merge, adapter_names)
 
     def unmerge_adapter(self) -> None:
-        """Undo `merge_adapter`, exactly; a LoRA beside us that is merged comes out, too."""
+        """Undo `merge_adapter` exactly; a merged LoRA beside us is unmerged, too."""
         self._own_layer.unmerge_from(self.model)
         super().unmerge_adapter()
 
@@ -219,7 +219,7 @@ def register_type(
 
 
 def _enter(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method `name` of `owner` by what `wrap` makes of it, unless that has happened."""
+    """Replace the method `name` of `owner` by `wrap` of it, unless this was already done."""
     owner = next(cls for cls in owner.__mro__ if name in vars(cls))
     found = vars(owner)[name]
     original = getattr(found, "__func__", found)

@@ -1,23 +1,24 @@
 """The one key-value cache: preallocated buffers, per-row lengths, accepted paths kept in place.
 
 Row ``r`` holds its ``lengths[r]`` accepted tokens in slots ``0 .. lengths[r] - 1``, without padding
-and without holes; what a forward writes behind them (candidates) counts only once :meth:`commit`
-has kept the accepted part. Nothing is concatenated and nothing is copied but the accepted slots.
-All layers of equal shape share one buffer, so that a commit is one gather and one scatter; for
-compiled code each has its own.
+or holes. A forward writes its candidates after them; they become part of the row only when
+:meth:`commit` keeps the accepted ones. Nothing is concatenated, and only accepted slots are copied.
+All layers of equal shape share one buffer, so a commit is one gather and one scatter. For compiled
+code, each layer has its own buffer.
 
-Slots in *front* of the rows' tokens can hold learned keys and values, the same for every row, for
-forwards that ask for them; slot numbers and lengths count from the first token all the same.
+*Front* slots, before the rows' tokens, can hold learned keys and values. They are the same for
+every row, and only forwards that ask for them see them. Slot numbers and lengths always count from
+the first token.
 
-Rows that need no more forwards can be *parked*: the others move together in front of them, and the
-cache is one of fewer rows until it is asked for all of them again.
+Finished rows can be *parked*: the remaining rows move to the first places, and the cache acts as a
+cache of fewer rows until :meth:`unpark`.
 
-An exception may come between any two lines, an interrupt for one. What counts then are the buffers,
-the rows' lengths and their places, which change together; :meth:`unpark` makes the rest anew. Slots
-behind a row's length never count, so that nothing there has to be undone.
+An exception, such as an interrupt, may occur between any two lines. The buffers, the rows' lengths
+and their places change together and stay valid; :meth:`unpark` rebuilds the rest. Slots past a
+row's length are never read, so nothing there needs to be undone.
 
-Outside a speculative block the cache serves as an ordinary Transformers cache, as long as all rows
-have the same length.
+Outside a speculative block this is an ordinary Transformers cache, provided that all rows have the
+same length.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from hf_spec.core.transfer import sent
 
-#: Views end on multiples of this many slots: fused attention kernels want aligned mask rows.
+#: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
-#: Slots of the smallest buffers of a cache whose buffers have few sizes.
+#: Smallest capacity, in slots, of a cache that uses buckets.
 BUCKET = 256
 
 
-#: Makes a buffer of a shape, type and device.
+#: Allocates a buffer of the given shape, dtype and device.
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
-#: Gives a process's part of learned states ``(kv_heads, slots, head_dim)``, for its heads.
+#: Selects this process's heads from learned states ``(kv_heads, slots, head_dim)``.
 Share = Callable[[Tensor, int], Tensor]
 
 
 class TreeLayer(CacheLayerMixin):
     """Keys and values of one layer: views ``(batch, kv_heads, capacity, head_dim)`` of a buffer.
 
-    ``with_front`` are the same keys and values with the slots in front of them.
+    ``with_front`` holds the same keys and values, preceded by the front slots.
     """
 
     is_croppable = True
@@ -58,7 +59,7 @@ class TreeLayer(CacheLayerMixin):
         self.with_front: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Slots for an empty cache's first block."""
+        """Allocate slots for the first block of an empty cache."""
         cache = self.cache
         if cache.block is None or not cache.is_empty:
             raise RuntimeError(
@@ -72,7 +73,7 @@ class TreeLayer(CacheLayerMixin):
         cache.first_block_of(self)
 
     def attach(self, name: str, with_front: Tensor) -> None:
-        """Use these ``keys`` or ``values``, with the slots in front of them."""
+        """Use this view, front slots included, as ``keys`` or ``values``."""
         self.with_front[name] = with_front
         setattr(self, name, with_front[:, :, self.cache.front :])
         self.is_initialized = True
@@ -84,8 +85,7 @@ class TreeLayer(CacheLayerMixin):
         """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
 
         Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended.
-        Numbers that are not finite become 0: whoever does not see a slot gives it the weight 0,
-        which times NaN or infinity would be NaN.
+        Non-finite values become 0. A masked slot has weight 0, and 0 times NaN or infinity is NaN.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -125,17 +125,17 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """One preallocated cache for speculative decoding.
 
-    Made by :meth:`pack` after a prefill, or empty: then layers take the shapes of what the first
-    block writes.
+    Create it with :meth:`pack` after a prefill, or empty. In an empty cache, the first block sets
+    the layers' shapes.
 
     Attributes:
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
-        host_lengths: the same as a list, so that no device synchronisation is needed.
-        capacity: slots allocated per row, those in front left out.
-        buckets: whether it is a power of two; see :meth:`use_buckets`.
-        front: slots in front of the tokens.
-        tokens: the tokens whose states each row holds, where the owner knows and noted them; lets
-            a later call tell how far its prompt is in this cache.
+        host_lengths: the same as a list, which needs no device synchronisation.
+        capacity: slots allocated per row, without the front slots.
+        buckets: whether the capacity is a power of two; see :meth:`use_buckets`.
+        front: number of front slots.
+        tokens: the tokens whose states each row holds, if the owner recorded them. A later call
+            uses them to find how much of its prompt is cached.
     """
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device | str):
@@ -150,16 +150,16 @@ class TreeCache(Cache):
         self.tokens: list[list[int]] | None = None
         self.block: tuple[int, Tensor | None, int] | None = None
         self._offset = 0
-        #: Of an empty cache: states for the slots in front, and what gives this process its part.
+        #: Empty cache only: states for the front slots, and the function that selects our heads.
         self._learned: Sequence[tuple[Tensor, Tensor]] = ()
         self._own: Share | None = None
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
-        #: Lengths below which a row cannot be cut but to nothing: a window dropped what lies there.
+        #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
         self._floor = [0] * batch_size
-        #: While rows are parked, the row that each place of the buffers holds, and parked lengths.
+        #: While rows are parked: the row in each place of the buffers, and the parked lengths.
         self._places: list[int] = []
         self._parked_lengths: list[int] = []
-        #: What is left of a swap: targets and sources of copies. Done twice they do no harm.
+        #: Copies (target, source) that a swap has yet to make. Repeating one does no harm.
         self._copying: list[tuple[Tensor, Tensor]] = []
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -174,7 +174,7 @@ class TreeCache(Cache):
         device: torch.device | str,
         front: int = 0,
     ) -> TreeCache:
-        """A new cache with what a prefill wrote; see :meth:`take_over`.
+        """Create a cache from the states of a prefill; see :meth:`take_over`.
 
         Args:
             device: where ``lengths`` lives.
@@ -186,14 +186,14 @@ class TreeCache(Cache):
     def take_over(
         self, source: DynamicCache, mask: Tensor | None, capacity: int, front: int = 0
     ) -> None:
-        """Take over what a prefill wrote; ``source`` is emptied layer by layer.
+        """Take over the states of a prefill; ``source`` is emptied layer by layer.
 
         Args:
             source: a cache of full-attention or sliding-window layers after the prefill.
-            mask: ``(batch, seq)`` bool, True for real tokens; None if all are. Padding, wherever
-                it stands, is dropped.
+            mask: ``(batch, seq)`` bool, True for real tokens; None if all are. Padding is dropped,
+                wherever it is.
             capacity: slots to allocate per row (rounded up).
-            front: slots to allocate in front of the tokens (rounded up); see :meth:`set_front`.
+            front: front slots to allocate (rounded up); see :meth:`set_front`.
         """
         seq = source.get_seq_length()
         order = None
@@ -201,7 +201,7 @@ class TreeCache(Cache):
         if mask is not None:
             mask = mask.bool()
             lengths = mask.sum(-1).tolist()
-            # Real tokens first, in order: slot j of a row takes its j-th real token.
+            # Real tokens first, in order: slot j of a row gets its j-th real token.
             order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
         self._set_lengths(lengths)
         self.front = _aligned(front)
@@ -225,10 +225,10 @@ class TreeCache(Cache):
     def unpack_into(self, target: DynamicCache, mask: Tensor | None) -> None:
         """Fill a user's ``DynamicCache`` in place, as plain generation would have left it.
 
-        Layers that hold states are left alone: they have not been taken over, or are filled.
+        Layers that already hold states are left alone: they were never taken over, or are filled.
 
         Args:
-            target: the cache whose layers get the states; sliding layers keep their window only.
+            target: the cache to fill; sliding layers keep only their window.
             mask: ``(batch, seq)`` bool over the slots to write, True where a slot holds the row's
                 next accepted token; None if all do. Other slots are zero.
         """
@@ -262,29 +262,29 @@ class TreeCache(Cache):
             layer.keys, layer.values = states
 
     def _allocate(self, sources: dict[tuple[int, str], Tensor], capacity: int) -> None:
-        """One buffer per group of tensors of equal shape, dtype and device."""
+        """Allocate one buffer per group of tensors of equal shape, dtype and device."""
         self.capacity = self._rounded(capacity)
         groups: dict[tuple, list[tuple[int, str]]] = {}
         for key, tensor in sources.items():
-            # What compiled code writes to must not be a part of something: it copies all of that.
+            # Compiled code must not write to part of a buffer: it would copy the whole buffer.
             apart = key if self.buckets else None
             signature = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device, apart)
             groups.setdefault(signature, []).append(key)
         batch = len(self.host_lengths)
         for (heads, dim, dtype, device, _), members in groups.items():
-            # Rows first: a few of them look the same in memory whatever stands behind.
+            # Rows first: the first few rows have the same layout however many follow.
             shape = (batch, len(members), heads, self.front + self.capacity, dim)
             self._groups.append((self._new(shape, dtype, device), members))
         self._attach()
 
     def _attach(self) -> None:
         for storage, members in self._groups:
-            own = storage[: self.batch_size]  # parked rows stand behind
+            own = storage[: self.batch_size]  # parked rows come after
             for view, (index, name) in zip(own.unbind(1), members):
                 self.layers[index].attach(name, view)
 
     def _join(self) -> None:
-        """Move what an empty cache's first block wrote into buffers that layers share."""
+        """Move the states of an empty cache's first block into shared buffers."""
         made = {
             (index, name): states
             for index, layer in enumerate(self.layers)
@@ -297,16 +297,16 @@ class TreeCache(Cache):
         self._learned = ()
 
     def reserve(self, slots: int) -> None:
-        """Make room for ``slots`` slots per row; grows by doubling, so copies stay rare."""
+        """Make room for ``slots`` slots per row; grows by doubling, so that copies are rare."""
         if slots <= self.capacity:
             return
         self._resize(self.front, self._rounded(max(slots, 2 * self.capacity)))
 
     def use_buckets(self, allocate: Allocate | None = None) -> None:
-        """From now on have buffers of few sizes, powers of two: compiled code is for one size.
+        """Round capacities up to powers of two from now on: code is compiled for each size.
 
         Args:
-            allocate: makes them, with finite numbers in them.
+            allocate: allocates buffers; their values must be finite.
         """
         if self.buckets:
             return
@@ -322,7 +322,7 @@ class TreeCache(Cache):
             self._resize(self.front, capacity)
 
     def release(self) -> list[Tensor]:
-        """Its buffers, for another cache; it is not to be used any more."""
+        """Return the buffers for use by another cache; this one must not be used again."""
         buffers, self._groups = [storage for storage, _ in self._groups], []
         return buffers
 
@@ -332,13 +332,13 @@ class TreeCache(Cache):
         return max(BUCKET, 1 << (slots - 1).bit_length())
 
     def buffers(self) -> Iterator[tuple[Tensor, tuple[int, str]]]:
-        """Each layer's ``(batch, kv_heads, front + capacity, head_dim)``, and which layer it is,
-        and whether ``keys`` or ``values``."""
+        """Each buffer ``(batch, kv_heads, front + capacity, head_dim)`` with its layer index and
+        ``keys`` or ``values``."""
         for storage, members in self._groups:
             yield from zip(storage[: self.batch_size].unbind(1), members)
 
     def _resize(self, front: int, capacity: int) -> None:
-        """Move everything to buffers of this many slots in front and behind."""
+        """Move everything to buffers with these numbers of front slots and token slots."""
         kept = min(front, self.front)
         groups = []
         for storage, members in self._groups:
@@ -353,32 +353,32 @@ class TreeCache(Cache):
         self._attach()
 
     def set_front(self, states: Sequence[tuple[Tensor, Tensor]], own: Share | None = None) -> None:
-        """Put learned keys and values into the last slots in front of the tokens.
+        """Put learned keys and values into the last front slots.
 
-        They are seen by forwards whose block was begun with ``front=True``, where the mask allows.
+        Forwards whose block began with ``front=True`` see them where the mask allows it.
 
         Args:
             states: per layer, keys and values ``(kv_heads, slots, head_dim)``, the same number of
                 slots in every layer.
-            own: gives this process's heads of them, for so many; None: it has all.
+            own: selects this process's heads, given their number; None if it has all heads.
 
         Raises:
-            ValueError: if they do not have the cache's layers, heads and dimensions; where the
-                cache is empty, in the first block.
+            ValueError: if they do not match the cache's layers, heads and dimensions. An empty
+                cache raises it in the first block.
         """
         count = states[0][0].shape[1] if states else 0
         if _aligned(count) > self.front:
             self._resize(_aligned(count), self.capacity)
         if len(states) != len(self.layers):
             raise ValueError(f"{len(states)} layers of learned states for {len(self.layers)}.")
-        if self.is_empty:  # layers take theirs when they know their shapes
+        if self.is_empty:  # layers do not know their shapes yet
             self._learned, self._own = states, own
             return
         for index, pair in enumerate(states):
             self._put_front(index, pair, own)
 
     def first_block_of(self, layer: TreeLayer) -> None:
-        """A layer of an empty cache has its first slots: put its learned states in front."""
+        """Put the learned states in front of a layer whose first slots were just allocated."""
         index = self.layers.index(layer)
         if self._learned:
             self._put_front(index, self._learned[index], self._own)
@@ -397,7 +397,7 @@ class TreeCache(Cache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block has been committed yet, so that there are no buffers."""
+        """Whether no block has been committed yet, so that no buffers exist."""
         return not self._groups
 
     # -- lengths -----------------------------------------------------------------------------
@@ -441,11 +441,11 @@ class TreeCache(Cache):
 
     @property
     def _appended(self) -> int:
-        """Tokens appended outside blocks (by plain generation), as far as all layers have them."""
+        """Tokens appended outside blocks (by plain generation) in all layers."""
         return min((one.appended for one in self.layers if one.is_initialized), default=0)
 
     def count_appended(self) -> None:
-        """Count what was appended into the lengths."""
+        """Add the appended tokens to the lengths."""
         appended = self._appended
         for layer in self.layers:
             layer.appended = 0
@@ -455,16 +455,16 @@ class TreeCache(Cache):
     # -- a speculative block -----------------------------------------------------------------
 
     def begin(self, num_nodes: int, offset: int = 0, front: bool = False) -> int:
-        """Open a block: the next forward writes ``num_nodes`` nodes behind each row's length.
+        """Open a block: the next forward writes ``num_nodes`` nodes after each row's tokens.
 
         Args:
-            num_nodes: query rows of the forward.
+            num_nodes: query tokens of the forward.
             offset: slots to leave free before them (nodes written earlier in this step).
-            front: let attention see the slots in front of the tokens, too.
+            front: let attention see the front slots, too.
 
         Returns:
-            The number of slots that attention will see (the mask's last dimension), without those
-            in front.
+            The number of slots that attention sees (the mask's last dimension), without the front
+            slots.
         """
         self.count_appended()
         self.shows_front, self._offset = front, offset
@@ -480,25 +480,24 @@ class TreeCache(Cache):
         return end
 
     def narrow(self, rows: Tensor) -> None:
-        """Let only some query rows of the open block come to the layers that have yet to write.
+        """Keep only some query tokens of the open block for the layers that have yet to write.
 
-        Each writes the slot that it would have written, so that every layer holds an accepted
-        token in the same slot.
+        Each query token keeps its slot, so an accepted token has the same slot in every layer.
 
         Args:
-            rows: ``(batch, kept)`` their places among the block's rows.
+            rows: ``(batch, kept)`` indices of the kept query tokens in the block.
         """
         assert self.block is not None
         slots = self.lengths[:, None] + self._offset + rows.to(self.lengths.device)
         self.block = (0, slots, self.block[2])
 
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
-        """Close the block: keep the accepted nodes of each row, forget the others.
+        """Close the block: keep each row's accepted nodes and discard the others.
 
         Args:
             counts: accepted nodes per row, the root included; 0 keeps none.
             path: ``(batch, depth)`` node indices of the accepted path, root first; entries past
-                ``counts`` may be any node. None: the accepted nodes stand first already.
+                ``counts`` may be any node. None if the accepted nodes already come first.
         """
         if self.is_empty:
             self._join()
@@ -526,14 +525,14 @@ class TreeCache(Cache):
             storage[rows, :, :, lengths + steps] = moved
 
     def rollback(self) -> None:
-        """Close the block and keep nothing of it."""
+        """Close the block and discard all of its nodes."""
         self.block = None
 
-    # -- rows that come from elsewhere -------------------------------------------------------
+    # -- rows of other caches ----------------------------------------------------------------
 
     @classmethod
     def like(cls, source: TreeCache, batch_size: int) -> TreeCache:
-        """A cache of empty rows with the layers, the capacity and the front slots of another."""
+        """Create a cache of empty rows with another's layers, capacity and front slots."""
         cache = cls(len(source.layers), batch_size, source.lengths.device)
         cache.front, cache.capacity = source.front, source.capacity
         for storage, members in source._groups:
@@ -545,7 +544,7 @@ class TreeCache(Cache):
         return cache
 
     def replace_row(self, row: int, source: TreeCache) -> None:
-        """Let a row hold what the first row of another cache of the same layers holds."""
+        """Replace a row by the first row of another cache with the same layers."""
         self.count_appended()
         length = source.host_lengths[0]
         self.reserve(length)
@@ -561,15 +560,15 @@ class TreeCache(Cache):
     # -- parked rows -------------------------------------------------------------------------
 
     def park(self, rows: Sequence[int]) -> list[int]:
-        """Set rows aside: until :meth:`unpark` the cache is one of the others, at least one.
+        """Set rows aside: until :meth:`unpark` the cache consists of the remaining rows.
 
-        In place, without an allocation: as many rows are swapped as stand in the others' way.
+        At least one row must remain. Works in place and swaps as few rows as possible.
 
         Args:
             rows: places of the rows to park.
 
         Returns:
-            For each place that is left, the place where its row stood before.
+            For each remaining place, the previous place of its row.
         """
         self.count_appended()
         order = list(range(self.batch_size))
@@ -586,9 +585,9 @@ class TreeCache(Cache):
         return order[:left]
 
     def unpark(self) -> None:
-        """Close the block and take all rows back, in their first order.
+        """Close the block and restore all rows in their original order.
 
-        Whatever an exception has left half done is put right.
+        Also repairs what an exception left half done.
         """
         lengths, away = self.host_lengths, self._parked_lengths
         self.host_lengths, self._parked_lengths = lengths + away, []
@@ -601,7 +600,7 @@ class TreeCache(Cache):
         self._refresh()
 
     def _swap(self, one: int, other: int) -> None:
-        """Exchange two places of the buffers, their slots in use; front slots are all alike."""
+        """Exchange the used slots of two places; the front slots are equal in all rows."""
         stop = self.front + self.max_length
         used = [storage[:, :, :, self.front : stop] for storage, _ in self._groups]
         copying = [(part[one], part[other]) for part in used]
@@ -619,7 +618,7 @@ class TreeCache(Cache):
             del self._copying[0]
 
     def _refresh(self) -> None:
-        """Make anew what follows from buffers and lengths; layers show as many rows as counted."""
+        """Rebuild everything derived from the buffers and lengths, such as the layers' views."""
         self._copies = {}
         self._set_lengths(self.host_lengths)
         self._attach()
@@ -627,15 +626,15 @@ class TreeCache(Cache):
     # -- the rest of a Transformers cache ----------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens in the longest row, whatever layers were skipped."""
+        """Tokens in the longest row, even if the layer was skipped."""
         return self.max_length + self._appended
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of every row (a number <= 0).
+        """Remove the last ``-tokens_to_remove`` tokens of every row (a number <= 0).
 
         Raises:
-            ValueError: on a positive number, one that removes more than the shortest row has, or
-                one behind which a sliding window would miss tokens.
+            ValueError: if the number is positive, removes more tokens than the shortest row has,
+                or leaves a sliding window without tokens that it needs.
         """
         self.count_appended()
         if tokens_to_remove > 0 or -tokens_to_remove > min(self.host_lengths):
@@ -655,7 +654,7 @@ class TreeCache(Cache):
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep at most ``lengths[row]`` tokens of each row.
 
-        None where a sliding window would miss those that it dropped of a longer prompt.
+        A row becomes empty where a sliding window would need tokens that it has dropped.
         """
         self.count_appended()
         kept = [min(have, keep) for have, keep in zip(self.host_lengths, lengths)]
@@ -666,7 +665,7 @@ class TreeCache(Cache):
             self.tokens = [row[:n] for row, n in zip(tokens, kept)]
 
     def reset(self) -> None:
-        """Empty every row; the buffers stay."""
+        """Empty every row; keep the buffers."""
         self.block = None
         for layer in self.layers:
             layer.appended = 0
@@ -674,7 +673,7 @@ class TreeCache(Cache):
         self._floor = self.host_lengths
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order (rows may repeat); parked rows are dropped."""
+        """Keep these rows in this order (rows may repeat); drop parked rows."""
         self.count_appended()
         places = self._places or list(range(self.batch_size))
         self._places, self._parked_lengths = [], []
@@ -728,10 +727,10 @@ def _rows(cache: DynamicCache) -> int:
 
 
 def bounded(learned: Tensor) -> Tensor:
-    """Learned numbers as a model may be given them: products of two of them are finite.
+    """Clamp learned values so that the product of any two is finite.
 
-    An adapter's numbers may be any that its dtype holds, and what they make of the scores of rows
-    that do not see them must not overflow.
+    An adapter's values may be as large as its dtype allows. Attention computes scores for masked
+    slots too, and these scores must not overflow.
     """
     most = torch.finfo(learned.dtype).max ** 0.5
     return learned.nan_to_num(0.0, 0.0, 0.0).clamp(-most, most)
@@ -745,9 +744,9 @@ def _write_finite(target: Tensor, states: Tensor) -> None:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer."""
-    # Zeros, not empty: a masked slot still meets the softmax, where 0 * NaN would be NaN. And no
-    # inference tensor, so that a cache made under inference_mode can be continued outside it.
+    """Allocate a buffer of zeros."""
+    # Not torch.empty: a masked slot has weight 0, and 0 * NaN is NaN. Not an inference tensor: a
+    # cache created under inference_mode can then be used outside it.
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -757,9 +756,9 @@ def _aligned(slots: int) -> int:
 
 
 def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> None:
-    """Copy states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots, packed.
+    """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
 
-    Slots that a sliding layer dropped stay zero: no later query is near enough to see them.
+    Slots that a sliding layer dropped stay zero: they are outside every later query's window.
     """
     dropped = seq - source.shape[2]
     if order is None:

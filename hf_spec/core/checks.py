@@ -1,4 +1,4 @@
-"""Checks of what users give: numbers in their range, words of a list; and what errors say."""
+"""Checks of user input (ranges, counts, choices) and short texts of errors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; its kind if it says nothing."""
+    """The first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_choices(given: Any, **known: Collection[Any]) -> None:
-    """Raise a ValueError unless each of these attributes of ``given`` is of those known."""
+    """Raise a ValueError unless each of these attributes of ``given`` is a known choice."""
     for name, values in known.items():
         if getattr(given, name) not in values:
             raise ValueError(f"{name}={getattr(given, name)!r}: choose one of {', '.join(values)}.")

@@ -1,10 +1,10 @@
 """Attention masks as small predicates joined by ``and_`` and ``or_``.
 
-A predicate answers "may this query row see this key slot?". It is called with three index tensors
+A predicate answers "may this query token see this key slot?". It is called with three index tensors
 that broadcast against each other, ``row`` (batch, 1, 1), ``query`` (1, query, 1) and ``slot``
 (1, 1, key), and returns a boolean tensor that broadcasts to (batch, query, key). Slots are places
 in the cache, whose row ``r`` holds ``lengths[r]`` accepted tokens followed by the nodes of the
-tree. A method that needs another rule writes one more predicate.
+tree. A method that needs another rule adds a predicate.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def and_(*predicates: Predicate) -> Predicate:
-    """All of them."""
+    """True where all predicates are."""
     return lambda *at: functools.reduce(operator.and_, (one(*at) for one in predicates))
 
 
 def or_(*predicates: Predicate) -> Predicate:
-    """Any of them."""
+    """True where any predicate is."""
     return lambda *at: functools.reduce(operator.or_, (one(*at) for one in predicates))
 
 
@@ -35,7 +35,7 @@ def prefix(lengths: Tensor) -> Predicate:
 
 
 def tree_ancestors(ancestors: Tensor, offsets: Tensor) -> Predicate:
-    """The query's own node and its ancestors, node ``i`` standing in slot ``offsets[row] + i``.
+    """The query's own node and its ancestors; node ``i`` is in slot ``offsets[row] + i``.
 
     ``ancestors``: (batch, nodes, nodes) bool, ``offsets``: (batch,).
     """

@@ -1,8 +1,8 @@
-"""Probes: rows of a step that carry a learned embedding and ask the model for a future token.
+"""Probes: step tokens with a learned embedding that ask the model for a future token.
 
-BiTA's and SPACE's mask tokens and PPD's prompt tokens are probes. A *group* of probes hangs under a
-node of the tree: it sees what the node sees, and some of its own group; nothing sees a probe but
-its group. Probes stand behind all nodes of the tree. This module knows shapes only.
+BiTA's and SPACE's mask tokens and PPD's prompt tokens are probes. A *group* of probes is attached
+to a node of the tree. A probe sees what the node sees, and some probes of its own group; only its
+group sees a probe. Probes come after all nodes of the tree. This module knows only shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ProbeGroup:
     """The probes under one node; probe ``i`` carries the ``i``-th learned embedding.
 
     Args:
-        offsets: positions behind the node, from 1; a probe at offset d asks for the token at d + 1.
+        offsets: positions after the node, from 1; a probe at offset d predicts the token at d + 1.
         visible: ``visible[q][k]``: probe q attends to probe k of its group.
 
     Raises:
@@ -67,12 +67,12 @@ class ProbeRows:
     """Probes under the nodes of a batch of trees, as tensors.
 
     Attributes:
-        group: what hangs under a node that has all its probes; others have its first ones.
-        kinds: ``(batch, probes)`` int64: which probe of the group; padding has 0.
-        anchors: ``(batch, probes)`` int64: the node that each hangs under; padding has 0.
+        group: the full group; a node with fewer probes has the first ones.
+        kinds: ``(batch, probes)`` int64: index of the probe in the group; 0 for padding.
+        anchors: ``(batch, probes)`` int64: the node of each probe; 0 for padding.
         depths: ``(batch, nodes + probes)`` of the tree's nodes and of the probes.
-        ancestors: ``(batch, nodes + probes, nodes + probes)`` bool: what each row sees of them.
-        first: ``(batch, nodes)`` row of the first probe under each node, counted behind the nodes.
+        ancestors: ``(batch, nodes + probes, nodes + probes)`` bool: what each step token sees.
+        first: ``(batch, nodes)`` index of the first probe under each node, counted after the nodes.
         counts: ``(batch, nodes)`` probes under each node.
         sizes: the same on the host.
     """
@@ -91,14 +91,14 @@ class ProbeRows:
         return self.kinds.shape[1]
 
     def under(self, nodes: Tensor) -> Tensor:
-        """Rows of the probes under one node of each batch row.
+        """Indices of the probes under one node of each batch row.
 
         Args:
             nodes: ``(batch,)``.
 
         Returns:
-            ``(batch, len(group))`` rows counted behind the tree's nodes; those past the size of
-            the node's group are any rows.
+            ``(batch, len(group))`` indices counted after the tree's nodes; entries past the size of
+            the node's group are arbitrary.
         """
         steps = torch.arange(len(self.group), device=nodes.device)
         rows = self.first.gather(1, nodes[:, None]) + steps
@@ -108,13 +108,13 @@ class ProbeRows:
 def hang(
     group: ProbeGroup, tree: TreeBatch, sizes: Sequence[Sequence[int]] | None = None
 ) -> ProbeRows:
-    """Hang probes under the nodes of ``tree``.
+    """Attach probes to the nodes of ``tree``.
 
     Args:
-        group: probes of a full group.
+        group: the full group.
         tree: the tree of each row.
-        sizes: probes under each node of each row's tree, 0 to ``len(group)``; None: all of them
-            under every node.
+        sizes: probes under each node of each row's tree, 0 to ``len(group)``; None for a full
+            group under every node.
     """
     batch, nodes, device = tree.batch_size, tree.num_nodes, tree.parents.device
     if sizes is None:
@@ -127,7 +127,7 @@ def hang(
     rows = torch.arange(nodes + max(map(sum, held)), device=device).expand(batch, -1)
     places = rows[:, : rows.shape[1] - nodes]
     real = places < end[:, -1:]
-    # The node of a place is the first one whose probes end behind it.
+    # A probe belongs to the first node whose probes end after it.
     anchors = torch.searchsorted(end, places.contiguous(), right=True) * real
     kinds = (places - first.gather(1, anchors)) * real
     offsets, visible = group_tensors(group, str(device))
@@ -136,7 +136,7 @@ def hang(
     depths[:, nodes:] += offsets[kinds]
     ancestors = tree.ancestors.new_zeros(batch, *rows.shape[1:] * 2)
     ancestors[:, :, :nodes] = tree.ancestors.gather(1, at[:, :, None].expand(-1, -1, nodes))
-    # A probe sees its own group; padding, which has no group, sees what the root sees, and itself.
+    # A probe sees its own group. Padding has no group; it sees what the root sees, and itself.
     own = torch.where(real, anchors, nodes + rows[:, nodes:])
     same = own[:, :, None] == own[:, None, :]
     seen = visible[kinds].gather(2, kinds[:, None].expand_as(same))

@@ -1,8 +1,7 @@
 """Dropping nodes of a tree in the middle of a forward (ProPD, section 4.1).
 
-Which nodes go is somebody else's choice; here their subtrees go with them, and so do the probes
-under them. What is left is a smaller tree, whose nodes know their places in the whole one. This
-module knows shapes only.
+The caller chooses which nodes to drop; their subtrees and probes are dropped with them. The result
+is a smaller tree and the indices of its nodes in the whole tree. This module knows only shapes.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class Survivors:
     """What is left of a batch of trees.
 
     Attributes:
-        nodes: ``(batch, kept)`` int64 nodes of the whole tree, ascending; rows of the batch with
-            fewer survivors than others are filled with nodes that did not survive.
-        rows: ``(batch, kept + kept probes)`` the same among nodes and probes.
-        tree: the trees of the survivors, filling marked invalid.
+        nodes: ``(batch, kept)`` int64 nodes of the whole tree, ascending; batch rows with fewer
+            survivors than others are padded with nodes that did not survive.
+        rows: ``(batch, kept + kept probes)`` the same for step tokens: nodes and probes.
+        tree: the trees of the survivors; padding is marked invalid.
         probes: the probes under them; None if there were none.
         host_nodes: ``nodes`` as lists.
         counts: candidates that survived in each row.
@@ -40,22 +39,22 @@ class Survivors:
 
 
 def connected(tree: TreeBatch, wanted: Tensor) -> Tensor:
-    """The nodes of ``wanted`` (batch, nodes) all of whose ancestors are in it; and the roots."""
+    """The roots, and the nodes of ``wanted`` (batch, nodes) whose ancestors are all in it."""
     wanted = wanted & tree.valid
     wanted[:, 0] = True
     return ~(tree.ancestors & ~wanted[:, None, :]).any(-1)
 
 
 def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> Survivors | None:
-    """The trees without the nodes that are not alive.
+    """Remove the nodes that are not alive from the trees.
 
     Args:
         tree: the tree of each row.
-        alive: ``(batch, nodes)`` bool, as :func:`connected` gives it.
-        probes: rows that hang under the nodes.
+        alive: ``(batch, nodes)`` bool, as :func:`connected` returns it.
+        probes: the probes under the nodes.
 
     Returns:
-        None if that leaves all rows as they are.
+        None if no batch row changes.
     """
     flags = alive.tolist()  # the step's one wait for the device
     counts = [sum(row) for row in flags]
@@ -72,7 +71,7 @@ def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> 
         )
         chosen = _first(under, most)
         rows = torch.cat([nodes, tree.num_nodes + chosen], dim=1)
-        # Probes keep their order, so those that go before a group's first one move it forward.
+        # Probes keep their order, so a group moves forward by the probes dropped before it.
         counted = under.long().cumsum(-1)
         before = torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
         first = before.gather(1, probes.first.gather(1, nodes))
@@ -84,12 +83,12 @@ def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> 
 
 
 def _first(marked: Tensor, count: int) -> Tensor:
-    """Places of the marked columns, in order, filled up with others: (batch, count)."""
+    """Indices of the marked columns in order, padded with unmarked ones: (batch, count)."""
     return torch.argsort(~marked, dim=-1, stable=True)[:, :count]
 
 
 def _subtree(tree: TreeBatch, nodes: Tensor, alive: Tensor) -> TreeBatch:
-    """The tree over some of its nodes; depths on the host remain upper bounds."""
+    """The tree of some of its nodes; depths on the host remain upper bounds."""
     size = tree.num_nodes
     place = torch.zeros(nodes.shape[0], size, dtype=torch.long, device=nodes.device)
     place.scatter_(1, nodes, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))

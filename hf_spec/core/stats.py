@@ -1,4 +1,4 @@
-"""What a speculative run did: steps, accepted tokens, and where the time went."""
+"""Statistics of a speculative run: steps, accepted tokens, and time per phase."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SpecStats:
         num_pruned_tokens: of these, candidates that early pruning dropped.
         num_draft_forwards: extra forward passes made while drafting.
         num_fallback_steps: plain steps taken because speculation did not pay, or to time one.
-        accepted_histogram: ``{k: n}``: n steps of a sequence emitted k tokens.
-        offered: by depth (from 1), steps of a sequence whose draft reached it.
-        accepted: by depth, steps of a sequence that accepted a candidate there.
+        accepted_histogram: ``{k: n}``: n steps of one sequence emitted k tokens.
+        offered: per depth (from 1), steps of one sequence whose draft reached it.
+        accepted: per depth, steps of one sequence that accepted a candidate there.
         draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
             in the full model, in verification, and in everything else.
         details: reports of the drafter and the policy.
@@ -65,12 +65,12 @@ class SpecStats:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of drafts reaching depth i (from 1) whose candidate there was accepted."""
+        """Share of the drafts reaching depth i (from 1) whose candidate there was accepted."""
         return [self.accepted.get(i, 0) / self.offered[i] for i in sorted(self.offered)]
 
     @property
     def total_seconds(self) -> float:
-        """Time of the call in all phases."""
+        """Total time of the call in seconds."""
         return self.draft_seconds + self.forward_seconds + self.verify_seconds + self.other_seconds
 
     @property
@@ -85,7 +85,7 @@ class SpecStats:
             emitted: tokens that it emitted.
             draft_depth: depth of its draft; 0 if there was none.
             drafted: its number of candidates.
-            kept: accepted candidates, where stopping cut ``emitted`` short (default: emitted - 1).
+            kept: accepted candidates, if stopping cut ``emitted`` short (default: emitted - 1).
         """
         kept = emitted - 1 if kept is None else kept
         self.num_row_steps += 1
@@ -107,7 +107,7 @@ class SpecStats:
                 setattr(self, item.name, mine + theirs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON types, derived figures included."""
+        """All statistics as JSON types, including derived ones."""
         data = copy.deepcopy(vars(self))
         data["mean_accepted_tokens"] = self.mean_accepted_tokens
         data["prune_rate"] = self.prune_rate
@@ -118,7 +118,7 @@ class SpecStats:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished; a CPU always has."""
+    """Wait until an accelerator has finished; does nothing on a CPU."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize()
 
@@ -126,14 +126,14 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Adds wall-clock time to a :class:`SpecStats`, step by step.
 
-    On CUDA events around a phase say what it took, without waiting for them: what the device has
-    not finished when a step is booked is booked with a later one. On other accelerators each phase
-    ends with a synchronisation, so that its time is its own.
+    On CUDA, events measure each phase without a wait: a phase that the device has not finished when
+    a step is recorded counts with a later step. On other accelerators, each phase ends with a
+    synchronisation.
 
     Args:
-        stats: gets the times.
-        device: of the model.
-        same: makes numbers the same in all processes that decode together.
+        stats: receives the times.
+        device: device of the model.
+        same: makes numbers equal in all processes that decode together.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Stopwatch:
         self._device = device
         self._began = time.perf_counter()
         self._spent = dict.fromkeys(PHASES, 0.0)
-        #: Phases that the device may not have finished: their names, and events around them.
+        #: Phases that the device may not have finished: name, start event and end event.
         self._running: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -169,18 +169,18 @@ class Stopwatch:
             self._spent[name] += time.perf_counter() - start
 
     def _collect(self) -> None:
-        """Count the phases that the device has finished; they finish in their order."""
+        """Count the phases that the device has finished; they finish in order."""
         while self._running and self._running[0][2].query():
             name, begun, ended = self._running.pop(0)
             self._spent[name] += begun.elapsed_time(ended) / 1000
 
     def step(self, last: bool = False) -> float:
-        """Book what passed since the last call of this; the seconds.
+        """Record the time since the previous call of this method and return it in seconds.
 
-        What no phase took is ``other_seconds``.
+        Time outside all phases counts as ``other_seconds``.
 
         Args:
-            last: of the call, so that nothing is left for a later step.
+            last: whether this is the call's last step, so that unfinished phases are awaited.
         """
         if last:
             synchronize(self._device)

@@ -1,4 +1,4 @@
-"""Small tensors on their way to a device."""
+"""Transfer of small tensors to a device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.tensor(values, device=device)``, for which the host does not wait.
+    """``torch.tensor(values, device=device)`` without making the host wait.
 
-    It would otherwise wait for all that the device still has to do.
+    A plain copy would wait for all work queued on the device.
     """
-    # From memory that is not pinned: the host's copy is made before this returns.
+    # The memory is not pinned, so the host copies it before this returns.
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

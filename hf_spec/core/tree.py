@@ -1,8 +1,8 @@
 """Trees of candidate tokens.
 
 Node 0 is the **root**: the last accepted token, already certain. Every other node is a candidate
-whose parent precedes it, so one pass over the nodes visits parents first. This module knows shapes
-only; the tokens on the nodes belong to the draft.
+whose parent precedes it, so one pass over the nodes visits parents first. This module knows only
+shapes; the tokens of the nodes belong to the draft.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class TokenTree:
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
         """Build a tree from rank paths, as in Medusa's choices: ``[0]`` is the likeliest child of
-        the root, ``[0, 1]`` the second likeliest child of that one.
+        the root, ``[0, 1]`` that node's second likeliest child.
 
         Args:
-            paths: one path per candidate, in any order; every prefix must be a path, too.
+            paths: one path per candidate, in any order; every nonempty prefix must be a path, too.
 
         Raises:
             ValueError: on an empty path, a negative rank, a duplicate, a missing parent, or too
@@ -86,7 +86,7 @@ class TokenTree:
         """Like :meth:`from_paths`, with the nodes in the order of the paths.
 
         Raises:
-            ValueError: as there, and if a path precedes its parent.
+            ValueError: as :meth:`from_paths`, and if a path precedes its parent.
         """
         return _from_keys(cls, _checked_paths(paths))
 
@@ -98,7 +98,7 @@ class TokenTree:
 
     @classmethod
     def from_parents(cls, parents: Sequence[int]) -> TokenTree:
-        """Tree with these parents; equal shapes share one object and its cached tensors."""
+        """The tree with these parents; equal shapes share one object and its cached tensors."""
         return _from_parents(tuple(parents))
 
     def to_json(self) -> str:
@@ -160,13 +160,13 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether accepted nodes always stand in consecutive slots, so that none must be moved."""
+        """Whether accepted nodes are always in consecutive slots, so that none has to move."""
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     def truncate(self, max_depth: int) -> TokenTree:
-        """The tree without the nodes below ``max_depth``; keeps the nodes' order.
+        """The tree of the nodes with ``depth <= max_depth``, in the same order.
 
-        Nodes kept are those with ``depth <= max_depth``; see :meth:`kept` for their indices.
+        :meth:`kept` gives their indices.
         """
         return self if max_depth >= self.max_depth else _truncate(self, max_depth)
 
@@ -218,8 +218,8 @@ class TreeBatch:
 
     @cached_property
     def inner(self) -> tuple[Tensor, Tensor]:
-        """Nodes with children, ``(batch, inner)`` int64, filled up with roots, and for each node
-        the place of its parent among them, ``(batch, nodes)``; the root's is any."""
+        """Nodes with children, ``(batch, inner)`` int64, padded with roots, and for each node the
+        index of its parent among them, ``(batch, nodes)``, arbitrary for the root."""
         rows = []
         for parents, count in zip(self.parents.tolist(), self.row_candidates):
             rows.append(sorted({0, *parents[1 : count + 1]}))
@@ -228,14 +228,14 @@ class TreeBatch:
         inner = torch.tensor(filled, device=self.parents.device)
         place = torch.zeros_like(self.parents)
         order = torch.arange(most, device=inner.device).expand_as(inner)
-        # Ascending order, the filling last: it must not write over the root's place, which is 0.
+        # Ascending, padding last: the padding must not overwrite the root's index, which is 0.
         real = torch.tensor([len(row) for row in rows], device=inner.device)[:, None] > order
         place.scatter_add_(1, inner, order * real)
         return inner, place.gather(1, self.parents.clamp(min=0))
 
     @staticmethod
     def chain(batch_size: int, nodes: int, device: torch.device | str = "cpu") -> TreeBatch:
-        """A chain of so many nodes in every row; not kept, as prompts have many lengths."""
+        """A chain of ``nodes`` nodes in every row; not cached, as prompts have many lengths."""
         order = torch.arange(nodes, device=device)
         return TreeBatch(
             parents=(order - 1).expand(batch_size, -1),
@@ -251,12 +251,12 @@ class TreeBatch:
     def of(
         parents: Tensor, depths: Tensor, valid: Tensor, real: Sequence[Sequence[int]]
     ) -> TreeBatch:
-        """Trees that were made on the device.
+        """Trees built on the device.
 
         Args:
-            parents: ``(batch, nodes)`` int64, each before its children; the root's is any.
+            parents: ``(batch, nodes)`` int64, each before its children; the root's is arbitrary.
             depths: ``(batch, nodes)`` int64.
-            valid: ``(batch, nodes)`` bool; a row's nodes stand before its padding.
+            valid: ``(batch, nodes)`` bool; a row's nodes come before its padding.
             real: the depths on the host, -1 for padding.
         """
         above = parents.clamp(min=0) * valid
@@ -300,14 +300,14 @@ class TreeBatch:
 def merge(
     first: TokenTree, first_tokens: Sequence[int], second: TokenTree, candidates: Sequence[int]
 ) -> tuple[TokenTree, list[int], list[int]]:
-    """Both trees in one; candidates with the same token path stand in it once.
+    """Merge two trees; candidates with the same token path become one node.
 
     Args:
-        first, first_tokens: a tree and the tokens on all its nodes; they keep their places.
+        first, first_tokens: a tree and the tokens of all its nodes; they keep their indices.
         second, candidates: another tree with the same root, and its candidates' tokens.
 
     Returns:
-        The tree, the tokens on its nodes, and the place of each of the second tree's candidates.
+        The tree, the tokens of its nodes, and the index of each of the second tree's candidates.
     """
     parents, tokens = list(first.parents), list(first_tokens)
     child = {(parents[node], tokens[node]): node for node in range(len(parents) - 1, 0, -1)}
@@ -323,7 +323,7 @@ def merge(
 
 
 def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
-    """Rank paths as tuples, or a ValueError."""
+    """Return rank paths as tuples; raise a ValueError if they are invalid."""
     found = list(islice(paths, MAX_CANDIDATES + 1))
     if len(found) > MAX_CANDIDATES:
         raise ValueError(f"a tree with more than {MAX_CANDIDATES} candidates: leave some out.")
@@ -331,7 +331,7 @@ def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
 
 
 def _checked_path(path: Any) -> tuple[int, ...]:
-    """A rank path as a tuple, or a ValueError."""
+    """Return a rank path as a tuple; raise a ValueError if it is invalid."""
     if isinstance(path, str) or not isinstance(path, Iterable):
         raise ValueError(f"path {path!r}: give a list of ranks.")
     key = tuple(islice(path, MAX_CANDIDATES + 1))
@@ -405,7 +405,7 @@ def _batch(tree: TokenTree, batch_size: int, device: str) -> TreeBatch:
 
 @lru_cache(maxsize=4096)
 def _padded(tree: TokenTree, nodes: int, device: str) -> TreeBatch:
-    """One tree with padding up to so many nodes."""
+    """One tree padded to ``nodes`` nodes."""
     one, more = _single(tree, device), nodes - len(tree)
     if not more:
         return one

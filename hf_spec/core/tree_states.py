@@ -1,7 +1,7 @@
-"""Trees that change from step to step with how many future tokens are known (PPD, section 5.4).
+"""Trees that depend on how many future tokens the last step predicted (PPD, section 5.4).
 
-The probes under the last accepted node predict as many future tokens as there are; that number is
-the **state** of a row. This module knows shapes only.
+Each probe under the last accepted node predicts one future token; their number is the **state** of
+a batch row. This module knows only shapes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from hf_spec.core.tree import TokenTree
 
 @dataclass(frozen=True)
 class TreeState:
-    """What a row forwards in one state.
+    """The tree and probes that a batch row forwards in one state.
 
     Args:
-        tree: its candidates.
-        probes: probes under each node, in distances: n asks for n tokens behind the next one.
+        tree: the candidates.
+        probes: distances probed under each node: n predicts n tokens after the next one.
 
     Raises:
-        ValueError: if there is not one whole number of probes, from 0, for each node, or there are
-            too many.
+        ValueError: unless there is one int >= 0 for each node, or if there are too many probes.
     """
 
     tree: TokenTree
@@ -48,20 +47,20 @@ class TreeState:
             )
 
     def num_rows(self, per_distance: int = 1) -> int:
-        """Nodes and probes, of which each distance has so many."""
+        """Number of nodes and probes, with ``per_distance`` probes for each distance."""
         return len(self.tree) + per_distance * sum(self.probes)
 
     def truncate(self, max_depth: int) -> TreeState:
-        """The state without the nodes below ``max_depth`` and their probes."""
+        """The state without the nodes deeper than ``max_depth`` and their probes."""
         return self if max_depth >= self.tree.max_depth else _truncate(self, max_depth)
 
 
 @dataclass(frozen=True)
 class TreeStates:
-    """A dynamic tree: ``states[k]`` is forwarded where k future tokens are predicted.
+    """A dynamic tree: ``states[k]`` is used after k future tokens were predicted.
 
     Args:
-        states: from 0, where nothing is known and the tree is the root alone, to m.
+        states: the states 0 to m; in state 0 nothing is predicted and the tree is just the root.
 
     Raises:
         ValueError: if a state's tree is deeper than its number, or a node has more than m probes.
@@ -93,24 +92,24 @@ class TreeStates:
     @staticmethod
     @lru_cache(maxsize=512)
     def uniform(tree: TokenTree, count: int) -> TreeStates:
-        """The same tree always, with ``count`` probes under each node."""
+        """The same tree in every state, with ``count`` probes under each node."""
         trees = [tree.truncate(k) for k in range(count + 1)]
         return TreeStates(tuple(TreeState(one, (count,) * len(one)) for one in trees))
 
     @staticmethod
     @lru_cache(maxsize=512)
     def bare(tree: TokenTree, depth: int) -> TreeStates:
-        """The same tree always, without probes: ``depth`` tokens are predicted by other means.
+        """The same tree in every state, without probes: something else predicts ``depth`` tokens.
 
         Raises:
-            ValueError: the tree is deeper.
+            ValueError: if the tree is deeper than ``depth``.
         """
         trees = [tree.truncate(k) for k in range(depth)] + [tree]
         return TreeStates(tuple(TreeState(one, (0,) * len(one)) for one in trees))
 
     @property
     def max_probes(self) -> int:
-        """m, future tokens that are predicted at most, and probes under a node."""
+        """m, the largest number of predicted future tokens and of distances under a node."""
         return len(self.states) - 1
 
     @property
@@ -130,8 +129,8 @@ class TreeStates:
         """Inverse of :meth:`to_json`.
 
         Raises:
-            ValueError: if it is not a list of objects with ``paths`` and ``probes``, or these are
-                no states.
+            ValueError: if it is not a list of objects with ``paths`` and ``probes``, or they do not
+                form valid states.
         """
         form = 'a dynamic tree is a list of states {"paths": [[0], ...], "probes": [3, ...]}'
         states = []

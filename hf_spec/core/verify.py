@@ -1,7 +1,7 @@
 """Acceptance rules: which candidates of a tree the model keeps, and the token that follows them.
 
 ``match`` and ``rejection`` are exact: what they emit follows the target distribution. ``typical``
-is lossy. The rules see a tree, its tokens and the target's scores, and nothing of a model.
+is lossy. The rules see a tree, its tokens and the target's scores, but no model.
 
 Symbols: p is the target distribution at a node (after all logits processors), q the draft's.
 """
@@ -31,7 +31,7 @@ class Accepted:
         path: ``(batch, depth + 1)`` node indices, root first; entries past ``counts`` are 0.
         counts: ``(batch,)`` accepted nodes, the root included, at least 1.
         tokens: ``(batch, depth + 1)`` emitted tokens: the accepted candidates, then the bonus
-            token; ``counts`` of them are meant.
+            token; entries past ``counts`` are padding.
     """
 
     path: Tensor
@@ -40,17 +40,17 @@ class Accepted:
 
     @property
     def last(self) -> Tensor:
-        """``(batch,)`` the last accepted node of each row."""
+        """``(batch,)`` last accepted node of each row."""
         return self.path.gather(1, self.counts[:, None] - 1)[:, 0]
 
     @property
     def bonus(self) -> Tensor:
-        """``(batch,)`` the last emitted token of each row."""
+        """``(batch,)`` last emitted token of each row."""
         return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
 
 
 def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
-    """Match rule where the target's token is known at every node: no synchronisation, no loop.
+    """Match rule with the target's token known at every node: no synchronisation, no loop.
 
     Accept a child if it carries the token that the target emits at its parent. Exact for any
     deterministic set of candidates, whether targets are argmax or samples.
@@ -67,23 +67,23 @@ def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
     ok = (tokens == targets.gather(1, parents)) & tree.valid
     ok[:, 0] = True
     if nodes > 2 and not tree.is_chain:
-        # Of siblings with the same token only the first counts: which of two subtrees is entered
-        # must not depend on what the target emits in them.
+        # Of siblings with the same token, only the first counts: the choice of subtree must not
+        # depend on what the target emits in it.
         same = parents[:, :, None] == parents[:, None, :]
         earlier = torch.ones(nodes, nodes, dtype=torch.bool, device=ok.device).tril(-1)
         earlier[:, 0] = False
         ok &= ~(same & earlier & ok[:, None, :]).any(-1)
     accepted = ~(tree.ancestors & ~ok[:, None, :]).any(-1)
-    # One path is accepted, so its deepest node is the one of largest depth.
+    # Only one path is accepted; its last node is the deepest accepted node.
     depth, last = torch.where(accepted, tree.depths, -1).max(-1)
     return _along_path(tree, tokens, last, depth + 1, targets.gather(1, last[:, None]))
 
 
 def match_along(tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: SelectFn) -> Accepted:
-    """Match rule node by node: the target's scores are asked for along the accepted path only.
+    """Match rule node by node: asks for the target's scores only along the accepted path.
 
-    For logits processors, which must see each node's true prefix, and for sampling, where one draw
-    per emitted token in order leaves a seeded generator as plain generation would.
+    For logits processors, which must see each node's true prefix, and for sampling: one draw per
+    emitted token, in order, leaves a seeded generator in the same state as plain generation.
     """
     last = torch.zeros_like(tokens[:, 0])
     active = torch.ones_like(last, dtype=torch.bool)
@@ -112,9 +112,9 @@ def rejection(
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), for trees as well as chains.
 
     For candidates x sampled independently from q: accept with min(1, p(x) / q(x)); after a
-    rejection p becomes norm(max(0, p - q)), for the next sibling and in the end for the emitted
-    token (SpecInfer, algorithm 2). Draft & Verify, algorithm 4, with the acceptance test's random
-    number drawn apart from any other; SPACE, algorithm 1, with the residual in line 18.
+    rejection, p becomes norm(max(0, p - q)) for the next sibling and finally for the emitted token
+    (SpecInfer, algorithm 2). This is also Draft & Verify, algorithm 4, with an independent random
+    number for the acceptance test, and SPACE, algorithm 1, with the residual in line 18.
 
     Args:
         tree: the tree of each row.
@@ -160,11 +160,12 @@ def typical(
     """Typical acceptance (Medusa, section 2.3.1; PPD, section 5.5). **Lossy**.
 
     Accept a candidate if p(x) > min(epsilon, delta * exp(-H(p))) at its parent; of the accepted
-    paths take the longest, among equals the likeliest. The step's last token is the target's own.
+    paths take the longest, and of equally long ones the likeliest. The target chooses the step's
+    last token.
 
     Args:
         tree, tokens: as in :func:`match`.
-        scores: target scores; asked for at every accepted node that has candidates, parents first,
+        scores: target scores; needed at every accepted node that has candidates, parents first,
             then at the last node of the path.
         select: chooses the bonus token.
         epsilon: hard threshold, in (0, 1].
@@ -175,7 +176,7 @@ def typical(
     inner = torch.zeros_like(parents).scatter_add_(1, above, valid.long()) > 0
     root = tree.depths == 0
     candidates = tokens.masked_fill(root, 0)
-    waiting = root  # accepted nodes to ask for: the first of each row, one row beside the other
+    waiting = root  # accepted nodes whose scores are needed, one per batch row
     likelihood = torch.zeros(tokens.shape, device=tokens.device).where(root, -torch.inf)
     asked: list[tuple[Tensor, Tensor]] = []
     while (active := waiting.any(-1)).any():
@@ -201,7 +202,7 @@ def typical(
 
 
 def _plain(targets: Tensor) -> Accepted:
-    """What a step without candidates accepts. ``targets``: (batch, 1)."""
+    """The result of a step without candidates. ``targets``: (batch, 1)."""
     return Accepted(torch.zeros_like(targets), torch.ones_like(targets[:, 0]), targets)
 
 
@@ -212,7 +213,7 @@ def _along_path(
     depth = tree.max_depth
     rows = torch.arange(len(last), device=last.device)
     on_path = tree.ancestors[rows, last]
-    # Every node on the path writes its index at its depth; the others into a column cut off below.
+    # Nodes on the path write their index at their depth; the others write to a discarded column.
     column = torch.where(on_path, tree.depths, depth + 1)
     index = torch.arange(tree.num_nodes, device=last.device).expand_as(column)
     path = torch.zeros(len(last), depth + 2, dtype=torch.long, device=last.device)

@@ -1,7 +1,7 @@
-"""The batch shrinks as its rows finish, so that forwards do not pay for finished rows.
+"""Shrinks the batch as its rows finish, so that forwards do not compute finished rows.
 
-Rows advance at different rates, and most of a batch is often done long before its last row. Knows
-who must hear of it; knows nothing of what a step does.
+Rows advance at different rates; most of a batch is often done long before its last row. This module
+knows which objects follow the batch, but not what a step does.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from hf_spec.decoding.scoring import Processors
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.step_tokens import bucket
 
-#: Share of the carried rows that must have finished. In the way of the others stands at most one
-#: row per finished one, and swapping two rows takes about as long as one row's share of a step
-#: does (docs/inside/exactness.md), so that it pays within a step or two. Not less, since step times
-#: are learned anew for every size of the batch.
+#: Share of the carried rows that must have finished. There is at most one swap per finished row,
+#: and a swap costs about one row's share of a step (docs/inside/exactness.md), so shrinking pays
+#: within a step or two. The share is not smaller, as step times are learned per batch size.
 SHARE = 1 / 8
 
 
@@ -27,10 +26,10 @@ class Shrinking:
     """Drops finished rows from one call's batch.
 
     Args:
-        state: of the call; its rows become fewer.
-        drafter, scorer: are told.
-        ends: for rows of the call, 1 where the last token is cached before they may go.
-        halves: only go down to a power of two: compiled code is for one size.
+        state: the call's state, whose rows are dropped.
+        drafter, scorer: follow the batch.
+        ends: given rows of the call, 1 for each whose last token must be cached before it leaves.
+        halves: shrink only to powers of two, as code is compiled for each size.
     """
 
     def __init__(
@@ -45,7 +44,10 @@ class Shrinking:
         self._allowed: bool | None = None
 
     def step(self) -> bool:
-        """Between two steps: drop the finished rows if that pays; whether any were dropped."""
+        """Drop the finished rows if that pays; return whether any were dropped.
+
+        Called between two steps.
+        """
         state = self.state
         ends = self.ends(state.rows)
         finished = [n for n, (on, end) in enumerate(zip(state.active, ends)) if not on and not end]
@@ -63,7 +65,7 @@ class Shrinking:
 
     @property
     def allowed(self) -> bool:
-        """Whether the model may be called with fewer rows; looked into once."""
+        """Whether the model may be called with fewer rows; determined once."""
         if self._allowed is None:
             inputs = self.state.forward.model_kwargs.values()
             self._allowed = not (

@@ -1,4 +1,4 @@
-"""From a draft and the model's logits to accepted tokens, by the rule that the options name."""
+"""Turns a draft and the model's logits into accepted tokens, by the chosen acceptance rule."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_spec.drafting.options import StrategyOptions
 
 @dataclass
 class Choice:
-    """What a step accepted, on the host.
+    """The accepted tokens of a step, on the host.
 
     Attributes:
         path: ``(batch, depth + 1)`` accepted nodes, as a tensor for the cache.
         nodes: accepted nodes per row, the root first.
-        tokens: emitted tokens per row, as many as nodes.
+        tokens: emitted tokens per row, as many as accepted nodes.
         scores, logits: ``(vocab,)`` float32 per emitted token and row, if they are recorded.
     """
 
@@ -35,12 +35,12 @@ class Choice:
 
 @dataclass
 class Decision:
-    """What a step accepted, on the device.
+    """The accepted tokens of a step, on the device.
 
     Attributes:
         accepted: paths and tokens.
-        active: rows that matter.
-        recorded: where scores and logits of emitted tokens are kept, if they are.
+        active: unfinished rows.
+        recorded: scores and logits of emitted tokens, if they are recorded.
     """
 
     accepted: Accepted
@@ -48,20 +48,20 @@ class Decision:
     recorded: _Target | None = None
 
     def on_host(self, ahead: Tensor | None = None) -> tuple[Choice, Any]:
-        """The same for the host; one transfer for all that it needs to know.
+        """Copy the decision to the host in a single transfer.
 
         Args:
-            ahead: ``(batch, n)`` float32 numbers that the host wants besides.
+            ahead: ``(batch, n)`` float32 numbers to transfer along with it.
 
         Returns:
-            What was accepted, and ``ahead`` on the host, as a NumPy array.
+            What was accepted, and ``ahead`` as a NumPy array on the host.
         """
         accepted, depth = self.accepted, self.accepted.path.shape[1]
         packed = torch.cat([accepted.counts[:, None], accepted.path, accepted.tokens], 1)
         numbers = None
         if ahead is None:
             rows = packed.tolist()
-        else:  # float32 holds whole numbers below 2 ** 24 exactly, as tokens are
+        else:  # float32 represents integers below 2 ** 24, and so all tokens, exactly
             both = torch.cat([packed.to(ahead), ahead], 1).cpu().numpy()
             numbers = both[:, packed.shape[1] :]
             rows = both[:, : packed.shape[1]].astype(int).tolist()
@@ -83,7 +83,7 @@ class Chooser:
     """Applies an acceptance rule under a call's logits processors.
 
     Args:
-        options: name the rule.
+        options: the options that name the rule.
         scorer: the call's logits processors.
         do_sample: sample the target's tokens instead of taking the argmax.
         record: keep scores and logits of emitted tokens.
@@ -96,7 +96,7 @@ class Chooser:
         self.record = record
 
     def matches(self, draft: Draft) -> bool:
-        """Whether the match rule decides by the logits as they are: the likeliest tokens."""
+        """Whether the match rule applies to unprocessed logits: greedy decoding by argmax."""
         known = self.scorer.trivial and not self.do_sample and not self.record
         return known and draft.distributions is None and self.options.acceptance != "typical"
 
@@ -105,8 +105,8 @@ class Chooser:
 
         Args:
             draft: the candidates.
-            logits: ``(batch, nodes, vocab)`` of the model.
-            active: rows that matter.
+            logits: ``(batch, nodes, vocab)`` from the model.
+            active: unfinished rows.
         """
         if self.matches(draft):
             accepted = verify.match(draft.tree, draft.tokens, logits.argmax(-1))
@@ -121,7 +121,7 @@ class Chooser:
             )  # fmt: skip
         elif q is not None:
             accepted = verify.rejection(draft.tree, draft.tokens, q, target)
-        else:  # also under rejection, which is the same for a greedy target
+        else:  # also for rejection, which is equivalent for a greedy target
             accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
         return Decision(accepted, active, target if self.record else None)
 
@@ -146,7 +146,7 @@ class _Target:
         self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, nodes: Tensor, active: Tensor) -> Tensor:
-        # A copy in float32, as plain generation makes it: processors may write into it.
+        # A float32 copy, as in plain generation: processors may modify it.
         logits = self.logits[self.rows, nodes].to(torch.float32, copy=True)
         if self.scorer.trivial and not self.record:
             return logits

@@ -1,7 +1,7 @@
-"""Compiled steps: when a call has them, and what it is then held to.
+"""Compiled steps: when a call uses them, and which options they allow.
 
-As in Transformers, ``cache_implementation="static"`` asks for them: on accelerators they are then
-compiled unless ``disable_compile`` says otherwise, elsewhere if there is a ``compile_config``.
+As in Transformers, ``cache_implementation="static"`` requests them. Steps are then compiled on
+accelerators unless ``disable_compile`` is set, and elsewhere only with a ``compile_config``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hf_spec.model.graphs import Graphs
 #: Value of ``cache_implementation``.
 STATIC = "static"
 
-#: Of a call's arguments those that only our configs have.
+#: Arguments of a call that only our configs have.
 _OURS = ("assistant_strategy", "assistant_kwargs")
-#: Where Transformers compiles of itself.
+#: Devices for which Transformers compiles by default.
 _ACCELERATORS = ("cuda", "xpu", "neuron", "tpu")
 
 
 def ask_for_compiling(config: GenerationConfig) -> None:
-    """Note what a call's own config asks for, and take it out of Transformers' sight, which would
-    allocate its own static cache."""
+    """Record the request for compiled steps and remove it from the call's config, or else
+    Transformers would allocate its own static cache."""
     if config.cache_implementation == STATIC:
         config.cache_implementation = None
         config._static_steps = True
@@ -42,13 +42,13 @@ def graphs_for(
     """Compiled code for a call's steps; None if they are not to be compiled.
 
     Args:
-        model: of the call.
-        config: what :func:`ask_for_compiling` has seen.
-        drafter: does without pruning from here on where that is the policy's choice.
-        kind: of its forwards: the strategy, its adapter.
+        model: the call's model.
+        config: a config that :func:`ask_for_compiling` has processed.
+        drafter: stops pruning if pruning was left to the policy.
+        kind: identifies its forwards: the strategy and its adapter.
 
     Raises:
-        ValueError: what was asked for cannot be had in compiled steps.
+        ValueError: if an option does not work with compiled steps.
     """
     asked = getattr(config, "_static_steps", False) and not config.disable_compile
     if not asked or (config.compile_config is None and model.device.type not in _ACCELERATORS):
@@ -76,26 +76,26 @@ def warm_up(
     progress: Callable[[int], Any] | None = None,
     **kwargs: Any,
 ) -> int:
-    """Compile in advance what calls of a strategy with a static cache run.
+    """Compile in advance the code that calls with a static cache run.
 
-    Calls of the same process then compile nothing, as long as they stay within these sizes; with
-    Inductor, those of later processes compile from its cache on disk.
+    Later calls in the same process compile nothing if they stay within these sizes. With Inductor,
+    later processes compile from its cache on disk.
 
     Args:
         model: a causal language model.
-        batch_sizes: of later calls; a shrinking batch goes through powers of two.
-        max_length: most tokens of prompt and output together; there is a graph for every power of
+        batch_sizes: batch sizes of later calls; a shrinking batch goes through powers of two.
+        max_length: largest number of prompt and output tokens; there is a graph for every power of
             two up to it, from 256.
         generation_config: as for ``generate``.
-        progress: called with the number of graphs so far whenever one is made.
-        **kwargs: as for ``generate``: the strategy, its options, ``compile_config``. Without the
-            latter ``torch.compile`` has Transformers' defaults.
+        progress: called with the number of graphs so far after each new graph.
+        **kwargs: as for ``generate``: the strategy, its options, ``compile_config``. Without a
+            ``compile_config``, ``torch.compile`` uses Transformers' defaults.
 
     Returns:
-        The number of graphs made.
+        The number of compiled graphs.
 
     Raises:
-        ValueError: a size is below 1, or what ``generate`` raises.
+        ValueError: if a size is below 1, or if ``generate`` raises it.
     """
     for size in batch_sizes:
         check_count("batch_sizes", size)
@@ -107,7 +107,7 @@ def warm_up(
         "cache_implementation": STATIC, "max_new_tokens": 8, "eos_token_id": None,
         "return_dict_in_generate": True,
     }  # fmt: skip
-    # Transformers warns of a config and arguments for it side by side.
+    # Transformers warns if it gets both a config and arguments for it.
     for name in [name for name in given if hasattr(config, name) or name in _OURS]:
         setattr(config, name, given.pop(name))
     made, length = 0, BUCKET
@@ -115,7 +115,7 @@ def warm_up(
         config._tell_made = lambda number: progress(made + number)
     while True:
         for batch_size in batch_sizes:
-            # A prompt that needs buffers of this size, and of no larger one.
+            # A prompt that needs buffers of exactly this size.
             ids = torch.ones(batch_size, max(length // 2 - 8, 8), dtype=torch.long)
             ids = (ids + torch.arange(ids.shape[1]) % 2).to(model.device)
             output = model.generate(
@@ -130,11 +130,11 @@ def warm_up(
 def warm(
     state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int]], match: bool
 ) -> None:
-    """Run forwards of all these shapes behind a prompt, and forget them.
+    """Run forwards of all these shapes after a prompt and discard the results.
 
     Args:
-        shapes: nodes of the tree, and those of them that have probes.
-        match: whether steps end by the match rule; see :class:`TreeForward`.
+        shapes: numbers of tree nodes, and of nodes with probes.
+        match: whether steps end with the match rule; see :class:`TreeForward`.
     """
     known = state.probe_hidden
     for nodes, probed in shapes:

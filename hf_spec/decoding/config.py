@@ -14,24 +14,24 @@ logger = logging.getLogger(__name__)
 
 
 class StoredOptions(dict[str, Any]):
-    """Options that came with a repository, and its name; those that a user gives replace them."""
+    """Options from a repository, and its name; options given by the user replace them."""
 
     source = ""
 
 
 def note_source(config: GenerationConfig, source: str) -> None:
-    """Let the options of a loaded configuration tell where they came from."""
+    """Record where the options of a loaded configuration came from."""
     if isinstance(config.assistant_kwargs, dict):
         config.assistant_kwargs = StoredOptions(config.assistant_kwargs)
         config.assistant_kwargs.source = source
 
 
 def warn_if_lossy(options: Any, lossless: bool) -> None:
-    """Log, once by name, that a repository's options change what is generated.
+    """Warn, once per repository, that its options change what is generated.
 
     Args:
-        options: a call's, as they were given.
-        lossless: whether their acceptance rule is.
+        options: the call's options, as given.
+        lossless: whether their acceptance rule is lossless.
     """
     if isinstance(options, StoredOptions) and not lossless:
         _warn_of_lossy(options.source, options["acceptance"])
@@ -70,7 +70,7 @@ class SpecConfig(GenerationConfig):
                 f"assistant_kwargs={assistant_kwargs!r} without assistant_strategy: name the "
                 "strategy these options belong to."
             )
-        # Set before the parent's: its _from_model_config=True would lose extra fields on reload.
+        # Set first: the parent's default, _from_model_config=True, loses extra fields on reload.
         kwargs["_from_model_config"] = False
         super().__init__(**kwargs)
         self.assistant_strategy = assistant_strategy

@@ -1,4 +1,4 @@
-"""Continuous batching: prompts join a batch between two steps, in the places of finished ones."""
+"""Continuous batching: between two steps, prompts join a batch in place of finished ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
-#: Arguments of ``generate`` that belong to a single call, and why a batch cannot have them.
+#: Arguments of ``generate`` that only make sense for a single call, and why.
 _REFUSED = {
     "inputs": "give prompts to add() or generate()",
     "input_ids": "give prompts to add() or generate()",
@@ -50,7 +50,7 @@ class Finished:
     """A prompt whose output is complete.
 
     Attributes:
-        index: which prompt, counted from 0 in the order in which they were added.
+        index: index of the prompt, from 0, in the order of addition.
         sequence: ``(seq,)`` int64, the prompt and its new tokens.
         prompt_length: tokens of the prompt.
     """
@@ -61,13 +61,13 @@ class Finished:
 
     @property
     def new_tokens(self) -> Tensor:
-        """``(new,)`` what was generated."""
+        """``(new,)`` the generated tokens."""
         return self.sequence[self.prompt_length :]
 
 
 @dataclass
 class _Request:
-    """A prompt, and what ``generate`` has prepared for it."""
+    """A prompt with the arguments that ``generate`` prepared for it."""
 
     index: int
     model: Any
@@ -85,22 +85,22 @@ class _Request:
 class Batch:
     """Prompts that are decoded together; new ones join whenever a place is free.
 
-    A list of prompts of different lengths thus runs at a full batch throughout, where a call of
-    ``generate`` waits for its longest row. Each output is that of ``generate`` with the prompt
-    alone: exactly for greedy decoding, in distribution for sampling, since all rows draw from one
-    generator. Logits processors and stopping criteria are made for each prompt and see it alone.
+    Prompts of different lengths thus always run in a full batch, where a call of ``generate`` waits
+    for its longest row. Each output equals that of ``generate`` with the prompt alone: exactly for
+    greedy decoding, in distribution for sampling, as all rows draw from one generator. Each prompt
+    has its own logits processors and stopping criteria, which see only that prompt.
 
-    Not for several threads at a time. What is given to ``max_time`` counts from :meth:`add`.
+    Not thread-safe. ``max_time`` counts from :meth:`add`.
 
     Args:
         model: a causal language model.
-        batch_size: places.
+        batch_size: number of places.
         generation_config, kwargs: as for ``generate``, the same for all prompts;
             ``assistant_strategy`` must be among them.
 
     Raises:
-        ValueError: ``batch_size`` is below 1, there is no strategy, or an argument belongs to a
-            single call; the message names it.
+        ValueError: if ``batch_size`` is below 1, there is no strategy, or an argument only makes
+            sense for a single call; the message names it.
 
     Example::
 
@@ -131,7 +131,7 @@ class Batch:
         self._running: _Running | None = None
 
     def add(self, prompt: Tensor | Sequence[int]) -> int:
-        """Let a prompt wait for a place.
+        """Queue a prompt.
 
         Args:
             prompt: ``(seq,)`` or ``(1, seq)`` token ids, without padding.
@@ -140,8 +140,8 @@ class Batch:
             Its index.
 
         Raises:
-            ValueError: the prompt is empty or has several rows, or ``generate`` refuses it; those
-                that are running go on.
+            ValueError: if the prompt is empty or has several rows, or if ``generate`` refuses it;
+                running prompts are not affected.
         """
         ids = torch.as_tensor(prompt, dtype=torch.long)
         ids = ids[None] if ids.ndim == 1 else ids
@@ -156,7 +156,7 @@ class Batch:
         return self._added - 1
 
     def generate(self, prompts: Iterable[Tensor | Sequence[int]]) -> Iterator[Finished]:
-        """Decode prompts; results come in the order in which they finish.
+        """Decode prompts; yields results in the order in which they finish.
 
         Args:
             prompts: see :meth:`add`; taken one by one as places become free.
@@ -174,18 +174,18 @@ class Batch:
 
     @property
     def num_free(self) -> int:
-        """Prompts that can be added and do not wait; below 0 where some wait."""
+        """Number of prompts that can start at once; negative if prompts are waiting."""
         return self.batch_size - self.num_unfinished
 
     @property
     def num_unfinished(self) -> int:
-        """Prompts that run or wait."""
+        """Number of running and waiting prompts."""
         running = 0 if self._running is None else self._running.num_active
         return running + len(self._waiting)
 
     @torch.no_grad()
     def step(self) -> list[Finished]:
-        """Fill free places and take one step; the prompts that are finished with it."""
+        """Fill free places and take one step; return the prompts that it finishes."""
         if not self.num_unfinished:
             return []
         if self._running is None or (not self._running.num_active and self._running.shrunk):
@@ -204,7 +204,7 @@ class Batch:
             self._running = None
 
     def _prepared(self, ids: Tensor) -> _Request:
-        """What ``generate`` makes of the arguments for this prompt, taken before it decodes."""
+        """The arguments that ``generate`` prepares for this prompt, captured before decoding."""
 
         def capture(
             model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
@@ -238,22 +238,22 @@ class _Running:
     """Requests that are decoded together.
 
     Args:
-        first: tells model, strategy and settings, which are the same for all.
-        batch_size: places.
-        stats: of all steps.
+        first: the first request; model, strategy and settings are the same for all.
+        batch_size: number of places.
+        stats: statistics of all steps.
     """
 
     def __init__(self, first: _Request, batch_size: int, stats: SpecStats):
         model, config = first.model, first.config
         self.model, self.config = model, config
         self.batch_size = batch_size
-        self.strategy = Strategy.of(model, config, unsure=True)  # rows have lengths of their own
+        self.strategy = Strategy.of(model, config, unsure=True)  # rows differ in length
         self.ranks = Ranks(model)
         if config.do_sample:
             self.ranks.share_random_state()
         self.stats = stats
         self.watch = Stopwatch(stats, model.device, self.ranks.same)
-        #: By place; None where there has been none.
+        #: Request at each place; None if there has been none.
         self.requests: list[_Request | None] = [None] * batch_size
         self.steps: Steps | None = None
         self.shrinking: Shrinking | None = None
@@ -266,11 +266,11 @@ class _Running:
 
     @property
     def shrunk(self) -> bool:
-        """Whether places are gone."""
+        """Whether the batch has shrunk."""
         return self.steps is not None and self.steps.state.batch_size < self.batch_size
 
     def fill(self, waiting: deque[_Request]) -> list[Finished]:
-        """Let requests join as long as places are free; those that the first token finishes."""
+        """Admit requests while places are free; return those that finish with their first token."""
         finished = []
         while waiting and self.num_active < self.batch_size and not self.shrunk:
             with self.watch.phase("forward"):
@@ -279,10 +279,10 @@ class _Running:
         return finished
 
     def step(self, last: bool) -> list[Finished]:
-        """One step of all rows; those that are finished with it.
+        """Take one step of all rows; return the requests that it finishes.
 
         Args:
-            last: no request will join any more, so that the batch may shrink.
+            last: no more requests will join, so the batch may shrink.
         """
         steps, shrinking = self.steps, self.shrinking
         assert steps is not None and shrinking is not None
@@ -296,20 +296,20 @@ class _Running:
         before = list(state.active)
         steps.take()
         over = [n for n, (was, now) in enumerate(zip(before, state.active)) if was and not now]
-        if over:  # nobody looks at these slots any more
+        if over:  # these slots are no longer read
             lengths = [n if on else 0 for n, on in zip(state.cache.host_lengths, state.active)]
             state.cache.truncate(lengths)
             self.stats.details = steps.details()
         return [self._result(state.rows[place]) for place in over]
 
     def close(self) -> None:
-        """No request runs any more."""
+        """End the batch once no request is running."""
         if self.steps is not None and self.strategy.graphs is not None:
             self.strategy.graphs.spare(self.steps.state.cache.release())
         self.watch.step(last=True)
 
     def _join(self, request: _Request) -> list[Finished]:
-        """Run a prompt by itself, and give it a place."""
+        """Run a prompt by itself and give it a place."""
         drafter, emission = self.strategy.drafter, request.emission
         handover = Handover(request.model_kwargs.get("past_key_values"), emission, False)
         prompt = prefill(
@@ -352,10 +352,10 @@ class _Running:
             )
 
     def _start(self, like: TreeForward) -> Steps:
-        """A batch of empty places.
+        """Create a batch of empty places.
 
         Args:
-            like: of the first prompt.
+            like: the forward of the first prompt.
         """
         strategy, drafter = self.strategy, self.strategy.drafter
         cache = TreeCache.like(like.cache, self.batch_size)
@@ -396,15 +396,15 @@ def _finished(request: _Request) -> Finished:
 
 
 def _no_ends(rows: Sequence[int]) -> list[int]:
-    """No caller has a cache that must hold last tokens."""
+    """No last tokens need caching: no caller gets the cache."""
     return [0] * len(rows)
 
 
 class _Rows:
-    """The requests at the places of a batch, as one call's sequences and one call's processors.
+    """Presents a batch's requests as the sequences and processors of a single call.
 
     Args:
-        requests: by place; changed as requests join.
+        requests: the request at each place; changes as requests join.
     """
 
     def __init__(self, requests: list[_Request | None]):
@@ -429,7 +429,7 @@ class _Rows:
         return request.emission.take(0, tokens, scores, logits)
 
     def stream(self) -> None:
-        """Results come as prompts finish."""
+        """Do nothing: results are returned as prompts finish."""
 
     # -- processors --------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Emitted tokens: stopping criteria, streaming, recorded scores, and the final ids.
 
-Tokens are taken one by one, in order, and nothing is kept past a row's stop.
+Tokens are appended one by one, in order, and nothing past a row's stop is kept.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ NO_LIMIT = 2**60
 
 
 class Emission:
-    """The rows of a call as they grow.
+    """The growing sequences of a call.
 
     Args:
-        input_ids: ``(batch, width)`` the prompt as ``generate`` was given it.
+        input_ids: ``(batch, width)`` the prompt as passed to ``generate``.
         real: ``(batch, width)`` bool, False for padding; None if there is none.
         criteria: the prepared stopping criteria; one of them is a ``MaxLengthCriteria``.
         pad_token_id: fills rows past their end.
-        streamer: gets each token as plain generation would put it; its method ``end_step``, if it
-            has one, is called after each step.
-        record_scores, record_logits: whether to keep them per token.
-        same: makes numbers the same in all processes that decode together.
+        streamer: receives the same calls as in plain generation; its method ``end_step``, if it has
+            one, is called after each step.
+        record_scores, record_logits: whether to record them per token.
+        same: makes numbers equal in all processes that decode together.
 
     Attributes:
         ids: ``(batch, capacity)`` prompt and emitted tokens, ``lengths[row]`` columns in use; what
-            lies behind is scratch space for a row's candidates. Grows with what is written.
+            follows is scratch space for a row's candidates. Grows as needed.
         tokens: the rows' real tokens as lists.
     """
 
@@ -66,7 +66,7 @@ class Emission:
         self.streamer = streamer
         self._streamed = self.width
         self._pad = pad_token_id or 0
-        #: Column at which a row's criteria first said stop.
+        #: Column at which a row's criteria first stopped it.
         self._stops: list[int | None] = [None] * batch
         self.scores: list[list[Tensor]] | None = [[] for _ in rows] if record_scores else None
         self.logits: list[list[Tensor]] | None = [[] for _ in rows] if record_logits else None
@@ -90,7 +90,7 @@ class Emission:
 
     @property
     def active(self) -> list[bool]:
-        """Rows that still take tokens."""
+        """Whether each row still takes tokens."""
         return [self._takes(row) for row in range(len(self.lengths))]
 
     def _takes(self, row: int) -> bool:
@@ -132,7 +132,7 @@ class Emission:
         Args:
             row: the row.
             tokens: accepted tokens in order.
-            scores, logits: ``(vocab,)`` per token, where they are recorded.
+            scores, logits: ``(vocab,)`` per token, if they are recorded.
 
         Returns:
             How many tokens were kept.
@@ -167,10 +167,10 @@ class Emission:
         return any(self._ask(criterion, prefix, scores) for criterion in self._others)
 
     def _ask(self, criterion: Any, prefix: Tensor, scores: Any) -> bool:
-        """Whether a criterion stops a row, which stands by itself: rows differ in length.
+        """Whether a criterion stops a row. It sees only that row, as rows differ in length.
 
         Raises:
-            ValueError: it looks for the batch's other rows.
+            ValueError: if the criterion needs the other rows of the batch.
         """
         try:
             return bool(torch.as_tensor(criterion(prefix, scores)).any())
@@ -185,7 +185,7 @@ class Emission:
             ) from error
 
     def stream(self) -> None:
-        """Give the streamer the columns that all rows have reached, one by one."""
+        """Pass the columns that all rows have reached to the streamer, one by one."""
         if self.streamer is None:
             return
         unfinished = [length for length, active in zip(self.lengths, self.active) if active]
@@ -220,7 +220,7 @@ class Emission:
         return self.ids[:, :end].clone()
 
     def columns(self, rows: list[list[Tensor]] | None) -> tuple[Tensor, ...] | None:
-        """Recorded rows as one ``(batch, vocab)`` tensor per emitted column."""
+        """Recorded scores or logits as one ``(batch, vocab)`` tensor per emitted column."""
         if rows is None:
             return None
         count = max(self.lengths) - self.width

@@ -1,6 +1,6 @@
-"""The key-value cache's way into a call and back to the caller, however the call ends.
+"""Takes a key-value cache into a call and returns it to the caller, however the call ends.
 
-Knows whose cache it is and what of the conversation is in it; knows nothing of how steps fill it.
+This module knows who owns the cache and which tokens it holds, but not how steps fill it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from hf_spec.decoding.emission import Emission
 
 
 class Handover:
-    """Lends a call its cache and gives the caller his own back.
+    """Provides a call's cache and returns the caller's own cache to it.
 
-    What comes back holds the start of each row's conversation: all that is cached of the prompt and
-    of the emitted tokens. Where a call fails, rows that had not finished are cut to equally many
-    emitted tokens, so that rows that began equally long still are. A prompt that fails in its
-    first forward leaves a ``DynamicCache`` as it was.
+    The returned cache holds the start of each row's conversation: the cached part of the prompt and
+    of the emitted tokens. If a call fails, unfinished rows are cut to the same number of emitted
+    tokens, so that rows of equal length stay equally long. If the prompt's first forward fails, a
+    ``DynamicCache`` is unchanged.
 
     Args:
-        given: the call's ``past_key_values``: the caller's, or what ``generate`` made; or None.
-        emission: the call's rows as they grow.
-        returned: whether the call's output has the cache.
-        allocate: makes buffers of few sizes for a cache that is made here; None: they are as large
-            as they need be.
+        given: the call's ``past_key_values``, from the caller or created by ``generate``; or None.
+        emission: the call's growing sequences.
+        returned: whether the call's output contains the cache.
+        allocate: allocates buffers of bucketed sizes for a new cache; None for buffers of the exact
+            size.
 
     Attributes:
-        cache: the call's cache; None until it is taken over or, the caller's, found to be fit: to
-            hold the start of each row's conversation.
-        history: tokens of each row that stand in the cache before those of ``emission``; None if
-            they are not known.
-        start: lengths of the rows behind the prompt; None while it runs.
+        cache: the call's cache; None until it is taken over or, if it is the caller's, until it is
+            known to hold the start of each row's conversation.
+        history: tokens of each row that the cache holds before those of ``emission``; None if they
+            are unknown.
+        start: lengths of the rows after the prompt; None while it runs.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Handover:
         self.cache: TreeCache | None = None
         self.history: list[list[int]] | None = None
         self.start: list[int] | None = None
-        # generate() makes a cache where the caller gave none; only the caller's is filled again.
+        # generate() creates a cache if the caller passed none; only the caller's is filled again.
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self._target: DynamicCache | None = given if callers else None
         self._wanted = returned or callers or isinstance(given, TreeCache)
-        #: The target's layers before the prompt; layers replace their tensors, so that these last.
+        #: The layers before the prompt. Layers replace their tensors, so these stay valid.
         self._before = [(one, dict(vars(one))) for one in given.layers] if callers else None
         self._mask: Tensor | None = None
         self._done = False
@@ -60,7 +60,7 @@ class Handover:
     def take_over(
         self, source: DynamicCache, mask: Tensor | None, capacity: int, front: int, logits: Tensor
     ) -> TreeCache:
-        """The call's cache, with what the prompt's forward left in ``source``.
+        """Create the call's cache from the states that the prompt's forward left in ``source``.
 
         Args:
             source: is emptied.
@@ -69,33 +69,33 @@ class Handover:
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
         cache = self.empty(len(source.layers), len(logits), logits.device)
-        # Known here before it takes over anything, since that is when ``source`` is emptied.
+        # Adopted before it takes over anything, as taking over empties ``source``.
         self.adopt(cache, mask)
         cache.take_over(source, mask, capacity, front)
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
-        """A cache that is not the call's yet."""
+        """Create an empty cache, which is not yet the call's."""
         cache = TreeCache(layers, rows, device)
         if self.allocate is not None:
             cache.use_buckets(self.allocate)
         return cache
 
     def adopt(self, cache: TreeCache, mask: Tensor | None) -> None:
-        """Take a cache that begins with the prompt for the call's.
+        """Use a cache that begins with the prompt as the call's cache.
 
         Args:
             mask: ``(batch, width)`` bool, the prompt's real tokens; None if all are.
         """
         self.cache, self._mask, self._before = cache, mask, None
-        if self.emission.width:  # otherwise the prompt came as embeddings
+        if self.emission.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
 
     def ends(self, rows: Sequence[int]) -> list[int]:
-        """For each of these rows, which the cache carries: 1 if its last token should be cached.
+        """For each of these rows of the cache: 1 if its last token should be cached, else 0.
 
-        Plain generation forwards the last token of a row that ends before others, so that a
-        caller's ``DynamicCache`` has it. In a ``TreeCache`` rows are independent.
+        Plain generation forwards the last token of a row that ends before others, so a caller's
+        ``DynamicCache`` holds it. In a ``TreeCache``, rows are independent.
         """
         if self._target is None or self.cache is None or self.start is None:
             return [0] * len(rows)
@@ -109,9 +109,9 @@ class Handover:
         ]  # fmt: skip
 
     def give_back(self) -> TreeCache | DynamicCache | None:
-        """The cache for the caller; his own ``DynamicCache`` is filled in place.
+        """Return the cache for the caller; the caller's ``DynamicCache`` is filled in place.
 
-        May be called again, also where it was interrupted.
+        May be called again, also after an interrupt.
         """
         if self._before is not None and self._target is not None:
             for layer, state in self._before:
@@ -124,7 +124,7 @@ class Handover:
         return self.cache if self._target is None else self._target
 
     def release(self) -> list[Tensor]:
-        """The buffers of a cache that nobody gets, once the call is over; else none."""
+        """The buffers of a cache that is not returned, once the call is over; else none."""
         kept = isinstance(self.given, TreeCache) or (self._wanted and self._target is None)
         return [] if kept or self.cache is None else self.cache.release()
 
@@ -152,7 +152,7 @@ class Handover:
             cache.unpack_into(self._target, self._filled(cached, start, cache.lengths.device))
 
     def _filled(self, cached: list[int], start: list[int], device: Any) -> Tensor | None:
-        """``(batch, slots)`` bool, the slots that hold a token; None if all do."""
+        """``(batch, slots)`` bool, True for slots that hold a token; None if all do."""
         if self._mask is None and min(cached) == max(cached):
             return None
         head = self._mask

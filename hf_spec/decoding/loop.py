@@ -1,4 +1,4 @@
-"""A call of ``generate()``: the prompt, then one step after the other. It serves every strategy."""
+"""A call of ``generate()``: the prompt, then step after step. All strategies share it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decode(
 ) -> Tensor | SpecGenerateOutput:
     """Decode with ``generation_config.assistant_strategy``; ``generate()`` calls this.
 
-    The arguments are those of ``GenerationMixin._sample``, the model being the first.
+    The arguments are those of ``GenerationMixin._sample``, starting with the model.
     """
     config = generation_config
     record = bool(config.return_dict_in_generate)
@@ -66,7 +66,7 @@ def decode(
         model_kwargs.get("past_key_values"), emission, record, graphs.allocate if graphs else None
     )
     with ExitStack() as stack:
-        stack.callback(handover.give_back)  # also after an error, an interrupt for one
+        stack.callback(handover.give_back)  # also after an error or interrupt
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,

@@ -1,9 +1,9 @@
-"""The prompt's forward pass, and the way into and out of our cache.
+"""The prompt's forward pass.
 
-A fresh prompt (or a continued ``DynamicCache``) is prefilled by Transformers itself, exactly as in
-plain generation; the result is then packed into a ``TreeCache``. A continued ``TreeCache`` takes
-its new tokens in chunks through the tree forward, each row its own number of them; so does an empty
-one a short prompt, if the strategy has probes, which ride along under the prompt's last token.
+Transformers itself prefills a new prompt (or a continued ``DynamicCache``), exactly as in plain
+generation; the result is packed into a ``TreeCache``. A continued ``TreeCache`` gets its new tokens
+in chunks through the tree forward; their number may differ between rows. An empty cache gets a
+short prompt the same way if the strategy has probes, which run under the prompt's last token.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from modeling_patches.attention_masks import PATCHES
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
 
-#: New tokens per forward when a TreeCache is continued; bounds the size of the explicit mask.
+#: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
 CHUNK = 256
 
-#: Columns of a fresh prompt with which probes ride along, at most. Plain attention knows that it is
-#: causal, ours has a mask: the longer the prompt, the more of that is in vain. Up to here it costs
-#: no more than the step that it saves (docs/inside/exactness.md).
+#: Longest new prompt, in columns, that is forwarded together with probes. That takes an explicit
+#: mask, which does not skip masked scores as causal attention does. Up to this length it costs no
+#: more than the step that it saves (docs/inside/exactness.md).
 RIDING = 512
 
-#: Attention that is as fast with an explicit mask of a prompt's size.
+#: Attention implementations that an explicit mask of a prompt's size does not slow down.
 TAKES_MASKS = ("eager", "sdpa")
 
-#: Slots allocated ahead of the prompt at first; more are added by doubling.
+#: Slots allocated after the prompt at first; more are added by doubling.
 RESERVE = 512
 
-#: Inputs of the model's forward that the loop makes itself.
+#: Inputs of the model's forward that the loop provides.
 _MADE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
          "inputs_embeds")  # fmt: skip
 
@@ -54,10 +54,10 @@ class Prefilled:
     Attributes:
         forward: tree forward over ``forward.cache``.
         logits: ``(batch, vocab)`` after the last prompt token.
-        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not asked for,
-            or a compiled model does not tell it.
-        probe_hidden: ``(batch, group, hidden)`` what it made of probes under that token; None if
-            there were none.
+        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not requested,
+            or if a compiled model does not expose it.
+        probe_hidden: ``(batch, group, hidden)`` final hidden states of the probes under that token;
+            None if there were none.
     """
 
     forward: TreeForward
@@ -67,7 +67,7 @@ class Prefilled:
 
     @property
     def num_probes(self) -> int:
-        """Probes under each row's last token."""
+        """Number of probes under each row's last token."""
         return 0 if self.probe_hidden is None else self.probe_hidden.shape[1]
 
 
@@ -99,12 +99,12 @@ def prefill(
     wants_hidden: bool = False,
     graphs: Graphs | None = None,
 ) -> Prefilled:
-    """Run the prompt; gives a tree forward behind it.
+    """Run the prompt and return a tree forward that continues it.
 
     Args:
-        drafter: whose probes run.
-        wants_hidden: give final hidden states, too.
-        graphs: compiled code for forwards behind the prompt, which itself runs as the model is.
+        drafter: the drafter whose probes run.
+        wants_hidden: also return final hidden states.
+        graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
     given, emission = handover.given, handover.emission
     positions = model_kwargs.get("position_ids")
@@ -126,7 +126,7 @@ def prefill(
     group = None if drafter is None else drafter.group
 
     def make_forward(cache: TreeCache, lengths: Tensor, last: Tensor | None = None) -> TreeForward:
-        """Behind a prompt of these lengths, whose last tokens stand at positions ``last``."""
+        """A tree forward after prompts of these lengths whose last positions are ``last``."""
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
@@ -155,8 +155,7 @@ def prefill(
         outputs = changes.run(
             model._prefill, input_ids, config, model_kwargs, is_first_iteration=True
         )
-        # Of the last chunk, if there are several; a model that is compiled as a whole tells
-        # nothing.
+        # The last chunk's, if there are several. A model compiled as a whole exposes no states.
         end = _End(outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None)
         source = outputs.past_key_values
         check_packable(source)
@@ -174,10 +173,10 @@ def prefill(
 def _rides(
     model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], handover: Handover
 ) -> bool:
-    """Whether a prompt without other inputs is forwarded by us, so that probes ride along.
+    """Whether we forward a prompt without other inputs ourselves, together with probes.
 
-    It is one that we forward as plain generation does: short, from its beginning, of tokens at
-    positions of their own, all of it at once, with the model's own attention, which takes masks.
+    The result must equal plain generation: the prompt is short and complete, consists of tokens at
+    the usual positions, runs in one forward, and the model's attention takes masks.
     """
     given, emission = handover.given, handover.emission
     if not isinstance(given, DynamicCache) or not given.layers or given.get_seq_length():
@@ -207,7 +206,7 @@ def _rides(
 def _new_tokens(
     handover: Handover, attention_mask: Tensor | None, config: GenerationConfig, model: Any
 ) -> list[list[int]]:
-    """Each row's tokens to append to a continued TreeCache, which is cut where its prompt parts."""
+    """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
     cache, emission = handover.given, handover.emission
     rows, width = emission.tokens, emission.width
     if not width:
@@ -243,13 +242,13 @@ def _new_tokens(
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two rows begin with alike."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(one, other))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class _End(NamedTuple):
-    """What a forward gives at the last token of each row; shapes as in :class:`Prefilled`."""
+    """A forward's outputs at the last token of each row; shapes as in :class:`Prefilled`."""
 
     logits: Tensor
     hidden: Tensor | None = None
@@ -268,20 +267,20 @@ def _extend(forward: TreeForward, rows: list[list[int]], group: ProbeGroup | Non
 def _append(
     forward: TreeForward, rows: list[list[int]], at_once: int, group: ProbeGroup | None = None
 ) -> _End:
-    """Forward tokens behind each row, its own number of them, and keep them.
+    """Forward and keep new tokens after each row; their number may differ between rows.
 
     Args:
-        at_once: of each row in one forward.
+        at_once: tokens per row in one forward.
         group: probes that run under the last token of each row.
 
     Returns:
-        What was found there, of the rows that have new tokens.
+        The outputs at the last tokens of the rows that have new tokens.
     """
     cache, device = forward.cache, forward.cache.lengths.device
     found: dict[int, list[Tensor]] = {}
     for start in range(0, max(map(len, rows)), at_once):
         parts = [row[start : start + at_once] for row in rows]
-        size = max(map(len, parts))  # shorter rows are filled up
+        size = max(map(len, parts))  # shorter rows are padded
         tokens = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=device)
         tree = TreeBatch.chain(len(rows), size, device)
         ended = [
@@ -310,11 +309,11 @@ def _append(
 
 
 def _reach(forward: TreeForward, width: int) -> Reach | None:
-    """For a model whose rotary frequencies follow the longest position; else None.
+    """The reach of a model whose rotary frequencies follow the longest position; else None.
 
     Args:
-        forward: behind a prompt.
-        width: columns of its ids, padding included.
+        forward: a forward after a prompt.
+        width: columns of the prompt's ids, padding included.
     """
     if not followers(forward.model):
         return None
@@ -326,13 +325,13 @@ def _reach(forward: TreeForward, width: int) -> Reach | None:
             f"position_ids that don't count from 0: {type(forward.model).__name__} computes its "
             f"cache anew at position {end}, which strategies cannot follow then. Leave them out."
         )
-    # Plain generation looks at the ids; where all rows are padded, frequencies change later.
+    # Plain generation uses the width of the ids; if all rows are padded, frequencies change later.
     near = end if end is not None and longest == width <= end else None
     return Reach(forward.model, [longest - length + 1 for length in lengths], near)
 
 
 def catch_up(state: DecodingState) -> None:
-    """Before a step: compute rows anew that plain generation would compute anew at their length."""
+    """Before a step, recompute the rows that plain generation would recompute at their length."""
     forward, cache = state.forward, state.cache
     if forward.reach is None:
         return

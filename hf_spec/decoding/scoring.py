@@ -23,20 +23,20 @@ class Processors(Process, Protocol):
 class Scorer:
     """Applies a call's logits processors to candidates of rows of different lengths.
 
-    A processor sees exactly what plain generation would show it: the row's input ids, padding
+    A processor sees exactly what it sees in plain generation: the row's input ids, padding
     included, followed by the tokens up to the node, and float32 logits. It sees all rows of the
-    call in their order, also where the batch has shrunk: a row that has left shows its last logits.
+    call in order, even after the batch has shrunk: rows that have left keep their last logits.
 
     Args:
         processors: the prepared list.
-        emission: the call's rows; suffixes are written behind them.
+        emission: the call's rows; suffixes are written after them.
     """
 
     def __init__(self, processors: LogitsProcessorList, emission: Emission):
         self.processors = processors
         self.emission = emission
         self.lengths = emission.lengths
-        #: The call's row at each row of the batch, and the logits that all rows showed last.
+        #: The call's row for each row of the batch, and the last logits of all rows.
         self._rows = list(range(len(self.lengths)))
         self._shown: Tensor | None = None
 
@@ -60,7 +60,7 @@ class Scorer:
         Args:
             logits: ``(batch, vocab)`` of the rows that the batch carries.
             suffixes: tokens to append to each row before its processors run.
-            active: rows that matter; the others keep their logits.
+            active: rows to process; the others keep their logits.
 
         Returns:
             ``(batch, vocab)`` float32 on the logits' device.
@@ -80,8 +80,8 @@ class Scorer:
             groups.setdefault(start + len(suffix), []).append(row)
         result = scores
         for length, rows in groups.items():
-            # The whole batch, since processors may count on its size and on a row's index in it;
-            # what they say about rows of another length is dropped.
+            # The whole batch, since processors may rely on its size and on a row's index; their
+            # results for rows of another length are dropped.
             part = self.processors(self.emission.ids[:, :length], scores.clone())
             everyone = len(rows) == len(self.lengths)
             result = part if everyone else result.index_copy(0, _index(rows, part), part[rows])
@@ -90,7 +90,7 @@ class Scorer:
         return result.to(device)
 
     def _of_all(self, logits: Tensor) -> Tensor:
-        """Logits of all rows of the call, given those of the batch."""
+        """Logits of all rows of the call, given those of the current batch."""
         if self._shown is None or len(self._rows) == len(self.lengths):
             self._shown = logits
         else:

@@ -1,9 +1,9 @@
-"""A trial of the tree forward on architectures that our tests do not cover.
+"""A self-check of the tree forward on architectures that our tests do not cover.
 
-Once per model, and per kind of forward that a drafter needs: a small tree behind a short random
-prompt must give the logits that plain generation gives along each of its paths. A model that
-mishandles an explicit mask or explicit positions, or what a drafter does with it, is refused here,
-instead of generating something else without a word, or failing in the middle of a call.
+It runs once per model and kind of forward: a small tree after a short random prompt must give the
+logits of plain generation along each path. A model that mishandles explicit masks or positions, or
+a drafter's changes, is refused here; otherwise it would silently generate wrong tokens, or fail in
+the middle of a call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from modeling_patches.support import VERIFIED, context_ends
 _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 _TREE = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
-#: Its longest path, and the one that pruning leaves.
+#: Its longest path, which is also the one that pruning leaves.
 _PATH = [node for node in range(len(_TREE)) if _TREE.batch().ancestors[0, len(_TREE) - 1, node]]
 _PROMPT, _PADDING = 8, 3
 
@@ -59,12 +59,13 @@ def check_tree_forward(
 
     Args:
         model: a causal language model.
-        name: what wants it, for errors.
-        drafter: what its forwards do besides is tried, too. None: its final states are read.
-        padded: whether a call may have padding; the same on all ranks that share the model.
+        name: name of the feature that needs it, for errors.
+        drafter: a drafter whose changes to forwards are checked, too. None if final states are
+            read instead.
+        padded: whether a call may have padding; equal on all ranks that share the model.
 
     Raises:
-        ValueError: naming the architecture and the error that was found.
+        ValueError: naming the architecture and the error found.
     """
     if model.config.get_text_config(decoder=True).model_type in VERIFIED:
         return
@@ -74,7 +75,7 @@ def check_tree_forward(
     reads = drafter is None or drafter.wants_hidden or drafter.probe_inputs is not None
     trials = [(_Trial(model, padded), drafter, reads)]
     if not _checked[model] and forgets_at(model) is None:
-        # Across the ends of contexts, where rotary frequencies may change.
+        # Trials that cross the end of a context, where rotary frequencies may change.
         ends = [end for end in context_ends(model) if end > _PROMPT]
         trials = [(_Trial(model, False, end - _PROMPT - 1), None, False) for end in ends] + trials
     try:
@@ -98,7 +99,7 @@ def check_tree_forward(
 
 
 class _Pruning:
-    """Leaves the longest path."""
+    """Keeps only the longest path."""
 
     def __init__(self, layer: int):
         self.layer = layer
@@ -112,7 +113,7 @@ class _Pruning:
 
 
 class _Trial:
-    """Two prompts of which one may be padded, from a position on, and a tree behind each."""
+    """Two prompts, one perhaps padded, from a given position, and a tree after each."""
 
     def __init__(self, model: Any, padded: bool, start: int = 0):
         self.model = model
@@ -122,7 +123,7 @@ class _Trial:
         self.device = model.get_input_embeddings().weight.device
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
-        # A generator of its own: the caller's seeds must not notice.
+        # A separate generator, so that the caller's seeded generator is not advanced.
         generator = torch.Generator().manual_seed(0)
         size = (2, _PROMPT + len(_TREE))
         ids = torch.randint(self.text_config.vocab_size, size, generator=generator)
@@ -133,11 +134,11 @@ class _Trial:
         self.limit = _PROMPT + len(_TREE)
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
-        """What went wrong, if it did, and the largest relative error.
+        """The failure, if any, and the largest relative error.
 
         Args:
-            drafter: what its forwards do besides is done.
-            reads: final states must be what the output embeddings are applied to.
+            drafter: a drafter whose changes to forwards are applied.
+            reads: whether final states must be the inputs of the output embeddings.
         """
         model, tree = self.model, _TREE.batch(2, self.device)
         probe_inputs = None if drafter is None else drafter.probe_inputs
@@ -175,11 +176,11 @@ class _Trial:
                 errors += [
                     _error(left.logits[:, place], plain[node]) for place, node in enumerate(_PATH)
                 ]
-            # The accepted path must stand in the cache as if it had been forwarded alone.
+            # The cache must then hold the accepted path as if it had been forwarded alone.
             forward.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
             root = forward(self.nodes[:, :1], TokenTree.chain(0).batch(2, self.device))
             errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
-        return _NO_TREE, float(torch.tensor(errors).max())  # NaN, if one of them is
+        return _NO_TREE, float(torch.tensor(errors).max())  # NaN if any is
 
     def _inputs(self) -> dict[str, Any]:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start
@@ -215,7 +216,7 @@ def _until(length: int) -> StoppingCriteriaList:
 
 
 def _force(tokens: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A logits processor under which each row says ``tokens`` (batch, n), then anything."""
+    """A logits processor that forces each row to generate ``tokens`` (batch, n)."""
 
     def process(ids: Tensor, scores: Tensor) -> Tensor:
         step = ids.shape[1] - _PROMPT
@@ -233,7 +234,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _disagreement(found: Tensor, logits: Tensor) -> float:
-    """By how much the likeliest tokens of ``found`` miss those of ``logits``, in their spread."""
+    """How far the argmax of ``found`` is below that of ``logits``, relative to their spread."""
     logits = logits.float()
     best = logits.amax(-1)
     missed = best - logits.gather(-1, found.argmax(-1, keepdim=True))[..., 0]

@@ -1,4 +1,4 @@
-"""A step of the decoding loop: propose, forward, verify, commit. Every strategy takes the same."""
+"""A step of the decoding loop: propose, forward, verify, commit. All strategies share it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hf_spec.policy.tuned_trees import Device, measurements
 
 
 class Growing(Protocol):
-    """The sequences that are decoded; see :class:`hf_spec.decoding.emission.Emission`."""
+    """The growing sequences; see :class:`hf_spec.decoding.emission.Emission`."""
 
     @property
     def active(self) -> list[bool]: ...
@@ -50,14 +50,14 @@ class Growing(Protocol):
 
 @dataclass
 class Strategy:
-    """What a generation config asks for, on a model.
+    """The strategy that a generation config names, set up on a model for one call.
 
     Attributes:
-        method, options: that it names.
-        drafter: for one call, look-ups included.
-        timed: whether how much is drafted may depend on what steps take.
-        adapter: the method's, if it is active.
-        graphs: compiled code for its steps; None if they are not to be compiled.
+        method, options: named by the config.
+        drafter: the call's drafter, look-ups included.
+        timed: whether the amount of drafting may depend on step times.
+        adapter: the method's adapter, if it is active.
+        graphs: compiled code for its steps; None if they are not compiled.
     """
 
     model: Any
@@ -70,14 +70,14 @@ class Strategy:
 
     @classmethod
     def of(cls, model: Any, config: GenerationConfig, unsure: bool = False) -> Strategy:
-        """The one of a prepared config.
+        """Set up the strategy of a prepared config.
 
         Args:
-            unsure: look closely at whether the model takes tree masks: rows are padded, or ranks
-                run it together.
+            unsure: check tree masks with padding, too: rows are padded, or several ranks run the
+                model together.
 
         Raises:
-            ValueError: the model, or what was asked for, does not go with it.
+            ValueError: if the model or another option does not work with the strategy.
         """
         method = get_method(config.assistant_strategy)
         options = method.parse_options(config.assistant_kwargs)
@@ -92,11 +92,10 @@ class Strategy:
         return cls(model, method, options, drafter, timed, adapter, graphs)
 
     def policy(self, stats: SpecStats, setting: tuple[int, int, str], width: Any) -> StepPolicy:
-        """How much to speculate; knows what earlier calls have learned.
+        """The policy that decides how much to draft, with what earlier calls have learned.
 
         Args:
-            setting: see :class:`StepPolicy`.
-            width: see there.
+            setting, width: see :class:`StepPolicy`.
         """
         kind = self.method.name, repr(self.options), self.adapter and self.adapter.name
         known = recall(self.model, (Learned, kind, self.graphs is not None), Learned)
@@ -109,13 +108,13 @@ class Steps:
     """Takes a call's steps, one after the other.
 
     Attributes:
-        state: what drafters see; changed by every step.
-        strategy: of the call.
-        chooser: decides what is accepted.
+        state: the state that drafters see; every step changes it.
+        strategy: the call's strategy.
+        chooser: decides which candidates are accepted.
         policy: decides how much is drafted.
-        emission: gets the tokens.
-        watch: takes the times.
-        ends: for rows of the call, 1 where the last token of a finished row is to be cached.
+        emission: receives the tokens.
+        watch: measures times.
+        ends: given rows of the call, 1 for each whose last token must be cached once it finishes.
     """
 
     state: DecodingState
@@ -127,7 +126,7 @@ class Steps:
     ends: Callable[[Sequence[int]], list[int]]
 
     def first(self, logits: Tensor) -> None:
-        """Take the tokens behind the prompts: a step whose tree is the root alone.
+        """Take the first token after each prompt: a step whose tree is just the root.
 
         Args:
             logits: ``(batch, vocab)`` after the prompts.
@@ -174,7 +173,7 @@ class Steps:
                 decision = Decision(ending.accepted, state.active)
                 _move_on(ending, state)
         with self.watch.phase("draft"):
-            # Near the end trees are grown when it is known how much of them can be used.
+            # Near the end, trees are grown once it is known how deep they may be.
             room = state.max_depth - draft.tree.max_depth - 1
             foresees = policy.foresees and room >= drafter.distances
             ahead = drafter.foresee(state) if foresees else None
@@ -188,11 +187,11 @@ class Steps:
         cache.commit(kept, None if output.ending is not None else _moved(choice, kept))
         seconds = self.watch.step()
         drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
-        if graphs is None or graphs.made == made:  # compiling takes many steps' time
+        if graphs is None or graphs.made == made:  # steps that compile are not typical
             policy.observe(draft, counts, seconds)
 
     def cache_ends(self) -> None:
-        """Cache the last tokens of finished rows that are to be; else run for other ranks."""
+        """Cache the last tokens of finished rows as required, or run a forward for other ranks."""
         state = self.state
         alone = root_only(state)
         match = self.chooser.matches(Draft(alone, state.root[:, None]))
@@ -200,14 +199,14 @@ class Steps:
         state.cache.commit(self.ends(state.rows))
 
     def details(self) -> dict[str, Any]:
-        """For ``SpecStats.details``."""
+        """Entries for ``SpecStats.details``."""
         found = {**self.strategy.drafter.details(), **self.policy.details()}
         if self.strategy.graphs is not None:
             found["compiled"] = self.strategy.graphs.details()
         return found
 
     def _emit(self, choice: Choice, draft: Draft) -> list[int]:
-        """Take the chosen tokens, stream them, and move the state on: kept nodes per row."""
+        """Append and stream the chosen tokens and advance the state; return kept nodes per row."""
         state, emission, tree = self.state, self.emission, draft.tree
         stats = state.stats
         stats.num_steps += 1
@@ -226,7 +225,7 @@ class Steps:
         active, remaining = emission.active, emission.remaining
         state.active = [active[row] for row in state.rows]
         state.remaining = [remaining[row] for row in state.rows]
-        if not all(state.active):  # some may have stopped before the last token that was accepted
+        if not all(state.active):  # some rows may have stopped before their last accepted token
             state.root = sent([row[-1] for row in state.tokens], state.root.device)
         return counts
 
@@ -237,11 +236,11 @@ def root_only(state: DecodingState) -> TreeBatch:
 
 
 def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
-    """The method's active adapter: how drafts fare depends on it."""
+    """The method's active adapter, on which acceptance depends."""
     if method.adapter_config is None:
         return None
     found = None
-    with suppress(ValueError):  # several; the drafter said so if that leaves it without one
+    with suppress(ValueError):  # several are active; the drafter raises if that is a problem
         found = find_active(model, method.adapter_config.type_name)
     return found
 
@@ -249,7 +248,7 @@ def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
 def _measured(
     model: Any, adapter: ActiveAdapter | None, batch_size: int, context: int
 ) -> Callable[[], dict[int, float]]:
-    """Step times that ``hf-spec tune`` has measured, by rows."""
+    """Step times that ``hf-spec tune`` has measured, by number of step tokens."""
 
     def seconds() -> dict[int, float]:
         if adapter is None:
@@ -269,7 +268,7 @@ def _limits(state: DecodingState) -> list[int]:
 
 
 def _within(draft: Draft, limits: Sequence[int]) -> Draft:
-    """Mark candidates invalid that lie deeper than their row can use."""
+    """Mark candidates invalid that are deeper than their row can use."""
     tree = draft.tree
     if tree.max_depth <= min(limits):
         return draft
@@ -281,7 +280,7 @@ def _within(draft: Draft, limits: Sequence[int]) -> Draft:
 def _unpruned(
     choice: Choice, left: Survivors, draft: Draft, counts: list[int], state: DecodingState
 ) -> Choice:
-    """The choice with nodes numbered as in the whole draft; counts what was pruned."""
+    """Renumber the chosen nodes as in the whole draft, and count the pruned candidates."""
     for drafted, kept, count in zip(draft.tree.row_candidates, left.counts, counts):
         if count:
             state.stats.num_pruned_tokens += drafted - kept
@@ -291,7 +290,7 @@ def _unpruned(
 
 
 def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
-    """The accepted path, or None where the accepted nodes stand first already."""
+    """The accepted path, or None if the accepted nodes already come first."""
     in_place = all(
         nodes[:count] == list(range(count)) for nodes, count in zip(choice.nodes, counts)
     )
@@ -299,14 +298,14 @@ def _moved(choice: Choice, counts: list[int]) -> Tensor | None:
 
 
 def _move_on(ending: Ending, state: DecodingState) -> None:
-    """Keep what each row goes on from; on the device alone."""
+    """Set each row's root and hidden states for the next step, on the device only."""
     state.root = ending.accepted.bonus.to(state.root.device)
     state.hidden, state.probe_hidden = ending.hidden, ending.probe_hidden
     state.probe_sizes = ending.probe_sizes
 
 
 def _note_probes(choice: Choice, counts: list[int], draft: Draft, state: DecodingState) -> None:
-    """Note how many probes each row has predictions of."""
+    """Record how many valid probes each row has."""
     state.probe_counts = [0] * len(counts)
     if draft.probes is not None and state.probe_hidden is not None:
         state.probe_counts = [

@@ -1,4 +1,4 @@
-"""What a strategy cannot do is refused by name, before any work."""
+"""Refuses unsupported options by name, before any work is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_model
 
-#: Options of other decoding modes, with the value that leaves them off.
+#: Options of other decoding modes, with the values that turn them off.
 _OTHER_MODES = {
     "penalty_alpha": None,
     "dola_layers": None,
@@ -26,7 +26,7 @@ _OTHER_MODES = {
 
 
 def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Raise on everything that ``decode`` would have to ignore.
+    """Raise on every option that ``decode`` would have to ignore.
 
     Raises:
         ValueError: naming the option, its value and what to do.
@@ -57,7 +57,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
         )  # fmt: skip
     if config.use_cache is False and model.generation_config.use_cache is not False:
         refuse("use_cache", False, "tree attention needs the cache.", "Set use_cache=True.")
-    config.use_cache = True  # where only the model's own default is to generate without (MPT)
+    config.use_cache = True  # some models' own default is False (MPT)
     if config.cache_implementation not in (None, "dynamic", STATIC):
         refuse(
             "cache_implementation", config.cache_implementation,
@@ -88,7 +88,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
             "wait for ever.", "Choose a strategy whose drafts run none, such as prompt_lookup.",
         )  # fmt: skip
     adapters = list((getattr(model, "peft_config", None) or {}).values())
-    # PeftModel.generate runs the base model's, with its own way of preparing inputs.
+    # PeftModel.generate runs the base model's generate() with its own input preparation.
     caller = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if caller is not model and hasattr(caller, "active_peft_config"):
         adapters.append(caller.active_peft_config)
@@ -103,13 +103,13 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
 
 
 def check_request(model: Any, config: GenerationConfig, continuous: bool) -> None:
-    """Raise what a server's ``generate()`` would refuse, without generating.
+    """Raise the errors that a server's ``generate()`` would raise, without generating.
 
     Args:
-        continuous: whether the server batches continuously.
+        continuous: whether the server uses continuous batching.
 
     Raises:
-        ValueError: also where an adapter is missing.
+        ValueError: if an option is refused, or an adapter is missing.
     """
     strategy = config.assistant_strategy
     if strategy is None:

@@ -1,9 +1,9 @@
-"""A vocabulary for drafting: the commonest tokens, so that predicting reads less than verifying.
+"""A reduced vocabulary for drafting: the most frequent tokens, which make predictions cheaper.
 
-Predictions go through the model's output embeddings, which for a vocabulary of 128,000 tokens are a
-fifth of a model of a billion parameters. Most text is made of few tokens, and a candidate need not
-be right: FR-Spec (Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
-Frequency-Ranked Speculative Sampling", 2025, section 3.2). Verification always has all tokens.
+Predictions use the model's output embeddings; with a vocabulary of 128,000 tokens, these are a
+fifth of a model of a billion parameters. Most text uses few distinct tokens, and a candidate may be
+wrong: FR-Spec (Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
+Frequency-Ranked Speculative Sampling", 2025, section 3.2). Verification uses all tokens.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
 
-#: Columns of output embeddings that are read at once where they are not plain numbers.
+#: Columns of quantised or otherwise indirect output embeddings that are read at once.
 AT_ONCE = 64
 
 
 def common_tokens(answers: Iterable[Sequence[int]], size: int, vocabulary: int) -> Tensor:
-    """The tokens that occur most often, ``(size,)`` int64 in ascending order.
+    """The most frequent tokens, ``(size,)`` int64 in ascending order.
 
     Args:
         answers: token ids.
-        size: how many; tokens that occur equally often, or not at all, by their ids.
-        vocabulary: how many there are.
+        size: number of tokens; ties go to the smaller id.
+        vocabulary: number of tokens in the full vocabulary.
     """
     counts: Counter[int] = Counter()
     for answer in answers:
@@ -41,14 +41,14 @@ def common_tokens(answers: Iterable[Sequence[int]], size: int, vocabulary: int) 
 
 
 class DraftVocabulary:
-    """The part of the output embeddings that predicts an adapter's tokens.
+    """The part of the output embeddings that an adapter predicts tokens with.
 
     Args:
         tokens: ``(size,)`` int64 ids.
         model: the base model.
 
     Raises:
-        ValueError: the model has no such tokens.
+        ValueError: if the model lacks some of these tokens.
     """
 
     def __init__(self, tokens: Tensor, model: Any):
@@ -57,32 +57,32 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> DraftVocabulary | None:
-        """That of an adapter's parameters; None: all tokens are predicted."""
+        """The one among an adapter's parameters; None if all tokens are predicted."""
         return cls(weights[VOCABULARY], model) if VOCABULARY in weights else None
 
     @property
     def tokens(self) -> Tensor:
-        """``(size,)`` int64 ids, where the output embeddings are."""
+        """``(size,)`` int64 ids, on the device of the output embeddings."""
         return self._rows().tokens
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits ``(..., size)`` of final hidden states, in place of the output embeddings."""
+        """Logits ``(..., size)`` of final hidden states; replaces the output embeddings."""
         rows = self._rows()
         return functional.linear(hidden.to(rows.weight), rows.weight, rows.bias)
 
     def of_all(self, logits: Tensor) -> Tensor:
-        """Logits ``(..., vocab)`` of these, ``(..., size)``: others are impossible."""
+        """Expand logits ``(..., size)`` to ``(..., vocab)``; other tokens get -inf."""
         everything = logits.new_full((*logits.shape[:-1], vocab_size(self.model)), -torch.inf)
         everything[..., self.tokens.to(logits.device)] = logits
         return everything
 
     def made(self) -> dict[str, Tensor]:
-        """What it reads, by names of its own."""
+        """The tensors that it reads, by name."""
         rows = self._rows()._asdict()
         return {f"{name} drafted": part for name, part in rows.items() if part is not None}
 
     def using(self, made: Mapping[str, Tensor]) -> DraftVocabulary:
-        """One that reads these in place of :meth:`made`."""
+        """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
         own._given = _Rows(*(made.get(f"{name} drafted") for name in _Rows._fields))  # type: ignore
         return own
@@ -117,7 +117,8 @@ class DraftVocabulary:
 
 
 class _Rows(NamedTuple):
-    """``(size,)``, ``(size, hidden)`` and ``(size,)`` or None."""
+    """Rows of the output embeddings: ids ``(size,)``, weights ``(size, hidden)``, bias ``(size,)``
+    or None."""
 
     tokens: Tensor
     weight: Tensor

@@ -28,7 +28,7 @@ class Chances(NamedTuple):
             accepted: 1 for the root, 0 for padding, never more than the parent's.
         parents: ``(batch, nodes)`` int64; 0 for padding.
         depths: ``(batch, nodes)`` int64
-        tokens: ``(batch, nodes)`` int64; any on padding.
+        tokens: ``(batch, nodes)`` int64; arbitrary on padding.
     """
 
     paths: Any
@@ -42,8 +42,8 @@ class Found(NamedTuple):
 
     Attributes:
         tree: the continuations.
-        tokens: of its nodes; the root's is arbitrary.
-        chances: of its nodes, likeliest first.
+        tokens: tokens of its nodes; the root's is arbitrary.
+        chances: probabilities of its nodes, likeliest first.
     """
 
     tree: TokenTree
@@ -60,7 +60,7 @@ class Draft:
         tokens: ``(batch, nodes)`` int64; column 0 is the root's token.
         distributions: ``(batch, nodes, vocab)`` q from which each candidate was sampled, after all
             logits processors; None if candidates were not sampled. Column 0 is ignored.
-        probes: step tokens behind the nodes from which the drafter predicts future tokens.
+        probes: step tokens after the nodes from which the drafter predicts future tokens.
         chances: probabilities of the candidates. With them the policy chooses how many candidates
             and which probes are forwarded; without them (None), the whole draft is.
         pruned: whether the model drops unlikely candidates in its deeper layers.
@@ -102,8 +102,8 @@ class DecodingState:
 
     Attributes:
         model: the model.
-        forward: runs the model on the nodes of a tree behind the cached tokens.
-        cache: the cache; it holds all tokens of a sequence but the last, the root.
+        forward: runs the model on the nodes of a tree after the cached tokens.
+        cache: the cache; it holds all tokens of a sequence except the last, the root.
         tokens: the tokens of each sequence so far, with the prompt, without padding.
         root: ``(batch,)`` the last token of each sequence.
         active: whether each sequence is unfinished.
@@ -165,11 +165,11 @@ class DecodingState:
     def replace_row(
         self, row: int, tokens: list[int], hidden: Tensor | None, probe_hidden: Tensor | None
     ) -> None:
-        """A row goes on as another sequence, whose prompt the cache has; for the loop.
+        """Replace a row by another sequence, whose prompt the cache holds; for the loop.
 
         Args:
-            tokens: of the sequence, its first new token included.
-            hidden: ``(1, hidden)``, see :attr:`hidden`; None if it is not known.
+            tokens: tokens of the sequence, its first new token included.
+            hidden: ``(1, hidden)``, see :attr:`hidden`; None if unknown.
             probe_hidden: ``(1, group, hidden)``, see :attr:`probe_hidden`.
         """
         self.tokens[row] = tokens
@@ -199,7 +199,7 @@ def _index(row: int, like: Tensor) -> Tensor:
 
 
 def _with_row(batch: Tensor | None, row: int, own: Tensor | None, size: int) -> Tensor | None:
-    """A tensor of a batch of this size with another first entry of ``own`` as this row."""
+    """A batch tensor with row ``row`` replaced by the first row of ``own``."""
     if own is None:
         return batch
     if batch is None:
@@ -221,8 +221,8 @@ class Drafter(CandidateGenerator):
             in each step.
         distances: tokens after the next one that the probes under a node predict.
         num_probes: number of probes under a node; 0 if there are none, or drafts bring their own.
-        group: these probes, which also hang under the prompt's last token.
-        looks_up: whether :meth:`look_up` returns a part of its drafts without the model.
+        group: these probes, which also run under the prompt's last token.
+        looks_up: whether :meth:`look_up` can return part of its drafts without running the model.
     """
 
     single_forward: ClassVar[bool] = True
@@ -252,7 +252,7 @@ class Drafter(CandidateGenerator):
 
     @property
     def kind_of_forward(self) -> Hashable:
-        """What its forwards need besides a tree. Each kind is tried and compiled once."""
+        """What its forwards need besides a tree. Each kind is checked and compiled once."""
         inputs = self.probe_inputs
         probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
         return probes, self.wants_hidden, self.prune_layer
@@ -262,7 +262,7 @@ class Drafter(CandidateGenerator):
 
     @abstractmethod
     def propose(self, state: DecodingState) -> Draft:
-        """Candidates for the next step; a tree of the root alone if there are none."""
+        """Candidates for the next step; just the root if there are none."""
 
     def foresee(self, state: DecodingState) -> Tensor | None:
         """Begin the next draft before the host knows how the step ended.
@@ -277,15 +277,15 @@ class Drafter(CandidateGenerator):
         return None
 
     def look_up(self, state: DecodingState) -> Draft:
-        """Like :meth:`propose`, but if it :attr:`looks_up`, only what needs no model."""
+        """Like :meth:`propose`, but if it :attr:`looks_up`, without running the model."""
         return self.propose(state)
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         """Called after each step.
 
         Args:
-            state: after the step.
-            draft: what was forwarded; the root alone, without chances, in a plain step.
+            state: the state after the step.
+            draft: what was forwarded; just the root, without chances, in a plain step.
             nodes: the accepted nodes of each sequence, root first; none if it was finished.
         """
 
@@ -293,8 +293,8 @@ class Drafter(CandidateGenerator):
         """Probes under the nodes of a step's trees.
 
         Args:
-            tree: of each sequence.
-            ahead: number of distances to predict under each node, by sequence.
+            tree: the tree of each sequence.
+            ahead: number of distances to predict under each node, per sequence.
         """
         return None
 
@@ -304,14 +304,14 @@ class Drafter(CandidateGenerator):
         A drafter that keeps state per sequence selects it here.
 
         Args:
-            state: that of the smaller batch.
+            state: the state of the smaller batch.
             rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
         """
 
     def replace_row(self, state: DecodingState, row: int) -> None:
         """Called between two steps when a row has become another sequence.
 
-        A drafter that keeps something for each row begins it anew here; the state is already that
+        A drafter that keeps state per sequence resets it here; the decoding state is already that
         of the new sequence.
         """
 
@@ -337,7 +337,7 @@ class Drafter(CandidateGenerator):
             input_ids: ``(1, seq)``.
 
         Returns:
-            ``(1, seq + candidates)`` ids with :meth:`chain` behind them, and no logits.
+            ``(1, seq + candidates)`` ids followed by :meth:`chain`, and no logits.
         """
         with torch.no_grad():
             chain = self.chain(input_ids)

@@ -1,4 +1,4 @@
-"""What drafters share whose candidates come from heads on the final hidden state."""
+"""Base class of drafters whose candidates come from heads on the final hidden state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hf_spec.model.sequences import token_hidden
 
 
 class HeadDrafter(TreeDrafter):
-    """Candidates are the heads' likeliest tokens; a step forwards the tree and nothing else.
+    """Candidates are the heads' likeliest tokens; a step forwards only the tree.
 
-    Every step knows what all heads say, so that the tree is always that of the last state.
+    All heads predict in every step, so the tree is always that of the last state.
 
     Args:
         weights: the adapter's parameters, as in :mod:`hf_spec.drafting.heads`.
-        source: gives trees without probes, see :meth:`TreeStates.bare`. Heads past its depth are
-            left out.
+        source: provides trees without probes, see :meth:`TreeStates.bare`. Heads past its depth
+            are not used.
     """
 
     wants_hidden = True

@@ -1,9 +1,9 @@
-"""Heads on the final hidden state, one per future token: what methods that have some share.
+"""Heads on the final hidden state, one per future token, shared by all methods with heads.
 
-Head k reads the hidden state from which the model makes the next token and predicts the token k
-places behind that one (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with
-Multiple Decoding Heads", 2024, section 2.1.1): residual blocks, x + SiLU(W x + b), and then a
-projection to the vocabulary. W = 0 and b = 0 at first, so that every head starts as the LM head.
+Head k reads the hidden state that gives the model's next token, and predicts the token k positions
+after that one (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple
+Decoding Heads", 2024, section 2.1.1): residual blocks, x + SiLU(W x + b), then a projection to the
+vocabulary. Initially W = 0 and b = 0, so that every head starts as the LM head.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class HeadsAdapter(SpecAdapterLayer):
             BIASES: torch.zeros(heads, layers, hidden),
         }
         if config.projection == "own":
-            if config.inference_mode:  # to be loaded
+            if config.inference_mode:  # the weights are loaded later
                 tensors[PROJECTION] = torch.zeros(heads, vocab, hidden)
             else:
                 tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
@@ -107,10 +107,10 @@ class HeadsAdapter(SpecAdapterLayer):
 
 
 def _output_embeddings(model: Any) -> Any:
-    """The linear module that makes logits.
+    """The linear module that computes logits.
 
     Raises:
-        ValueError: there is none.
+        ValueError: if there is none.
     """
     embeddings = model.get_output_embeddings()
     if embeddings is None or features(embeddings) is None:
@@ -122,7 +122,7 @@ def _output_embeddings(model: Any) -> Any:
 
 
 def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """What the heads' blocks make of final hidden states.
+    """Apply the heads' blocks to final hidden states.
 
     Args:
         weights: the adapter's parameters; leave out heads by slicing them.
@@ -143,13 +143,13 @@ def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
 def head_logits(
     model: Any, weights: Mapping[str, Tensor], states: Tensor, head: Head | None = None
 ) -> Tensor:
-    """Logits of the first heads, ``(..., heads, tokens)``, up to what leaves their order as it is.
+    """Logits of the first heads, ``(..., heads, tokens)``, without the model's scaling or soft cap.
 
     Args:
         model: the base model.
         weights: see :func:`head_states`.
-        states: ``(..., heads, hidden)`` what their blocks made.
-        head: in place of the base's output embeddings, where heads share them.
+        states: ``(..., heads, hidden)`` outputs of their blocks.
+        head: replaces the base's output embeddings if the heads share them.
     """
     if PROJECTION in weights:
         return _projected(model, weights[PROJECTION], states)
@@ -174,14 +174,14 @@ def heads_loss(
 ) -> dict[str, Tensor]:
     """The heads' losses, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)).
 
-    A head's loss is a mean over the places of a sequence that it can predict from; the result is a
-    mean over sequences. Own projections learn to do without a scaling or soft cap of the model's
+    A head's loss is a mean over the anchors of a sequence that it can predict from; the result is a
+    mean over sequences. Own projections are trained without the model's scaling or soft cap of
     logits.
 
     Args:
         model: the frozen base model.
-        adapter: the adapter that is trained; its config is a :class:`HeadsConfig`.
-        input_ids: ``(batch, seq)`` prompts with the answers the base gave.
+        adapter: the trained adapter; its config is a :class:`HeadsConfig`.
+        input_ids: ``(batch, seq)`` prompts with the base model's answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
         anchors: ``(batch, anchors)`` columns t: the model itself predicts token t + 1, head k,
             from 1, token t + 1 + k.

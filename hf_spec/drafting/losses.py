@@ -12,7 +12,7 @@ from torch.nn import functional
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.sequences import IGNORED
 
-#: How much predictions count by themselves where they are also judged given the token before.
+#: Share of the loss without the previous token, if there is also a loss given that token.
 PLAIN_SHARE = 0.3
 
 
@@ -21,9 +21,9 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
 
     Args:
         logits: ``(..., vocab)`` predictions.
-        wanted: ``(...)`` tokens that stand there, `IGNORED` where none does.
+        wanted: ``(...)`` target tokens, `IGNORED` where there is none.
         own: ``(..., vocab)`` the model's own logits there: the loss is the KL divergence from them.
-            None: cross-entropy.
+            None for cross-entropy.
     """
     flat = logits.flatten(0, -2)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -49,19 +49,19 @@ def future_losses(
     wanted: Tensor,
     own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The losses of predictions at anchors, and the predictions as decoding makes them.
+    """The losses of predictions at anchors, and the predictions that decoding would use.
 
-    With a transition a prediction is judged given the token that stands before its own, and, so
-    that shortlists are right, to a share of `PLAIN_SHARE` without knowing it.
+    With a transition, the loss of a prediction is computed given the token before its target. A
+    share of `PLAIN_SHARE` is computed without that token, to train the shortlists.
 
     Args:
         model: the base model.
         weights: the adapter's parameters.
         logits: ``(batch, anchors, distances, vocab)``
-        states: ``(batch, anchors, distances, hidden)`` that they were made from.
+        states: ``(batch, anchors, distances, hidden)`` that give these logits.
         input_ids: ``(batch, seq)``
-        anchors: ``(batch, anchors)`` columns; distance d, from 1, asks for the token d + 1 behind.
-        wanted: ``(batch, anchors, distances)`` those tokens, `IGNORED` where none does.
+        anchors: ``(batch, anchors)`` columns t; distance d, from 1, predicts token t + d + 1.
+        wanted: ``(batch, anchors, distances)`` these tokens, `IGNORED` where there is none.
         own: the model's own logits there, for distillation.
     """
     losses = prediction_losses(logits, wanted, own)
@@ -76,10 +76,10 @@ def future_losses(
 
 
 def wanted_mean(losses: Tensor, wanted: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """The mean of :func:`prediction_losses` over the places where something is wanted; 0 without.
+    """The mean of :func:`prediction_losses` over the entries with a target; 0 if there is none.
 
     Args:
-        losses, wanted: of one shape.
-        dim: the dimensions that the mean is taken over.
+        losses, wanted: tensors of the same shape.
+        dim: the dimensions to average over.
     """
     return losses.sum(dim) / (wanted != IGNORED).sum(dim).clamp(min=1)

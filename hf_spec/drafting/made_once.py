@@ -1,4 +1,4 @@
-"""Tables made of a model's and an adapter's weights: once, and anew when these have changed."""
+"""Tables computed once from a model's and an adapter's weights, and again if these change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Made = TypeVar("Made")
 
 
 def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) -> Made:
-    """What ``make()`` gave for these weights; kept as long as the owner is.
+    """The result of ``make()`` for these weights; kept as long as the owner exists.
 
     Args:
-        owner: a tensor of the adapter, of which one such table is made.
-        others: what else it is made of: tensors, or None.
-        make: makes it.
+        owner: a tensor of the adapter; there is one such table per owner.
+        others: the other inputs: tensors, or None.
+        make: computes the table.
     """
     weights = [owner, *others]
     made_of = [one.data if is_plain(one) else one for one in weights]
@@ -27,16 +27,16 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
     ]
     known = _KNOWN.get(owner)
     if known is None or known[0] != key:
-        # What the key names must not be freed, or its place could become another's.
+        # The key's tensors must not be freed, or another tensor could get their address.
         known = _KNOWN[owner] = (key, made_of, make())
     made: Made = known[2]
     return made
 
 
 def is_plain(weight: Any) -> bool:
-    """Whether its numbers are its own: neither quantised nor spread over devices."""
+    """Whether a weight is a plain tensor: neither quantised nor sharded over devices."""
     return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
 
 
-#: By the owner.
+#: Tables by owner.
 _KNOWN: Any = WeakTensorKeyDictionary()

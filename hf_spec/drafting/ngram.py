@@ -1,7 +1,7 @@
 """Candidates found in the sequence itself: n-gram look-up, and merging it into another draft.
 
-Each new token is indexed once per n-gram size; a look-up costs what it returns, however long the
-sequence is. Plain lists and dictionaries: sequences are short and single look-ups dominate.
+Each new token is indexed once per n-gram size. The cost of a look-up depends on its result, not on
+the length of the sequence. Plain lists and dictionaries are fast enough for short sequences.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hf_spec.core.tree import TokenTree, TreeBatch, merge
 from hf_spec.drafting.drafter import Chances, DecodingState, Draft, Drafter, Found, emitted
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 
-#: How much more a match counts per token of its n-gram.
+#: Factor on a match's weight per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
 
 
 class NgramIndex:
-    """Where each n-gram of a sequence ends.
+    """Index of the positions where each n-gram of a sequence ends.
 
     Args:
-        min_ngram, max_ngram: sizes that are indexed.
+        min_ngram, max_ngram: smallest and largest indexed size.
     """
 
     def __init__(self, min_ngram: int, max_ngram: int):
@@ -36,7 +36,7 @@ class NgramIndex:
         self._indexed = 0
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Index the n-grams that ``tokens`` has more than at the last call."""
+        """Index the n-grams of ``tokens`` that are new since the last call."""
         for end in range(self._indexed + 1, len(tokens) + 1):
             for size in self.sizes:
                 if size <= end:
@@ -46,15 +46,14 @@ class NgramIndex:
     def matches(
         self, tokens: Sequence[int], limit: int, same: bool = True
     ) -> list[tuple[int, int]]:
-        """Earlier places where the sequence's end occurs: ``(end, size)``, longest n-gram first.
+        """Earlier occurrences of the sequence's end: ``(end, size)``, longest n-gram first.
 
-        Among equal sizes the latest comes first; each place is named once, with its longest match.
+        Among equal sizes the latest comes first; each position occurs once, with its longest match.
 
         Args:
             tokens: the sequence.
-            limit: most places.
-            same: the sequence is what was indexed, so that its own end is no match; if False, it is
-                another one.
+            limit: largest number of matches.
+            same: whether ``tokens`` is the indexed sequence, whose own end is no match.
         """
         found: list[tuple[int, int]] = []
         here = len(tokens)
@@ -78,7 +77,7 @@ class Confidence:
     Estimates start from one success in two trials, so that the first look-ups are tried.
 
     Args:
-        prior: of other sequences: estimates start from its own, and it learns, too.
+        prior: confidence in other sequences; estimates start from it, and it is updated, too.
     """
 
     def __init__(self, prior: Confidence | None = None) -> None:
@@ -89,13 +88,13 @@ class Confidence:
         self._deeper_hits = self._deeper_trials * (0.8 if prior is None else prior.deeper)
 
     def first(self, size: int) -> float:
-        """Chance that a continuation of an n-gram of this size starts with the right token."""
+        """Probability that the first token of a continuation is right, given the n-gram's size."""
         guess = 0.5 if self._prior is None else self._prior.first(size)
         return (self._hits.get(size, 0) + 2 * guess) / (self._trials.get(size, 0) + 2)
 
     @property
     def deeper(self) -> float:
-        """Chance that a continuation that was right so far is right one token further."""
+        """Probability that the next token of a continuation is right if all before it were."""
         return self._deeper_hits / self._deeper_trials
 
     def observe(self, size: int, accepted: int, depth: int) -> None:
@@ -121,21 +120,21 @@ def continuation_tree(
 ) -> tuple[TokenTree, list[int], list[float]]:
     """Merge the continuations of the matches into one tree.
 
-    A continuation that reaches the end of the sequence goes on with its own first tokens, so that
-    a loop is continued at any depth. A node's probability is estimated from the share of the
-    matches that pass through it (longer n-grams and later places counting more), times what
-    ``confidence`` says of such matches; the ``max_nodes`` most probable nodes are kept.
+    A continuation that reaches the end of the sequence continues with its own first tokens, so that
+    a loop is continued to any depth. A node's probability is the share of the matches that pass
+    through it (longer n-grams and later positions count more), times the ``confidence`` in such
+    matches. The ``max_nodes`` most probable nodes are kept.
 
     Args:
         tokens: the sequence.
         matches: from :meth:`NgramIndex.matches`.
         max_depth, max_nodes: limits of the tree.
-        confidence: estimates learned so far; None takes those of the start.
+        confidence: estimates learned so far; None for the initial ones.
         min_probability: candidates less probable than this are left out.
 
     Returns:
-        The tree, its candidates' tokens (the root's is not among them), and the probabilities of
-        its nodes, which stand best first.
+        The tree, its candidates' tokens (without the root's), and the probabilities of its nodes,
+        likeliest first.
     """
     if not matches or max_depth < 1:
         return TokenTree.chain(0), [], [1.0]
@@ -162,8 +161,8 @@ def continuation_tree(
             probability[node] += weight
             weight *= deeper
             parent = node
-    # A parent is at least as probable as its child and stands before it, so that the best nodes
-    # form a tree, in this order, too.
+    # A parent is at least as probable as its child and precedes it, so the best nodes form a tree,
+    # parents first.
     best = sorted(range(1, len(trie)), key=lambda node: -probability[node])[:max_nodes]
     best = [node for node in best if probability[node] >= min_probability]
     place_of = {0: 0}
@@ -176,7 +175,7 @@ def continuation_tree(
 
 
 def _shares(matches: Sequence[tuple[int, int]]) -> list[float]:
-    """What each match counts; 1 in all."""
+    """The weight of each match; the sum is 1."""
     longest = matches[0][1]
     weights = [
         WEIGHT_PER_NGRAM ** (size - longest) / (1 + order)
@@ -193,13 +192,12 @@ def continuation_chain(
     confidence: Confidence,
     min_probability: float = 0.0,
 ) -> tuple[list[int], list[float]]:
-    """One path of :func:`continuation_tree`, where a tree has no use: each token is the likeliest
-    behind those before it.
+    """One path of :func:`continuation_tree`: each token is the likeliest after those before it.
 
     Args:
-        tokens: the sequence; where other sequences stand in it, too, a negative token follows each.
+        tokens: the sequence; if it contains other sequences, a negative token follows each.
         matches: from :meth:`NgramIndex.matches`.
-        max_depth: most tokens.
+        max_depth: largest number of tokens.
         confidence: estimates learned so far.
         min_probability: the path ends where it is less probable than this.
 
@@ -235,13 +233,13 @@ def continuation_chain(
 
 @dataclass(frozen=True)
 class Limits:
-    """What a look-up may return; the defaults are those of ``prompt_lookup``.
+    """Limits of a look-up; the defaults are those of ``prompt_lookup``.
 
     Attributes:
         max_ngram, min_ngram: sizes of n-grams looked up, longest first.
         max_matches: occurrences whose continuations are merged (the tree's width).
         max_depth: tokens taken from each continuation.
-        max_nodes: most candidates in the tree.
+        max_nodes: largest number of candidates in the tree.
         min_probability: candidates whose estimated probability is lower are left out.
     """
 
@@ -253,12 +251,12 @@ class Limits:
     min_probability: float = 0.02
 
 
-#: What a row has where nothing is looked up.
+#: The result for a row without a look-up.
 NOTHING = Found(TokenTree.chain(0), [0], [1.0])
 
 
 class Retrieval:
-    """N-gram look-up in one growing sequence, learning how far to trust itself."""
+    """N-gram look-up in one growing sequence that learns how reliable it is."""
 
     def __init__(self, limits: Any):
         self.limits = limits
@@ -268,7 +266,7 @@ class Retrieval:
         self._found = NOTHING
 
     def lookup(self, tokens: list[int], max_depth: int) -> Found:
-        """Tree of continuations of ``tokens``."""
+        """The tree of continuations of ``tokens``."""
         limits = self.limits
         self.index.update(tokens)
         matches = self.index.matches(tokens, limits.max_matches)
@@ -281,7 +279,7 @@ class Retrieval:
         return self._found
 
     def observe(self, emitted: Sequence[int]) -> None:
-        """Learn from the tokens that came where the last look-up was made, once."""
+        """Learn from the tokens that followed the last look-up, once."""
         tree, tokens, _ = self._found
         self._found = NOTHING
         depth = min(tree.max_depth, len(emitted))
@@ -297,7 +295,7 @@ class Retrieval:
 
 
 def draft_of(rows: Sequence[Found], device: torch.device | str) -> Draft:
-    """A draft of trees that were made on the host."""
+    """A draft of trees built on the host."""
     tree = TreeBatch.stack([row.tree for row in rows], device)
     nodes = tree.num_nodes
 
@@ -314,7 +312,7 @@ def draft_of(rows: Sequence[Found], device: torch.device | str) -> Draft:
 
 
 def with_retrieval(drafter: Drafter) -> Drafter:
-    """The drafter with look-ups among its candidates; those around it see one tree."""
+    """The drafter with look-ups merged into its trees."""
     if isinstance(drafter, WrappedDrafter):
         drafter.inner = with_retrieval(drafter.inner)
         return drafter
@@ -324,9 +322,9 @@ def with_retrieval(drafter: Drafter) -> Drafter:
 class WithRetrieval(WrappedDrafter):
     """Merges look-ups into another drafter's trees (option ``retrieval=True``).
 
-    Candidates that both propose stand in the tree once, as likely as the surer of both says.
-    Looked-up candidates count as drawn from a distribution that is certain of them, so rejection
-    stays exact.
+    A candidate that both propose becomes one node with the larger of the two probabilities.
+    Looked-up candidates count as drawn from a distribution that puts all mass on them, so that
+    rejection stays exact.
     """
 
     def __init__(self, inner: Drafter):
@@ -386,7 +384,7 @@ class WithRetrieval(WrappedDrafter):
 def _likeliest(
     parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float], second: Found
 ) -> Found:
-    """Both trees in one, best first; ``parents`` are those of the first one's candidates."""
+    """Merge two trees, likeliest first; ``parents`` are those of the first tree's candidates."""
     first = TokenTree.from_parents([-1, *parents])
     tree, own, places = merge(first, tokens, second.tree, second.tokens[1:])
     surest = [*chances[: len(first)], *[0.0] * (len(tree) - len(first))]
@@ -396,11 +394,11 @@ def _likeliest(
 
 
 def best_first(parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float]) -> Found:
-    """A tree whose candidates stand best first; those without a chance are left out.
+    """Sort a tree's candidates, likeliest first; those of probability 0 are left out.
 
     Args:
-        parents, tokens, chances: of its nodes; none is likelier than its parent, which stands
-            before it.
+        parents, tokens, chances: of its nodes; no node is likelier than its parent, which precedes
+            it.
     """
     order = sorted(range(len(parents)), key=lambda node: -chances[node])
     order = [node for node in order if chances[node] > 0]
@@ -413,7 +411,7 @@ def best_first(parents: Sequence[int], tokens: Sequence[int], chances: Sequence[
 
 
 def _appended(draft: Draft, merged: Sequence[tuple[TokenTree, list[int]]]) -> Draft:
-    """A draft whose trees and tokens are larger: candidates that were looked up stand last."""
+    """The draft with looked-up candidates appended to its trees and tokens."""
     trees, rows = [tree for tree, _ in merged], [tokens for _, tokens in merged]
     device, nodes = draft.tokens.device, max(map(len, rows))
     padded = torch.tensor([row + [0] * (nodes - len(row)) for row in rows], device=device)
@@ -426,8 +424,8 @@ def _appended(draft: Draft, merged: Sequence[tuple[TokenTree, list[int]]]) -> Dr
         distributions = certain
     stacked, probes = TreeBatch.stack(trees, device), None
     if draft.probes is not None:
-        # None under what was found: look-ups hit in runs, so that behind one the next mostly
-        # follows, and probes under all of them would be most of the step.
+        # No probes under looked-up nodes: look-ups hit in runs, so the next step mostly has one
+        # again, and probes under all of them would be most of the step.
         sizes = [
             [*held[: count + 1], *[0] * (len(tree) - count - 1)]
             for held, count, tree in zip(draft.probes.sizes, draft.tree.row_candidates, trees)

@@ -38,7 +38,7 @@ class StrategyOptions:
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
 
-    #: Whether candidates can be sampled, and carry the distribution they were sampled from.
+    #: Whether candidates can be sampled; they then carry the distribution they were sampled from.
     can_sample: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -57,42 +57,41 @@ class StrategyOptions:
 
     @property
     def samples(self) -> bool:
-        """Whether candidates are sampled where the call samples."""
+        """Whether candidates are sampled if the call samples."""
         return self.acceptance == "rejection"
 
     def looks_up(self, timed: bool) -> bool:
-        """Whether look-ups stand among the candidates.
+        """Whether look-ups are merged into the candidates.
 
         Args:
-            timed: whether how much is drafted may depend on what steps take.
+            timed: whether the amount of drafting may depend on step times.
         """
         return self.retrieval is True
 
     def untimed(self) -> dict[str, Any]:
-        """Options to change so that what is drafted does not depend on what steps take here, or on
-        the calls before.
+        """Option changes that make drafting independent of step times and of earlier calls.
 
-        For figures that are compared with each other, such as those of a training's checkpoints.
+        For comparable figures, such as those of training checkpoints.
         """
         return {"fallback": False}
 
     @property
     def other_adapters(self) -> tuple[str, ...]:
-        """Strategies whose adapters must be active, too, besides the strategy's own."""
+        """Strategies whose adapters must be active in addition to the strategy's own."""
         return ()
 
     @property
     def lossless(self) -> bool:
-        """Whether the acceptance rule keeps the model's own distribution."""
+        """Whether the acceptance rule preserves the model's distribution."""
         return ACCEPTANCE_RULES.get(self.acceptance, True)
 
 
-#: What the option ``tree`` says for trees that are grown from a step's own probabilities, for those
-#: that are chosen while decoding by accuracies, and for those that ``hf-spec tune`` has chosen.
+#: Values of the option ``tree``: trees grown from a step's own probabilities, trees chosen while
+#: decoding by accuracies, and trees chosen by ``hf-spec tune``.
 ADAPTIVE, ONLINE, TUNED = "adaptive", "online", "tuned"
-#: As many candidates as pay in each step.
+#: In each step, as many candidates as pay.
 AUTO = "auto"
-#: Candidates where their number must not depend on time.
+#: Number of candidates if it must not depend on time.
 CANDIDATES = 8
 
 
@@ -102,7 +101,7 @@ def is_dynamic(tree: Any) -> bool:
     A dynamic tree is a list of states as ``TreeStates.to_json`` gives it.
 
     Raises:
-        ValueError: it looks like a dynamic tree, and is none.
+        ValueError: if it looks like a dynamic tree but is not a valid one.
     """
     if tree == TUNED:
         return True
@@ -116,7 +115,7 @@ def is_dynamic(tree: Any) -> bool:
 
 @dataclass(frozen=True)
 class TreeOptions(StrategyOptions):
-    """Options of a strategy whose candidates stand on trees of predictions.
+    """Options of a strategy whose candidates form trees of predictions.
 
     Attributes:
         tree: ``adaptive``: the likeliest paths by the step's own probabilities. Or a name of the
@@ -138,11 +137,11 @@ class TreeOptions(StrategyOptions):
     probed: int | None = None
     max_depth: int | None = None
 
-    #: Names of static trees that the method has, the usual one first.
+    #: Names of the method's static trees, the default first.
     trees: ClassVar[tuple[str, ...]] = ()
-    #: Whether predictions take probes under the nodes; else every step knows all of them.
+    #: Whether predictions need probes under the nodes; otherwise every step has all predictions.
     hangs_probes: ClassVar[bool] = True
-    #: Options that decide the trees' shape; dynamic trees take their place.
+    #: Options that determine the trees' shape; dynamic trees replace them.
     shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "probed", "max_depth")
 
     def __post_init__(self) -> None:
@@ -196,13 +195,13 @@ class TreeOptions(StrategyOptions):
         return timed and self.tree in (ADAPTIVE, ONLINE) and self.candidates == AUTO
 
     def depth(self, available: int) -> int:
-        """Distances that are drafted.
+        """Number of distances that are drafted.
 
         Args:
             available: future tokens that the adapter predicts.
 
         Raises:
-            ValueError: ``max_depth`` is more.
+            ValueError: if ``max_depth`` is larger.
         """
         if self.max_depth is not None and self.max_depth > available:
             raise ValueError(
@@ -221,7 +220,7 @@ class TreeOptions(StrategyOptions):
             available: future tokens that the adapter predicts.
 
         Raises:
-            ValueError: if the paths given go deeper, or ``max_depth`` does.
+            ValueError: if the given paths or ``max_depth`` are deeper.
         """
         depth = self.depth(available)
         if isinstance(self.tree, str):

@@ -1,4 +1,4 @@
-"""What a drafter expects of the next tokens: the likeliest at each distance, and their chances."""
+"""A drafter's predictions: the likeliest tokens at each distance and their probabilities."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import Tensor
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.transition import Transition
 
-#: Tokens of each distance that a transition weighs.
+#: Tokens per distance that a transition rescores.
 SHORTLIST = 32
 
 
 class Predictions:
-    """The likeliest tokens at each distance behind the root.
+    """The likeliest tokens at each distance after the root.
 
-    Where there is a transition, it weighs the tokens of this shortlist anew, given the token
-    before; all others together keep the chance that they have without it.
+    A transition rescores this shortlist given the previous token; all other tokens together keep
+    their probability without it.
 
     Args:
         logits: ``(batch, distances, vocab)``; distance 1 is that of the root's children.
-        width: tokens to keep for each distance, with a transition at least `SHORTLIST`; all of a
+        width: tokens to keep per distance, at least `SHORTLIST` with a transition; all tokens of a
             smaller vocabulary.
-        known: distances that each row has predictions for; the others' are any. As a tensor,
-            ``(batch,)``, where the host is not to know.
-        transition: how the token before changes them.
-        states: ``(batch, distances, hidden)`` from which the logits were made; for the transition.
-        ids: ``(vocab,)`` the tokens that these logits are of; None: their places are their ids.
+        known: distances that each row has predictions for; others are arbitrary. A tensor
+            ``(batch,)`` if the host does not know them yet.
+        transition: how the previous token changes the predictions.
+        states: ``(batch, distances, hidden)`` that give the logits; for the transition.
+        ids: ``(vocab,)`` token ids of the logits; None if these are the indices.
 
     Attributes:
-        tokens: ``(batch, distances, width)`` ids, the likeliest first.
-        log_probs: ``(batch, distances, width)`` float32, whatever the token before.
+        tokens: ``(batch, distances, width)`` ids, likeliest first.
+        log_probs: ``(batch, distances, width)`` float32, independent of the previous token.
         known: see above.
     """
 
@@ -55,7 +55,7 @@ class Predictions:
         total = logits.to(precise).logsumexp(-1, keepdim=True)
         self.tokens = best.indices if ids is None else ids[best.indices]
         log_probs = best.values - total
-        # All tokens alike where numbers have overflown on the way: a draft may come from any.
+        # Uniform where values have overflowed: any draft distribution is valid.
         alike = -math.log(logits.shape[-1])
         self.log_probs = log_probs.masked_fill(log_probs.isnan(), alike)
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
@@ -72,8 +72,8 @@ class Predictions:
             previous: ``(batch, distances, n)`` tokens before each distance.
 
         Returns:
-            ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` where the token
-            before does not matter.
+            ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` without a
+            transition.
         """
         plain = self.log_probs[:, :, None]
         if self._transition is None:
@@ -81,14 +81,14 @@ class Predictions:
         assert self._states is not None
         bias = self._transition.bias(previous.to(self.tokens.device), self._states, self.tokens)
         weighed = plain + bias
-        # What is left for all other tokens, whatever the token before.
+        # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
         found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)
         return torch.where(found.isnan(), plain, found)
 
     def after(self, root: Tensor) -> Tensor:
-        """:meth:`given` each token that may stand before: at distance 1 the root, and then those
-        of :attr:`tokens` one distance before, in their order.
+        """:meth:`given` each possible previous token: the root at distance 1, and :attr:`tokens` of
+        the previous distance, in order, at the others.
 
         Args:
             root: ``(batch,)``
@@ -99,20 +99,21 @@ class Predictions:
         return self.given(torch.cat([first, self.tokens[:, :-1]], dim=1))
 
     def ranked(self, trees: Sequence[TokenTree], root: Tensor) -> Tensor:
-        """Tokens on the nodes of given trees: a node of rank r carries the r-th likeliest token.
+        """Tokens of the nodes of given trees: a node of rank r gets the r-th likeliest token.
 
         Args:
-            trees: of each row; no deeper than there are distances, and with ranks below the width.
+            trees: the tree of each row; no deeper than the distances, and with ranks below the
+                width.
             root: ``(batch,)``
 
         Returns:
-            ``(batch, nodes)`` int64; any tokens on the padding of smaller trees.
+            ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
         """
         key, device = tuple(trees), str(self.tokens.device)
         if self._transition is None:
             places = _places(key, self.tokens.shape[-1], device)
         else:
-            # Of each token before, the order of those that follow; then down the trees' levels.
+            # For each previous token, rank the tokens that follow; then go down the trees' levels.
             order = self.after(root).argsort(stable=True, dim=-1, descending=True)
             width = order.shape[-1]
             order, (parents, depths, ranks) = order.flatten(1), _levels(key, device)
@@ -125,7 +126,7 @@ class Predictions:
         return torch.cat([root[:, None], chosen.to(root.device)], dim=1)
 
     def likeliest(self, previous: Tensor) -> Tensor:
-        """``(batch, distances, width)`` ids, the likeliest first, given the tokens before.
+        """``(batch, distances, width)`` ids, likeliest first, given the previous tokens.
 
         Args:
             previous: ``(batch, distances)`` the token before each distance.
@@ -139,16 +140,16 @@ class Predictions:
 
 
 def distribution(scores: Tensor) -> Tensor:
-    """Softmax of a draft's scores ``(..., vocab)``, to be sampled from.
+    """Softmax of a draft's scores ``(..., vocab)``, to sample candidates from.
 
-    All tokens alike where numbers have overflown on the way: a draft may come from any.
+    Uniform where values have overflowed: any draft distribution is valid.
     """
     return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
 
 
 @lru_cache(maxsize=1024)
 def _places(trees: tuple[TokenTree, ...], width: int, device: str) -> Tensor:
-    """Where the token of each candidate stands among ``width`` tokens per depth: (batch, nodes)."""
+    """Index of each candidate's token among ``width`` tokens per depth: (batch, nodes)."""
     most = max(map(len, trees)) - 1
     rows = []
     for tree in trees:

@@ -1,4 +1,4 @@
-"""What drafters with probes under the nodes of their trees share."""
+"""Base class of drafters with probes under the nodes of their trees."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_spec.model.tree_forward import ProbeInputs
 
 
 class ProbeDrafter(TreeDrafter):
-    """Candidates are what the probes under the last accepted node have predicted.
+    """Candidates are predicted by the probes under the last accepted node.
 
     Args:
-        probe_inputs: what has been learned; one embedding per probe of the group.
-        source: gives the trees, with the probes under their nodes.
+        probe_inputs: the learned inputs; one embedding per probe of the group.
+        source: provides the trees, with the probes under their nodes.
         weights: the adapter's parameters.
-        group: the probes for all distances, those of distance 1 first, equally many for each;
-            None: one for each distance, each seeing those before it.
+        group: the probes for all distances, those of distance 1 first, the same number for each;
+            None for one probe per distance, each seeing those before it.
     """
 
     probe_inputs: ProbeInputs
@@ -61,8 +61,8 @@ class ProbeDrafter(TreeDrafter):
         return self.distance_states(seen[:, : depth * self.per_distance])
 
     def distance_states(self, hidden: Tensor) -> Tensor:
-        """``(batch, distances, hidden)`` of final hidden states of probes, ``(batch, probes,
-        hidden)``, of whole distances."""
+        """Combine final hidden states of probes, ``(batch, probes, hidden)``, into one state per
+        distance, ``(batch, distances, hidden)``."""
         return hidden
 
     def logits(self, states: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
-"""Transition: how the token before changes what is predicted for a distance.
+"""Transition: how the previous token changes the prediction at a distance.
 
-Probes and heads predict all distances at once, each without knowing which token stands before it.
-The transition moves the state h that a distance is predicted from, given the token x before it::
+Probes and heads predict all distances at once, each without knowing the token before it. The
+transition changes the state h that a distance is predicted from, given the previous token x::
 
     h + U silu(V e(x) + S h)
 
-e(x) is the base model's own embedding of x, of root mean square 1, and one set of matrices serves
-all distances. Added to the logits that is a bias w(y) . U silu(V e(x) + S h), w(y) being the base's
-output embedding of y: what the base knows of tokens need not be learned, and the matrices do not
-grow with the vocabulary. It is a Hydra head (Ankner et al., "Hydra: Sequentially-Dependent Draft
-Heads for Medusa Decoding", 2024) of low rank that looks one token back, on a shortlist of tokens.
+e(x) is the base model's embedding of x, scaled to root mean square 1; all distances share the
+matrices. This adds the bias w(y) . U silu(V e(x) + S h) to the logits, where w(y) is the base's
+output embedding of y. The base model's embeddings are reused, and the matrices do not grow with the
+vocabulary. It is a low-rank Hydra head (Ankner et al., "Hydra: Sequentially-Dependent Draft Heads
+for Medusa Decoding", 2024) that looks one token back, applied to a shortlist of tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AT_ONCE = 8192
 
 
 class Transition:
-    """Puts an adapter's transition to use; gradients reach its parameters.
+    """Applies an adapter's transition; gradients flow to its parameters.
 
     Args:
         weights: the adapter's parameters: V ``(rank, embedding)``, S ``(rank, hidden)`` and U
@@ -50,11 +50,11 @@ class Transition:
         return cls(weights, model) if BEFORE in weights else None
 
     def made(self) -> dict[str, Tensor]:
-        """What :meth:`bias` reads, by names of its own."""
+        """The tensors that :meth:`bias` reads, by name."""
         return {f"{name} table": table for name, table in self._tables()._asdict().items()}
 
     def using(self, made: Mapping[str, Tensor]) -> Transition:
-        """One that reads these in place of :meth:`made`."""
+        """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
         own._given = _Tables(*(made[f"{name} table"] for name in _Tables._fields))
         return own
@@ -63,8 +63,8 @@ class Transition:
         """The bias of all tokens.
 
         Args:
-            previous: ``(...)`` tokens before.
-            states: ``(..., hidden)`` from which the logits are made that it is added to.
+            previous: ``(...)`` previous tokens.
+            states: ``(..., hidden)`` that give the logits to which the bias is added.
 
         Returns:
             ``(..., vocab)``
@@ -73,10 +73,10 @@ class Transition:
         return linear_logits(self.model, functional.linear(inner, self.after))
 
     def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-        """The bias of a few tokens, given each of some before them.
+        """The bias of a few tokens, given each of several previous tokens.
 
         Args:
-            previous: ``(batch, distances, n)`` tokens before.
+            previous: ``(batch, distances, n)`` previous tokens.
             states: ``(batch, distances, hidden)`` that the distances are predicted from.
             tokens: ``(batch, distances, width)``
 
@@ -105,7 +105,7 @@ class Transition:
 
     @torch.no_grad()
     def _tables(self) -> _Tables:
-        """V e(x) and U w(y) of all tokens: made once, since a step needs those of a thousand."""
+        """V e(x) and U w(y) of all tokens, computed once: a step needs about a thousand of them."""
         if self._given is not None:
             return self._given
         embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()

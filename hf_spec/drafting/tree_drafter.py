@@ -1,7 +1,7 @@
-"""What drafters share whose candidates stand on trees of predictions of future tokens.
+"""Base class of drafters whose candidates form trees of predictions of future tokens.
 
-It is what ``hf-spec tune`` needs of a drafter: how far it predicts and whether that takes probes,
-its predictions at places of finished sequences, and a step with given trees.
+It provides what ``hf-spec tune`` needs of a drafter: how far it predicts, whether that takes
+probes, its predictions at positions of finished sequences, and a step with given trees.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.hidden_states import shapes_logits
 
-#: Predictions of finished sequences that are made at once: they are vocabularies long.
+#: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
 AT_ONCE = 384
-#: Combinations of rows' states whose tensors are kept.
+#: Combinations of the rows' states whose tensors are cached.
 KEPT_STEPS = 256
 
-#: The tree of each row, the same as tensors, and the probes under its nodes.
+#: The tree of each row, the same as tensors, and the probes under the nodes.
 StepRows = tuple[list[TokenTree], TreeBatch, ProbeRows | None]
 
 
 class TreeSource:
-    """Where the trees of a call's steps come from: here the same trees throughout.
+    """Provides the trees of a call's steps; this class uses the same trees throughout.
 
     Args:
-        states: the tree of each state, the number of tokens that are predicted.
+        states: the tree of each state, that is, for each number of predicted tokens.
     """
 
-    #: Whether it goes by probabilities; else by the order of tokens alone.
+    #: Whether it uses probabilities; otherwise only the order of tokens.
     weighs: ClassVar[bool] = False
 
     def __init__(self, states: TreeStates):
@@ -47,20 +47,20 @@ class TreeSource:
 
     @property
     def max_depth(self) -> int:
-        """Distances that its trees use at most."""
+        """Largest number of distances that its trees use."""
         return self._states.max_probes
 
     def start(self, state: DecodingState) -> None:
-        """The call's first step is near, or the batch has become smaller."""
+        """Called before the call's first step, and after the batch has shrunk."""
 
     def propose(
         self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int], depth: int
     ) -> Draft:
-        """The draft of the step that begins now.
+        """The draft of the current step.
 
         Args:
-            drafter: makes predictions, and hangs its probes.
-            state: the decoding.
+            drafter: computes predictions and attaches its probes.
+            state: the decoding state.
             known: distances that each row has predictions for.
             depth: deepest candidate that any row can use.
         """
@@ -80,11 +80,11 @@ class TreeSource:
         return None
 
     def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
-        """A step is over; a plain one, too.
+        """Called after each step, plain ones included.
 
         Args:
-            came: tokens that each row has emitted.
-            taken: candidates that were forwarded.
+            came: tokens that each row emitted.
+            taken: number of candidates that were forwarded.
         """
 
     def warm(self, drafter: TreeDrafter, state: DecodingState) -> None:
@@ -99,14 +99,14 @@ class TreeDrafter(Drafter):
     """A drafter with trees.
 
     Args:
-        source: gives the trees of each step.
+        source: provides the trees of each step.
         weights: the adapter's parameters; its transition and vocabulary may be among them.
 
     Attributes:
-        distances: tokens behind the next one that it predicts.
-        per_distance: probes for each distance; 0: predictions take no rows, and every step knows
-            them all.
-        vocabulary: the tokens that are predicted; None: all.
+        distances: number of tokens after the next one that it predicts.
+        per_distance: probes per distance; 0 if predictions take no step tokens, so that every step
+            has all of them.
+        vocabulary: the tokens that are predicted; None for all.
     """
 
     runs_modules: ClassVar[bool] = True
@@ -144,11 +144,11 @@ class TreeDrafter(Drafter):
         return None if known is None else self.source.foresee(self, state, known)
 
     def stand(self, trees: Sequence[TreeState], state: DecodingState) -> Draft:
-        """A draft of these trees, with the probes that they say.
+        """A draft of these trees and their probes.
 
         Args:
-            trees: of each row, no deeper than the row's predictions.
-            state: with the hidden states of the step before.
+            trees: the tree of each row, no deeper than the row's predictions.
+            state: the state with the hidden states of the previous step.
         """
         key, device = tuple(trees), str(state.root.device)
         if key not in self._steps:
@@ -166,11 +166,12 @@ class TreeDrafter(Drafter):
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens on all nodes, ``(batch, nodes)``, and what they were sampled from, if they were.
+        """Tokens of all nodes, ``(batch, nodes)``, and their distributions if they are sampled.
 
         Args:
-            state: with the hidden states of the step before.
-            trees: of each row, no deeper than ``depth``, from 1, and the row's predictions.
+            state: the state with the hidden states of the previous step.
+            trees: the tree of each row, no deeper than ``depth``, from 1, and the row's
+                predictions.
         """
         width = 1 + max(max(tree.ranks) for tree in trees)
         return self.predict(state, depth, width).ranked(trees, state.root), None
@@ -181,19 +182,19 @@ class TreeDrafter(Drafter):
 
     @abstractmethod
     def foreknown(self, state: DecodingState) -> Sequence[int] | Tensor | None:
-        """:meth:`known` as far as the device knows it; None if there are no predictions."""
+        """:meth:`known` before the host knows it; None if there are no predictions."""
 
     def predict(
         self, state: DecodingState, depth: int, width: int,
         known: Sequence[int] | Tensor | None = None,
     ) -> Predictions:  # fmt: skip
-        """What the hidden states of the step before say of the next tokens.
+        """Predictions from the hidden states of the previous step.
 
         Args:
-            state: the decoding.
-            depth: distances, at most those that are known.
-            width: tokens to keep for each.
-            known: distances that each row has predictions for; None: :meth:`known`.
+            state: the decoding state.
+            depth: number of distances, at most those that are known.
+            width: tokens to keep per distance.
+            known: distances that each row has predictions for; None for :meth:`known`.
         """
         known = self.known(state) if known is None else known
         return self.predictions(self.seen(state), known, depth, width)
@@ -201,7 +202,7 @@ class TreeDrafter(Drafter):
     def predictions(
         self, seen: Tensor, known: Sequence[int] | Tensor, depth: int, width: int
     ) -> Predictions:
-        """:meth:`predict`, of tensors alone.
+        """:meth:`predict` as a function of tensors.
 
         Args:
             seen: see :meth:`seen`.
@@ -218,25 +219,25 @@ class TreeDrafter(Drafter):
 
     @abstractmethod
     def seen(self, state: DecodingState) -> Tensor:
-        """Hidden states of the step before, a tensor with a row per batch row."""
+        """Hidden states of the previous step; the first dimension is the batch."""
 
     @abstractmethod
     def states(self, seen: Tensor, depth: int) -> Tensor:
-        """``(batch, depth, hidden)`` that the distances are predicted from.
+        """``(batch, depth, hidden)`` states that the distances are predicted from.
 
         Args:
             seen: see :meth:`seen`.
-            depth: distances.
+            depth: number of distances.
         """
 
     def made(self) -> dict[str, Tensor]:
-        """Tensors that :meth:`predictions` reads and that were made of the model's for this call:
+        """Tensors derived from the model's for this call that :meth:`predictions` reads. They are
         inputs of compiled code."""
         parts = [part.made() for part in (self.transition, self.vocabulary) if part is not None]
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def using(self, made: Mapping[str, Tensor]) -> Self:
-        """One that reads these in place of :meth:`made`."""
+        """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
         own.transition = None if self.transition is None else self.transition.using(made)
         own.vocabulary = None if self.vocabulary is None else self.vocabulary.using(made)
@@ -244,39 +245,37 @@ class TreeDrafter(Drafter):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Predictions ``(batch, depth, tokens)`` of :meth:`states`, up to what leaves their order
-        as it is, unless :attr:`exact`: then as training had them. Of all tokens, or of those of
-        :attr:`vocabulary`."""
+        """Logits ``(batch, depth, tokens)`` of :meth:`states`, over :attr:`vocabulary` if it has
+        one. The model's scaling and soft cap are applied only if :attr:`exact`."""
 
     @property
     def exact(self) -> bool:
-        """Whether the size of logits matters, and the model itself scales or caps them."""
+        """Whether the magnitude of logits matters and the model scales or caps them."""
         return (self.source.weighs or self.transition is not None) and shapes_logits(self.model)
 
     @abstractmethod
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
-        """What :meth:`states` are at tokens of a finished sequence.
+        """:meth:`states` at tokens of a finished sequence.
 
         Args:
             input_ids: ``(1, seq)``, without padding.
             places: ``(places,)`` columns of ``input_ids``.
 
         Yields:
-            ``(some, distances, hidden)`` for some places after the other, in their order.
+            ``(some, distances, hidden)`` for consecutive parts of ``places``, in order.
         """
 
     def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
-        """Predictions at tokens of a finished sequence, as decoding makes them behind these.
+        """Predictions at tokens of a finished sequence, as in decoding.
 
-        Where there is a transition, each distance is predicted given the token that stands before
-        it in the sequence.
+        With a transition, each distance is predicted given the sequence's previous token.
 
         Args:
             input_ids, places: see :meth:`future_states`.
 
         Yields:
-            ``(some, distances, vocab)``; distance d, from 1, is that of the token 1 + d columns
-            behind the place.
+            ``(some, distances, vocab)``; distance d, from 1, predicts the token 1 + d columns
+            after the place.
         """
         done, ids = 0, input_ids[0]
         for states in self.future_states(input_ids, places):

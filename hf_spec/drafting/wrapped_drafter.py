@@ -1,4 +1,4 @@
-"""A drafter around another one, which does what it does unless it is told otherwise."""
+"""A wrapper around a drafter; subclasses override parts of its behaviour."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_spec.model.tree_forward import Pruning
 
 
 class WrappedDrafter(Drafter):
-    """Passes everything on to the drafter inside.
+    """Delegates everything to another drafter.
 
     Args:
-        inner: the drafter inside.
+        inner: the wrapped drafter.
     """
 
     def __init__(self, inner: Drafter):

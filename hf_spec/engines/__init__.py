@@ -1,1 +1,1 @@
-"""Speculation of hf_spec inside other engines; each module needs its engine, and only then."""
+"""Speculation of hf_spec inside other engines; each module needs only its own engine."""

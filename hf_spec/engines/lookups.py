@@ -1,6 +1,6 @@
-"""What requests of a serving engine look up: their own text, and that of earlier requests.
+"""Look-ups for requests of a serving engine, in their own text and that of earlier requests.
 
-Knows tokens and chances; nothing of engines, models or clocks.
+This module knows tokens and probabilities, but no engines, models or clocks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from hf_spec.drafting.ngram import Confidence, Limits, NgramIndex, continuation_chain
 
-#: Stands behind each text of several; no token.
+#: Marks the end of each of several texts; not a token id.
 END = -1
-#: Tokens of earlier requests that are indexed in one step, so that none has to wait long.
+#: Tokens of earlier requests indexed per step, so that no step is delayed for long.
 INDEXED = 256
 
 
@@ -22,8 +22,8 @@ class Chain(NamedTuple):
     """Candidates that follow one another.
 
     Attributes:
-        tokens: of the candidates.
-        chances: that a candidate and all before it are right.
+        tokens: tokens of the candidates.
+        chances: probabilities that each candidate and all before it are right.
     """
 
     tokens: Sequence[int]
@@ -51,13 +51,13 @@ class ChainLookup:
     def find(
         self, index: NgramIndex, text: Sequence[int], tokens: Sequence[int], depth: int
     ) -> Chain:
-        """What follows in ``text`` where the end of ``tokens`` occurs.
+        """The continuation in ``text`` of the end of ``tokens``.
 
         Args:
-            index: of the text.
-            text: the tokens themselves, or other texts, each followed by :data:`END`.
-            tokens: of the request.
-            depth: most candidates.
+            index: index of the text.
+            text: ``tokens`` themselves, or other texts, each followed by :data:`END`.
+            tokens: tokens of the request.
+            depth: largest number of candidates.
         """
         limits = self.limits
         matches = index.matches(tokens, limits.max_matches, same=text is tokens)
@@ -69,7 +69,7 @@ class ChainLookup:
         return self._chain
 
     def observe(self, emitted: Sequence[int]) -> None:
-        """Learn from the tokens that came where the last chain was found, once."""
+        """Learn from the tokens that followed where the last chain was found, once."""
         chain, self._chain = self._chain.tokens, NO_CHAIN
         depth = min(len(chain), len(emitted))
         if not depth:
@@ -77,18 +77,18 @@ class ChainLookup:
         accepted = 0
         while accepted < depth and chain[accepted] == emitted[accepted]:
             accepted += 1
-        # What a chain says of its first token is weighed by the matches that agree with it.
+        # The first token's probability is weighted by the matches that agree with it.
         if not accepted and emitted[0] in self._first:
             accepted = depth = 1
         self.confidence.observe(self._size, accepted, depth)
 
 
 class EarlierTexts:
-    """The latest tokens of requests that have ended; the oldest half goes when there are too many.
+    """The latest tokens of ended requests; drops the older half when there are too many.
 
     Args:
-        limits: of look-ups.
-        capacity: most tokens; 0 keeps none.
+        limits: limits of look-ups.
+        capacity: largest number of tokens; 0 keeps none.
     """
 
     def __init__(self, limits: Limits, capacity: int):
@@ -102,12 +102,12 @@ class EarlierTexts:
         return array("i"), NgramIndex(self.limits.min_ngram, self.limits.max_ngram)
 
     def add(self, text: Sequence[int]) -> None:
-        """A request has ended."""
+        """Add the text of a request that has ended."""
         if self.capacity:
             self._waiting.append(text[-(self.capacity // 2) :])
 
     def index_some(self) -> None:
-        """Index what waits, a part in each step."""
+        """Index part of the waiting tokens; called in each step."""
         if not self._waiting:
             return
         text, index = self._halves[-1]
@@ -125,7 +125,7 @@ class EarlierTexts:
             self._waiting.appendleft(waiting[INDEXED:])
 
     def find(self, lookup: ChainLookup, tokens: Sequence[int], depth: int) -> Chain:
-        """The likeliest chain, of the newer half where there is one."""
+        """The likeliest chain, from the newer half if it has one."""
         for text, index in reversed(self._halves):
             chain = lookup.find(index, text, tokens, depth)
             if chain.tokens:
@@ -137,8 +137,8 @@ class Lookups:
     """Look-ups of one request.
 
     Args:
-        limits: of each.
-        priors: what all requests have learned of their own texts, and of earlier ones.
+        limits: limits of each look-up.
+        priors: what all requests have learned about their own texts, and about earlier ones.
         earlier: texts of earlier requests.
     """
 
@@ -150,11 +150,11 @@ class Lookups:
         self._own, self._others = (ChainLookup(limits, prior) for prior in priors)
 
     def find(self, tokens: Sequence[int], depth: int) -> Chain:
-        """The chain of the most expected tokens.
+        """The chain with the largest expected number of right tokens.
 
         Args:
-            tokens: of the request so far; it only grows.
-            depth: most candidates.
+            tokens: tokens of the request so far; they only grow.
+            depth: largest number of candidates.
         """
         self.index.update(tokens)
         chain = self._own.find(self.index, tokens, tokens, depth)
@@ -164,6 +164,6 @@ class Lookups:
         return max(chain, other, key=lambda one: sum(one.chances))
 
     def observe(self, emitted: Sequence[int]) -> None:
-        """Learn from the tokens that came where the last look-up was made, once."""
+        """Learn from the tokens that followed the last look-up, once."""
         self._own.observe(emitted)
         self._others.observe(emitted)

@@ -1,8 +1,8 @@
-"""Which request a row of an engine's batch holds, where the engine does not say.
+"""Finds out which request each batch row of an engine holds, if the engine does not say.
 
-Rows change places, requests end and others take their rows. A request is known by its tokens: what
-a row holds now begins with all that it held before. Requests with the same tokens may be taken for
-one another, which changes nothing. Knows tokens; nothing of engines or drafts.
+Rows move, requests end and others take their rows. A request is recognised by its tokens: a row's
+tokens begin with all tokens that the request had before. Requests with equal tokens may be
+confused, which does no harm. This module knows tokens, but no engines or drafts.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-#: Calls after which a request that is in no row is given up: it has ended, or waits for its turn.
+#: Calls without a row after which a request is dropped: it has ended, or is waiting.
 GONE = 16
-#: Tokens by which requests are told apart, those at the end of what is known.
+#: Number of last known tokens by which requests are recognised.
 COMPARED = 512
 
 
 class Request(Generic[T]):
-    """One that is known.
+    """A known request.
 
     Attributes:
         tokens: prompt and output so far.
-        held: what is kept for it.
+        held: state that is kept for it.
         absent: calls since it was in a row.
     """
 
@@ -35,7 +35,7 @@ class Request(Generic[T]):
         self.absent = 0
 
     def begins(self, text: Any) -> bool:
-        """Whether a row's tokens go on from this request's, as far as its last tokens tell."""
+        """Whether a row's tokens continue this request's, judged by its last tokens."""
         known = len(self.tokens)
         if known > len(text):
             return False
@@ -45,12 +45,12 @@ class Request(Generic[T]):
 
 
 class Followed(NamedTuple):
-    """What a row holds.
+    """The request of a row.
 
     Attributes:
-        request: the one there.
-        new: tokens that it has more than at the last call; None if it was in no row then, or has
-            more than were sampled in one step.
+        request: the request.
+        new: its new tokens since the last call; None if it was in no row then, or has more new
+            tokens than one step samples.
     """
 
     request: Request[Any]
@@ -67,17 +67,17 @@ class Requests(Generic[T]):
     def follow(
         self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, make: Any
     ) -> tuple[dict[int, Followed], list[Request[T]]]:
-        """The requests of the rows, which hold what was sampled already.
+        """The requests of the rows, whose tokens include the sampled ones.
 
         Args:
-            sampled: tokens that came in the step that is over, by row; none where nothing was
-                sampled, as in the middle of a prompt: such rows are left out.
-            lengths: ``(rows,)`` int tokens of each.
+            sampled: tokens sampled in the last step, per row; empty if nothing was sampled, as in
+                the middle of a prompt: such rows are skipped.
+            lengths: ``(rows,)`` int number of tokens in each row.
             tokens: ``(rows, longest)`` int32.
-            make: gives what is kept for a new request.
+            make: creates the state of a new request.
 
         Returns:
-            What each row holds, and requests that have been gone for long.
+            The request of each row, and requests that have been absent for long.
         """
         counts = lengths[: len(sampled)].tolist()
         texts = {row: tokens[row, : counts[row]] for row, new in enumerate(sampled) if new}

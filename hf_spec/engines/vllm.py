@@ -3,10 +3,10 @@
     vllm serve M --speculative-config '{"model": "hf_spec.engines.vllm.LookupProposer",
         "num_speculative_tokens": 8}'
 
-After every step vLLM shows the tokens of its rows, and takes for each row what is likely to follow,
-of any length; it verifies them in the next step. The policy is the one of ``generate()``: per step
-as many tokens as pay by their chances and the time that steps take, none included. vLLM is not
-imported. docs/guides/engines.md has options and limits.
+After every step, vLLM passes the tokens of its rows and takes draft tokens for each row, any number
+of them; it verifies them in the next step. The policy is that of ``generate()``: per step, as many
+tokens as pay by their probabilities and the step times, possibly none. vLLM is not imported.
+docs/guides/engines.md has options and limits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hf_spec.engines.requests import Followed, Request, Requests
 from hf_spec.policy.learned import Learned, Setting
 from hf_spec.policy.step_policy import StepPolicy
 
-#: vLLM's versions that were tried; the interface may change in others.
+#: Tested versions of vLLM; the interface may differ in others.
 TRIED = ("0.32.0",)
-#: Where options stand in vLLM's ``additional_config``.
+#: Key of the options in vLLM's ``additional_config``.
 SECTION = "hf_spec"
-#: Steps of so many rows and more are counted with others that have about as many.
+#: From this number of rows on, steps of similar numbers of rows are pooled.
 EXACT_ROWS = 16
-#: A step counts as at most so many plain ones: it was a pause of the engine.
+#: A step counts as at most this many plain ones; longer ones are pauses of the engine.
 PAUSE = 8.0
 
 
@@ -92,20 +92,20 @@ class LookupOptions:
 
 
 def batch_key(rows: int) -> int:
-    """A number of rows, rounded to four binary digits from :data:`EXACT_ROWS` on."""
+    """The number of rows, rounded to four binary digits from :data:`EXACT_ROWS` on."""
     unit = 1 << max(rows.bit_length() - EXACT_ROWS.bit_length() + 1, 0)
     return rows // unit * unit
 
 
 class Policies:
-    """The policy of steps with any number of rows.
+    """The policies of steps, by number of rows.
 
-    What steps take is known by number of rows; what speculation has brought, by powers of two, so
-    that a large batch where it does not pay leaves small ones alone.
+    Step times are kept per number of rows; gains of speculation per power of two, so that large
+    batches where it does not pay do not affect small ones.
 
     Args:
         stats: counts seconds of drafting.
-        enabled: if False, every step drafts all that is found.
+        enabled: if False, every step drafts everything that is found.
     """
 
     def __init__(self, stats: SpecStats, enabled: bool):
@@ -114,7 +114,7 @@ class Policies:
         self._policies: dict[int, StepPolicy] = {}
 
     def of(self, rows: int) -> StepPolicy:
-        """That of a step with so many rows."""
+        """The policy of a step with this number of rows."""
         key, about = (batch_key(rows), 0, "vllm"), rows.bit_length()
         if about not in self._policies:
             learned = Learned(settings=self._settings, packed=True)
@@ -124,19 +124,19 @@ class Policies:
         return policy
 
     def begin(self) -> None:
-        """A request begins: its text may be of another kind."""
+        """Called when a request begins, whose text may differ."""
         for policy in self._policies.values():
             policy.learned.guard.begin()
 
 
 @dataclass
 class Step:
-    """What was drafted for the step that runs.
+    """The drafts for the running step.
 
     Attributes:
-        policy: that chose.
-        began: when drafting began, in seconds.
-        drafts: tokens drafted, by ``id`` of the request.
+        policy: the policy that chose them.
+        began: time when drafting began, in seconds.
+        drafts: number of drafted tokens, by ``id`` of the request.
     """
 
     policy: StepPolicy
@@ -145,14 +145,14 @@ class Step:
 
 
 class LookupProposer:
-    """Drafts tokens that vLLM verifies: what followed the last tokens of a request before.
+    """Drafts tokens that vLLM verifies: those that followed earlier occurrences of the last tokens.
 
     Args:
-        vllm_config: vLLM's; options stand in its ``additional_config["hf_spec"]``.
+        vllm_config: vLLM's config; options are in its ``additional_config["hf_spec"]``.
 
     Raises:
-        ValueError: an option is unknown, or out of its range.
-        RuntimeError: this vLLM has another interface.
+        ValueError: if an option is unknown or out of its range.
+        RuntimeError: if this vLLM has another interface.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter):
@@ -180,17 +180,17 @@ class LookupProposer:
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any,
         token_ids_cpu: Any, slot_mappings: Any = None, **_: Any,
     ) -> list[list[int]]:  # fmt: skip
-        """What is likely to follow in each row.
+        """Draft tokens for each row.
 
         Args:
-            sampled_token_ids: by row, tokens that came in the step that is over; none in the middle
-                of a prompt.
-            num_tokens_no_spec: ``(rows,)`` int32 tokens of each row, with these.
+            sampled_token_ids: per row, tokens sampled in the last step; empty in the middle of a
+                prompt.
+            num_tokens_no_spec: ``(rows,)`` int32 number of tokens in each row, including these.
             token_ids_cpu: ``(rows, max_model_len)`` int32 the tokens themselves.
             slot_mappings: not used.
 
         Returns:
-            Tokens by row, at most ``num_speculative_tokens``.
+            Draft tokens per row, at most ``num_speculative_tokens`` each.
 
         Raises:
             RuntimeError: this vLLM has another interface.
@@ -223,10 +223,9 @@ class LookupProposer:
         return Lookups(self._limits, self._priors, self._earlier)
 
     def _observe(self, rows: Mapping[int, Followed], now: float, batch: int) -> None:
-        """Learn from the step that is over: what came, and what it took.
+        """Learn from the last step: its tokens and its time.
 
-        Steps that computed prompts, or in which requests came or went, say nothing about the time
-        of others.
+        The times of steps with prompts, or in which requests came or went, are not representative.
         """
         for one in rows.values():
             if one.new is not None:
@@ -246,11 +245,11 @@ class LookupProposer:
         step.policy.note(drafted, 1 + drafted, came, batch, seconds)
 
     def _draft(self, policy: StepPolicy, rows: Mapping[int, Followed]) -> dict[int, list[int]]:
-        """The candidates of the step: of all that are found, the likeliest, as many as pay."""
+        """The candidates of the step: the likeliest ones found, as many as pay."""
         chains = {row: self._find(one.request) for row, one in rows.items()}
         if not self.options.fallback:
             return {row: list(chain.tokens) for row, chain in chains.items()}
-        # Along a chain chances fall, so that the likeliest of all begin each chain.
+        # Probabilities fall along a chain, so the likeliest candidates form prefixes of the chains.
         order = sorted(
             ((-chance, row) for row, chain in chains.items() for chance in chain.chances)
         )
@@ -262,14 +261,14 @@ class LookupProposer:
         return drafts
 
     def _find(self, request: Request[Lookups]) -> Chain:
-        """What may follow; one token of the model's longest text is the step's own."""
+        """Candidates of a request; leaves room for the step's own token in the context length."""
         room = self._longest - len(request.tokens) - 1
         depth = min(self._depth, room)
         return request.held.find(request.tokens, depth) if depth > 0 else NO_CHAIN
 
 
 def other_interface(what: str) -> str:
-    """What is said where vLLM is not as expected."""
+    """Error message for an unexpected vLLM interface."""
     version = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
     return (
         f"vLLM {version} has another interface for proposers of users: {what}. hf_spec was tried "

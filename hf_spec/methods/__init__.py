@@ -1,1 +1,1 @@
-"""Speculative decoding methods: one folder per method, and what they share."""
+"""Speculative decoding methods: one folder per method, and the registry."""

@@ -1,4 +1,4 @@
-"""What a method is, and how the loop finds it.
+"""Methods and their registry.
 
 Methods of hf_spec live in ``hf_spec/methods/<name>/`` and export ``METHOD``; other packages call
 :func:`register_method`. Nothing else in the project names a method: the loop, the

@@ -1,1 +1,1 @@
-"""All that touches a model of Transformers: the tree forward, hidden states, whole sequences."""
+"""Everything that runs a Transformers model: tree forward, hidden states, whole sequences."""

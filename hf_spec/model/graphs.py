@@ -1,10 +1,10 @@
 """Compiled functions of a model: captured once for each shape, kept between calls.
 
-A function is captured by running it on tensors without data (`torch.fx`), so that all Python on its
-way, hooks and context variables too, has run and is gone; what is left are operations on tensors.
-``torch.compile`` makes code of them, without guards: what would have to be guarded is in the key
-under which the code is kept (:meth:`Graphs.get`), and the model's tensors are looked at once per
-call. Before code is used it is tried: it must give what the function gives.
+A function is captured by running it on tensors without data (`torch.fx`). All Python code, hooks
+and context variables included, runs at capture; only tensor operations remain. ``torch.compile``
+compiles these without guards: what guards would check is part of the key under which the code is
+kept (:meth:`Graphs.get`), and the model's tensors are checked once per call. Before code is used,
+its results are compared with the function's.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from modeling_patches.per_call import foreign_hooks
 
 logger = logging.getLogger(__name__)
 
-#: Largest relative error of logits and states that rounding explains; a wrong mask or position is
-#: far above it (0.1 and more in the tests' models).
+#: Largest relative error of logits and states that rounding explains; a wrong mask or position
+#: gives far larger ones (0.1 and more in the tests' models).
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-#: Buffers of caches that are kept of a model.
+#: Number of cache buffers kept per model.
 SPARE = 512
-#: Numbers that code may hold which are not the model's: such as slopes and scales.
+#: Largest number of elements of a constant in compiled code, such as slopes and scales.
 SMALL = 256
 
-#: Gives tensors for tensors; whatever else it reads must be the same whenever its key is.
+#: From tensors to tensors; anything else it reads must be determined by its key.
 Function = Callable[..., tuple[Tensor, ...]]
 
 
@@ -50,7 +50,7 @@ class Graph:
 
     Attributes:
         code: the compiled function.
-        baked: the model's tensors that stand in it.
+        baked: the model's tensors that it contains.
     """
 
     code: Function
@@ -58,7 +58,7 @@ class Graph:
 
 
 class _Kept:
-    """What is kept of a model: code by key, and what cannot be compiled."""
+    """What is kept for a model: code by key, and what cannot be compiled."""
 
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}
@@ -75,14 +75,14 @@ class Graphs:
     """The compiled functions of a model, for one call.
 
     Args:
-        model: is not changed while the call runs.
-        config: how to compile. Its ``fullgraph`` and ``dynamic`` do not matter: graphs are whole,
-            and of one shape.
+        model: must not change while the call runs.
+        config: how to compile. ``fullgraph`` and ``dynamic`` have no effect: graphs are always
+            whole and have static shapes.
         kind: what functions depend on besides the model and their own keys.
 
     Attributes:
-        made: graphs that this call has made, or tried to.
-        tell: is called with that number whenever it has grown.
+        made: number of graphs that this call has compiled, or tried to.
+        tell: called with this number whenever it has grown.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -103,17 +103,17 @@ class Graphs:
         plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         static: int = 0,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """``cut(function(*inputs))`` from compiled code, or ``plain()`` where there is none.
+        """``cut(function(*inputs))`` by compiled code, or ``plain()`` if there is none.
 
         Args:
-            name: what the function depends on besides its inputs' shapes and what this object was
-                made with.
-            function: may write into its inputs, if doing it twice does no harm.
-            inputs: of shapes that come again.
-            plain: gives the same without any code, or the first of it: the trial that code must
-                pass.
-            cut: of the function's results what is wanted.
-            static: inputs, from the first, that stay where they are in memory from call to call.
+            name: what the function depends on besides its inputs' shapes and this object's
+                arguments.
+            function: may write into its inputs if doing so twice does no harm.
+            inputs: tensors of recurring shapes.
+            plain: computes the same results, or the first of them, without compiled code; used to
+                check new code.
+            cut: selects the wanted part of the function's results.
+            static: number of leading inputs whose memory is the same in every call.
         """
         graph = self.get(name, inputs)
         if graph is None:
@@ -121,18 +121,18 @@ class Graphs:
         return cut(graph.code(*inputs))
 
     def get(self, name: Hashable, inputs: Sequence[Tensor]) -> Graph | None:
-        """The code for this; None if there is none yet, or it is for other weights."""
+        """The code for this key; None if there is none, or if it is for other weights."""
         graph = self._kept.graphs.get(self._key(name, inputs))
         return graph if graph is not None and graph.baked <= self._tensors else None
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Let code have these in it, as it has the model's tensors: other tensors are for other
-        numbers, in memory of their own."""
+        """Allow code to contain these tensors, like the model's. Different values must be in
+        different tensors."""
         self._tensors |= frozenset(map(_identity, tensors))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer with finite numbers in it: an earlier call's, if there is one, since CUDA graphs
-        are for places in memory."""
+        """A buffer of finite values. Reuses an earlier call's buffer if possible, as CUDA graphs
+        depend on memory addresses."""
         with _COMPILING:
             for index, one in enumerate(self._kept.spare):
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
@@ -140,15 +140,15 @@ class Graphs:
         return zeros(shape, dtype, device)
 
     def spare(self, buffers: Sequence[Tensor]) -> None:
-        """Keep these for calls to come, and forget those of other sizes."""
+        """Keep these buffers for later calls, and drop those of other sizes."""
         shapes = {buffer.shape for buffer in buffers}
         with _COMPILING:
             like = [one for one in self._kept.spare if not shapes or one.shape in shapes]
             self._kept.spare = [*like, *buffers][-SPARE:]
 
     def details(self) -> dict[str, Any]:
-        """For ``SpecStats.details``: graphs made by this call, those kept of the model, and why
-        some steps were not compiled."""
+        """Entries for ``SpecStats.details``: graphs compiled by this call, graphs kept for the
+        model, and why some steps were not compiled."""
         kept = self._kept
         return {"made": self.made, "kept": len(kept.graphs), "refused": sorted(kept.warned)}
 
@@ -160,7 +160,7 @@ class Graphs:
         plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         static: int,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """What is wanted, without code; that is made on the way."""
+        """Compute the results without compiled code, and compile the code."""
         expected, kept = plain(), self._kept
         if self.obstacle is not None or (self._kind, name) in kept.refused:
             return expected
@@ -173,7 +173,7 @@ class Graphs:
                 problem = _difference(expected, found)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # anything that a model, a tracer or a compiler may raise
+            except Exception as error:  # a model, tracer or compiler may raise anything
                 logger.debug("compiling %s", name, exc_info=True)
                 problem = f"{type(error).__name__}: {first_line(error)}"
             self.made += 1
@@ -184,7 +184,7 @@ class Graphs:
             else:
                 kept.refused.add((self._kind, name))
                 self._warn(problem)
-        return plain()  # whatever the trial has written is written anew
+        return plain()  # overwrites what the check has written
 
     def _compile(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
         with _quiet():
@@ -204,7 +204,7 @@ class Graphs:
                     "model's, and may change"
                 )
         code, backend = captured, self._options["backend"]
-        if backend != "eager":  # which runs what was captured as it is
+        if backend != "eager":  # "eager" runs the captured graph as it is
             for tensor in inputs[:static]:
                 torch._dynamo.mark_static_address(tensor, guard=False)
             options = {**self._options["options"], "guard_filter_fn": _no_guards}
@@ -223,7 +223,7 @@ class Graphs:
 
 
 def _options(config: CompileConfig) -> dict[str, Any]:
-    """The arguments of ``torch.compile``; its mode is a set of options, too."""
+    """The arguments of ``torch.compile``, with its mode as options."""
     options = dict(config.options or {})
     if config.backend == "inductor" and config.mode is not None:
         options = {**torch._inductor.list_mode_options(config.mode), **options}
@@ -232,7 +232,7 @@ def _options(config: CompileConfig) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch logs of an operation that cannot be captured: the error says it, too."""
+    """Silence torch's log of operations that cannot be captured; the error reports them."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
@@ -246,7 +246,7 @@ def _no_guards(entries: Sequence[Any]) -> list[bool]:
 
 
 def _shape(tensor: Tensor) -> Hashable:
-    """What code is made for; the stride of a single entry says nothing."""
+    """The layout that code is compiled for; strides of dimensions of size 1 do not matter."""
     strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
     return tensor.shape, strides, tensor.dtype, tensor.device
 
@@ -257,7 +257,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a quantised weight consists of: capturing takes it apart, too."""
+    """The plain tensors that a quantised weight consists of, as capturing sees them."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
@@ -266,7 +266,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """Its memory, which code that has it in it keeps; the numbers there may change."""
+    """A tensor's memory, which code that contains it refers to; the values may change."""
     try:
         place: Any = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # subclasses that cannot be taken apart
@@ -275,7 +275,7 @@ def _identity(tensor: Tensor) -> Hashable:
 
 
 def _state(model: Any) -> Hashable:
-    """What the model's Python reads of it: active adapters, modes, the attention's name."""
+    """The model's Python state: active adapters, modes, the attention implementation."""
     adapters = tuple(
         (
             tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters),
@@ -292,7 +292,7 @@ def _state(model: Any) -> Hashable:
 
 
 def _obstacle(model: Any) -> str | None:
-    """Why nothing of a model can be compiled; None if nothing is known."""
+    """Why a model cannot be compiled at all; None if no reason is known."""
     places = set((getattr(model, "hf_device_map", None) or {}).values())
     if {"cpu", "disk"} & places and len(places) > 1:
         return "some of its weights are offloaded"

@@ -1,4 +1,4 @@
-"""Final hidden states of a causal language model, and the logits that it makes of them."""
+"""Final hidden states of a causal language model, and the logits that it computes from them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from modeling_patches.per_call import Changes
 
-#: Stands in for output embeddings: from hidden states (..., hidden) to logits.
+#: Replaces output embeddings: from hidden states (..., hidden) to logits.
 Head = Callable[[Tensor], Tensor]
 
 
 def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tensor:
     """The model's output embeddings applied to final hidden states.
 
-    A scaling or soft cap that some models apply afterwards is left out: for draft tokens, whose
-    order it does not change.
+    The scaling or soft cap that some models apply afterwards is left out, as it does not change
+    the order of draft tokens.
 
     Args:
-        head: in place of the output embeddings.
+        head: replaces the output embeddings.
     """
-    # Flat: on CPUs a slice of rows, whose strides are another number of rows', takes a path of the
-    # matrix product that is ten times slower.
+    # Flat: on CPUs, the matrix product of a slice (non-contiguous) is ten times slower.
     flat = (head or model.get_output_embeddings())(hidden.flatten(0, -2))
     return flat.unflatten(0, hidden.shape[:-1])
 
 
 def linear_logits(model: Any, hidden: Tensor) -> Tensor:
-    """:func:`output_logits` without a bias that the output embeddings may have: linear in
-    ``hidden``, which may be of another floating-point type."""
+    """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
+    have another floating-point type."""
     head = model.get_output_embeddings()
     bias, weight = getattr(head, "bias", None), getattr(head, "weight", None)
     if weight is not None and weight.is_floating_point():
@@ -44,15 +43,15 @@ def linear_logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
-    """``hidden`` (batch, rows, hidden) at some rows of each batch row, ``rows`` (batch, n)."""
+    """``hidden`` (batch, tokens, hidden) at the indices ``rows`` (batch, n) of each batch row."""
     index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])
     return hidden.gather(1, index)
 
 
 def decoder_of(model: Any) -> Any:
-    """The module whose output the model makes its logits of.
+    """The module whose output the model computes its logits from.
 
-    Some models call their head "decoder" (ModernBERT's), or don't know of one (Mllama's).
+    Some models call their head "decoder" (ModernBERT), or do not define one (Mllama).
     """
     found = model.get_decoder()
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -64,7 +63,7 @@ def decoder_of(model: Any) -> Any:
 
 
 class _DecoderOutput(BaseModelOutput):
-    """Final hidden states; whatever else a model looks for (caches, router logits) is None."""
+    """Final hidden states; anything else a model reads (caches, router logits) is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -75,15 +74,15 @@ class _DecoderOutput(BaseModelOutput):
 def model_logits(
     model: Any, hidden: Tensor, changes: Changes | None = None, head: Head | None = None
 ) -> Tensor:
-    """The model's own logits of final hidden states (batch, rows, hidden).
+    """The model's own logits of final hidden states (batch, tokens, hidden).
 
-    With all that it does to them, in contrast to :func:`output_logits`: for losses and for
-    distributions to sample from. The model runs with its decoder left out, and without what a
-    forward that asks on its way runs with.
+    Unlike :func:`output_logits`, they include scaling and soft caps: for losses, and for
+    distributions to sample from. The model runs without its decoder, and without the changes of an
+    enclosing forward.
 
     Args:
-        changes: with which the model makes them.
-        head: in place of the output embeddings.
+        changes: changes to the model that apply here.
+        head: replaces the output embeddings.
     """
     # Slices take a slow path of the matrix product on CPUs; see output_logits.
     made = _DecoderOutput(last_hidden_state=hidden.contiguous())
@@ -94,17 +93,16 @@ def model_logits(
     if head is not None:
         own.instead(model.get_output_embeddings(), "forward", head)
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    # Its forward, not the model: hooks know of calls with inputs, which these are not.
+    # The forward, not the model's __call__: hooks expect calls with real inputs.
     logits = own.run_alone(model.forward, input_ids=ids, use_cache=False, return_dict=True).logits
     return logits.to(hidden.device)
 
 
 @torch.no_grad()
 def shapes_logits(model: Any) -> bool:
-    """Whether the model does more to its logits than :func:`output_logits`: scales or caps them.
+    """Whether the model scales or caps its logits, unlike :func:`output_logits`.
 
-    Found out once for a model, on a state of one number throughout, whose largest logit is one that
-    caps notice.
+    Determined once per model, on a constant state whose largest logit is large enough for caps.
     """
     if model not in _SHAPES:
         weight = model.get_input_embeddings().weight
@@ -112,30 +110,30 @@ def shapes_logits(model: Any) -> bool:
         state = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
         state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
         plain, own = output_logits(model, state), model_logits(model, state)
-        # One rounding of bfloat16 apart, they are the same.
+        # Logits that differ by one rounding of bfloat16 count as equal.
         _SHAPES[model] = not torch.allclose(plain.to(own), own, rtol=0.01, atol=1e-3)
     return _SHAPES[model]
 
 
-#: That a sure model gives to its token.
+#: A logit that a confident model gives to its token.
 LARGE_LOGIT = 30.0
 _SHAPES: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:
-    """Those of ``inputs`` that the model's forward knows: not all take positions, for example."""
+    """Those of ``inputs`` that the model's forward accepts; not all accept positions, say."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
 
 def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """Inputs of a forward over rows of which only the first are tokens.
+    """Inputs of a forward over embeddings of which only the first are those of tokens.
 
     Args:
         model: a causal language model.
-        embeddings: ``(batch, rows, hidden)`` of all rows.
-        tokens: ``(batch, tokens)`` the first rows' ids. Models that look up an input of every layer
-            by them (Gemma 3n, Gemma 4) see token 0 in the others.
+        embeddings: ``(batch, n, hidden)`` all input embeddings.
+        tokens: ``(batch, tokens)`` ids of the first ones. Models with per-layer inputs looked up by
+            token (Gemma 3n, Gemma 4) see token 0 at the others.
     """
     inputs = {"inputs_embeds": embeddings}
     decoder = decoder_of(model)
@@ -151,13 +149,13 @@ def final_hidden(
 ) -> list[Tensor]:
     """A list that each forward of ``model`` with these changes fills with its final hidden states.
 
-    ``(batch, rows, hidden)``: what the model's output embeddings are applied to.
+    ``(batch, tokens, hidden)``: what the model's output embeddings are applied to.
 
     Args:
         model: a causal language model.
-        changes: what this is added to.
-        wanted: gives the states ``(batch, n, hidden)`` that logits are made of; asked behind the
-            decoder. None: of all.
+        changes: the changes that this is added to.
+        wanted: selects the states ``(batch, n, hidden)`` to compute logits from, after the decoder.
+            None for all.
     """
     seen: list[Tensor] = []
 
@@ -166,7 +164,7 @@ def final_hidden(
         fewer = output[0] if wanted is None else wanted(output[0])
         if fewer.shape == output[0].shape:
             return None
-        # Not `contiguous()`, which keeps the stride of a single batch row: see output_logits.
+        # Not `contiguous()`, which keeps the strides of a single batch row: see output_logits.
         fewer = fewer.flatten(0, 1).unflatten(0, fewer.shape[:2])
         if isinstance(output, tuple):
             return (fewer, *output[1:])

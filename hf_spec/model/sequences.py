@@ -1,9 +1,8 @@
-"""Whole sequences in one forward, with probes at many places or with none: what training runs.
+"""Forwards over whole sequences, with probes at many anchors or without, for training.
 
-A sequence with anchors ``t`` and a group of probes under each anchor is one batch row; a probe sees
-the tokens up to its anchor, the probes of its group that the group allows, and what the method has
-learned for the slots in front. Positions and masks are those of decoding, where a node stands at
-the anchor's place.
+Each batch row is a sequence with anchors ``t`` and a group of probes under each anchor. A probe
+sees the tokens up to its anchor, the probes of its group that the group allows, and the learned
+front states. Positions and masks are those of decoding, with a tree node at each anchor.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ IGNORED = -100
 
 
 class ProbedSequences(NamedTuple):
-    """What a forward over sequences with probes gives.
+    """Outputs of a forward over sequences with probes.
 
     Attributes:
         probe_hidden: ``(batch, anchors, group, hidden)`` final hidden states of the probes.
-        token_hidden: ``(batch, seq, hidden)`` those of the tokens.
+        token_hidden: ``(batch, seq, hidden)`` final hidden states of the tokens.
     """
 
     probe_hidden: Tensor
@@ -57,14 +56,14 @@ def probe_sequences(
         model: the base model.
         input_ids: ``(batch, seq)``.
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
-        anchors: ``(batch, anchors)`` columns of ``input_ids`` under which probes hang.
+        anchors: ``(batch, anchors)`` columns of ``input_ids`` that have probes.
         group: the probes under each anchor.
         probe_inputs: their embeddings, the same under all anchors or ``(batch, anchors, group,
-            hidden)``, and learned states in front; gradients reach these.
-        frozen: the model is not trained. The tokens then run by themselves, without gradients, and
-            only the probes' rows are differentiated; dropout is off, as in decoding. Otherwise
+            hidden)``, and the learned front states; gradients flow to these.
+        frozen: whether the model is frozen. If so, the tokens run separately without gradients,
+            only the probes are differentiated, and dropout is off, as in decoding. Otherwise,
             everything runs and is differentiated together.
-        while_probing: what the model does otherwise while the probes' rows run; if it is frozen.
+        while_probing: changes to a frozen model while the probes run.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
@@ -79,13 +78,13 @@ def probe_sequences(
 
 
 def _checkpoints(model: Any) -> bool:
-    """Whether activations are computed again in the backward pass."""
+    """Whether activations are recomputed in the backward pass."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 @contextmanager
 def _evaluating(model: Any) -> Any:
-    """The model in evaluation mode; a mode set by hand for some modules comes back as it was."""
+    """The model in evaluation mode; afterwards, each module's previous mode is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -124,7 +123,7 @@ class _Run:
         """The probes' embeddings: (batch, anchors * group, hidden)."""
         count = self.anchors.shape[1]
         learned = self.inputs.embeddings.to(self.device, self.dtype)
-        if learned.ndim == 4:  # other ones under each anchor
+        if learned.ndim == 4:  # different ones under each anchor
             return learned.flatten(1, 2)
         return learned.repeat(count, 1).expand(self.batch, -1, -1)
 
@@ -138,7 +137,7 @@ class _Run:
         return torch.cat([tokens, own], dim=2)
 
     def _mask(self, visible: Tensor, query_positions: Tensor, front: int) -> Any:
-        """``visible``: (batch, queries, seq [+ probes]) without the slots in front."""
+        """``visible``: (batch, queries, seq [+ probes]) without the front slots."""
         key_positions = torch.cat([self.positions, self.probe_positions], dim=1)
         key_positions = key_positions[:, : visible.shape[2]]
         shape = (*visible.shape, self.device)
@@ -222,7 +221,7 @@ class _Run:
         return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
 
     def _given(self, positions: Tensor) -> dict[str, Any]:
-        # Logits are made of the rows that are wanted, from their hidden states.
+        # Logits are computed later, from the hidden states of the wanted tokens.
         return taken(self.model, position_ids=positions, logits_to_keep=1)
 
     def _split(self, probes: Tensor, tokens: Tensor) -> ProbedSequences:
@@ -231,10 +230,9 @@ class _Run:
 
 
 def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Final hidden states of sequences, ``(batch, seq, hidden)``, from a model that is not trained.
+    """Final hidden states of sequences, ``(batch, seq, hidden)``, from a frozen model.
 
-    What the model's output embeddings are applied to; without gradients and dropout, as in
-    decoding.
+    The inputs of the model's output embeddings, without gradients and dropout, as in decoding.
 
     Args:
         model: the base model.
@@ -256,7 +254,7 @@ def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = 
 
 
 def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:
-    """The token each probe asks for: ``(batch, anchors, group)``, `IGNORED` where there is none.
+    """The token each probe predicts: ``(batch, anchors, group)``, `IGNORED` where there is none.
 
     Args:
         labels: ``(batch, seq)`` tokens to predict, -100 elsewhere.
@@ -270,9 +268,9 @@ def future_labels(labels: Tensor, anchors: Tensor, group: ProbeGroup) -> Tensor:
 
 
 def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-    """Keys and values per layer of ``embeddings`` (rows, hidden) as the start of a sequence.
+    """Keys and values per layer of ``embeddings`` (tokens, hidden) as the start of a sequence.
 
-    Gradients reach the embeddings. Each result: ``(kv_heads, rows, head_dim)``.
+    Gradients flow to the embeddings. Each result: ``(kv_heads, tokens, head_dim)``.
     """
     cache = DynamicCache()
     dtype = model.get_input_embeddings().weight.dtype

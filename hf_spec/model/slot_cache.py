@@ -1,7 +1,7 @@
 """A :class:`TreeCache` as a compiled graph sees it: buffers and slots as tensors.
 
-Nothing here depends on numbers that the host knows, lengths above all, so that one graph serves
-all steps over buffers of the same size.
+Nothing here depends on values on the host, such as lengths, so one graph serves all steps over
+buffers of the same size.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Layout(NamedTuple):
     """Where the layers' keys and values are in the buffers; hashable.
 
     Attributes:
-        num_layers: of the cache.
+        num_layers: number of layers in the cache.
         members: for each buffer, the layer and ``keys`` or ``values``.
-        front: slots in front of the tokens.
-        shows_front: whether attention sees these.
+        front: number of front slots.
+        shows_front: whether attention sees them.
     """
 
     num_layers: int
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, cache: TreeCache) -> Layout:
-        """That of a cache with an open block."""
+        """The layout of a cache with an open block."""
         members = tuple(member for _, member in cache.buffers())
         return cls(len(cache.layers), members, cache.front, cache.shows_front)
 
@@ -42,9 +42,9 @@ class SlotLayer(CacheLayerMixin):
     """Keys and values ``(batch, kv_heads, front + slots, head_dim)`` of one layer.
 
     Args:
-        front: slots that tokens are not written to, the first.
-        shown: those of them that attention sees; none or all.
-        slots: ``(batch, n)`` that the forward writes, counted behind the front.
+        front: number of front slots, which come first; tokens are not written to them.
+        shown: how many of them attention sees: none or all.
+        slots: ``(batch, n)`` slots that the forward writes, counted after the front slots.
     """
 
     def __init__(self, front: int, shown: int, slots: Tensor):
@@ -60,7 +60,7 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write ``(batch, kv_heads, n, head_dim)`` states; return what attention sees.
 
-        Numbers that are not finite become 0, as in :class:`TreeCache`.
+        Non-finite values become 0, as in :class:`TreeCache`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -70,8 +70,8 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:, :, self.hidden :], self.values[:, :, self.hidden :]
 
     def get_seq_length(self) -> int:
-        """Not known, but with the forward's tokens behind it the slots are full. Models that
-        compute with it are found out by a graph's trial."""
+        """Unknown here; returns the length with which the forward's tokens fill the slots. The
+        check of a new graph detects models that compute with it."""
         return int(self.keys.shape[2] - self.hidden - self.slots.shape[1])
 
     def get_max_length(self) -> int:
@@ -85,10 +85,10 @@ class SlotCache(Cache):
     """The cache of one forward.
 
     Args:
-        layout: of the buffers.
+        layout: layout of the buffers.
         buffers: ``(batch, kv_heads, front + slots, head_dim)`` each.
         lengths: ``(batch,)`` accepted tokens.
-        slots: ``(batch, n)`` that the forward writes.
+        slots: ``(batch, n)`` slots that the forward writes.
     """
 
     def __init__(self, layout: Layout, buffers: Sequence[Tensor], lengths: Tensor, slots: Tensor):

@@ -1,4 +1,4 @@
-"""What a forward runs over, and shapes that come again for compiled code."""
+"""The step tokens that a forward runs over, padded to recurring shapes for compiled code."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from torch.nn.functional import pad
 from hf_spec.core.probes import ProbeGroup, ProbeRows
 from hf_spec.core.tree import TreeBatch
 
-#: Slots of this step's tokens that a forward which runs behind some of them can see, at least.
+#: Least number of this step's slots that a later forward of the same step can see.
 SLOTS = 64
 
 
 class StepTokens(NamedTuple):
-    """What a forward runs over: some nodes of a tree, and probes behind them.
+    """The tokens that a forward runs over: some nodes of a tree, followed by probes.
 
     Attributes:
-        ids: ``(batch, nodes)`` of these nodes.
+        ids: ``(batch, nodes)`` token ids of these nodes.
         depths: ``(batch, nodes + probes)``
-        visible: ``(batch, nodes + probes, slots)`` bool, what each sees of what stands in the
-            slots behind the accepted tokens.
-        slot_depths: ``(batch, slots)`` depths of that.
-        kinds: ``(batch, probes)`` which of the learned embeddings each probe has; None without
-            probes.
+        visible: ``(batch, nodes + probes, slots)`` bool, which of the slots after the accepted
+            tokens each step token sees.
+        slot_depths: ``(batch, slots)`` depths of the tokens in these slots.
+        kinds: ``(batch, probes)`` index of each probe's learned embedding; None without probes.
     """
 
     ids: Tensor
@@ -43,7 +42,7 @@ class StepTokens(NamedTuple):
 
 
 class MatchInputs(NamedTuple):
-    """What deciding by the match rule takes beside the tokens that ran.
+    """Inputs of the match rule besides the tokens that ran.
 
     Attributes:
         parents, valid: ``(batch, nodes)``, see :class:`TreeBatch`.
@@ -57,7 +56,7 @@ class MatchInputs(NamedTuple):
 
     @classmethod
     def of(cls, tree: TreeBatch, probes: ProbeRows | None) -> MatchInputs:
-        """Padded to a number of nodes that comes again; what fills them up is not valid."""
+        """Create the inputs, padded to a recurring number of nodes; padding is not valid."""
         parts = [tree.parents, tree.valid]
         parts += [] if probes is None else [probes.first, probes.counts]
         more = bucket(tree.num_nodes) - tree.num_nodes
@@ -68,7 +67,7 @@ class MatchInputs(NamedTuple):
         return [part for part in self if part is not None]
 
     def tree(self, step: StepTokens) -> TreeBatch:
-        """The trees of a padded step, as deep as they can be."""
+        """The trees of a padded step; depths on the host are upper bounds."""
         batch, nodes = step.ids.shape
         most = (nodes - 1,) * batch
         depths, ancestors = step.depths[:, :nodes], step.visible[:, :nodes, :nodes]
@@ -84,20 +83,20 @@ class MatchInputs(NamedTuple):
 
 
 def bucket(count: int) -> int:
-    """Nodes, or probes, that a compiled forward over so many has: a power of two."""
+    """Padded number of nodes or probes of a compiled forward: a power of two."""
     return 1 << (count - 1).bit_length() if count else 0
 
 
 def padded(step: StepTokens, first: int) -> StepTokens:
-    """The same with numbers of nodes and probes that come again; fillings see themselves alone.
+    """Pad to recurring numbers of nodes and probes; padding sees only itself.
 
     Args:
-        first: what stands in slots before those that the forward writes.
+        first: number of this step's slots before those that the forward writes.
     """
     nodes, batch = step.ids.shape[1], step.ids.shape[0]
     probes = step.total - nodes
     most, behind = bucket(nodes), bucket(probes)
-    # Tokens of this step that stand in the cache already are followed slot by slot.
+    # This step's tokens already in the cache are followed directly by the new ones.
     slots = most + behind if not first else max(SLOTS, bucket(first + most))
     places = [(slice(0, nodes), slice(0, nodes)), (slice(most, most + probes), slice(nodes, None))]
     depths = step.depths.new_zeros(batch, most + behind)

@@ -1,7 +1,7 @@
-"""One forward pass over nodes of a tree, behind what the cache holds.
+"""One forward pass over nodes of a tree, after the cached tokens.
 
-Builds positions and mask, opens the cache's block and calls the model. Knows models and caches;
-knows nothing of drafting, acceptance or generation options.
+Builds positions and mask, opens the cache's block and calls the model. This module knows models and
+caches, but not drafting, acceptance or generation options.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from modeling_patches.ranks import Ranks
 
 @dataclass(frozen=True)
 class ProbeInputs:
-    """What a method has learned for its probes.
+    """A method's learned inputs for its probes.
 
     Attributes:
         embeddings: ``(kinds, hidden)`` input embedding of each probe of a group.
         front: per layer, keys and values ``(kv_heads, slots, head_dim)`` that only probes see.
-        front_seen: ``(kinds, slots)`` bool, which of these slots each kind sees; None: all.
-        exits: last layers whose hidden states are averaged in the probes' rows.
-        update: of the model's modules, in the probes' rows only; those of tokens stay as they are.
+        front_seen: ``(kinds, slots)`` bool, which of these slots each kind sees; None for all.
+        exits: number of last layers whose hidden states are averaged for probes.
+        update: update of the model's modules that applies only to probes, not to tokens.
     """
 
     embeddings: Tensor
@@ -58,38 +58,38 @@ class ProbeInputs:
         return self.front[0][0].shape[1] if self.front else 0
 
     def sees_front(self, kinds: Tensor) -> Tensor:
-        """What probes of these kinds see in front: ``(*kinds.shape, slots)`` bool."""
+        """Which front slots probes of these kinds see: ``(*kinds.shape, slots)`` bool."""
         if self.front_seen is None:
             return torch.ones((*kinds.shape, self.num_front), dtype=torch.bool, device=kinds.device)
         return self.front_seen.to(kinds.device)[kinds]
 
 
 class Pruning(Protocol):
-    """Chooses the nodes that deeper layers don't see (ProPD, section 4.1)."""
+    """Chooses the nodes that deeper layers drop (ProPD, section 4.1)."""
 
     @property
     def layer(self) -> int:
-        """Layers that run on all nodes."""
+        """Number of layers that run on all nodes."""
 
     def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
-        """The nodes that stay, with all their ancestors: ``(batch, nodes)`` bool.
+        """The nodes to keep, with all their ancestors: ``(batch, nodes)`` bool.
 
         Args:
-            hidden: ``(batch, nodes, hidden)`` behind these layers.
+            hidden: ``(batch, nodes, hidden)`` after these layers.
             tokens: ``(batch, nodes)``.
             tree: the tree of each row.
         """
 
 
 class Ending(NamedTuple):
-    """What a step accepted, and what each row goes on from, on the device.
+    """What a step accepted, and the hidden states that each row continues from, on the device.
 
     Attributes:
         path, counts, tokens: see :class:`Accepted`.
         hidden: ``(batch, hidden)`` final hidden state of the last accepted node; None unless nodes'
-            states were asked for.
+            states were requested.
         probe_hidden: ``(batch, group, hidden)`` those of the probes under it; None without probes.
-        probe_sizes: ``(batch,)`` how many of them each row has; the others are any rows.
+        probe_sizes: ``(batch,)`` how many of them each row has; the others are arbitrary.
     """
 
     path: Tensor
@@ -101,7 +101,7 @@ class Ending(NamedTuple):
 
     @classmethod
     def of(cls, accepted: Accepted, output: TreeOutput, probes: ProbeRows | None) -> Ending:
-        """What a forward's output holds of it."""
+        """Select the ending from a forward's output."""
         last = accepted.last
         hidden = probe_hidden = probe_sizes = None
         if output.node_hidden is not None:
@@ -119,18 +119,18 @@ class Ending(NamedTuple):
 
 
 class TreeOutput(NamedTuple):
-    """What a forward gives, of the nodes that it forwarded and did not prune.
+    """Outputs of a forward for the nodes that it did not prune.
 
     Attributes:
-        logits: ``(batch, nodes, vocab)`` after each forwarded node, or those that were asked for,
-            in the model's dtype.
+        logits: ``(batch, nodes, vocab)`` after each forwarded node, or each requested one, in the
+            model's dtype.
         probe_hidden: ``(batch, probes, hidden)`` final hidden state of each probe; None without
-            probes. :func:`output_logits` makes logits of the few that are wanted.
-        node_hidden: ``(batch, nodes, hidden)`` of the same nodes, what the model's output
-            embeddings are applied to; None unless it was asked for.
-        survivors: what was left of the tree; None if all of it.
-        ending: how the step ends by the match rule, where that was asked for and the forward was
-            compiled; accepted nodes then stand in the cache's first slots behind each row.
+            probes. :func:`output_logits` computes logits of the few that are needed.
+        node_hidden: ``(batch, nodes, hidden)`` final hidden states of these nodes, the inputs of
+            the model's output embeddings; None unless requested.
+        survivors: what pruning left of the tree; None if all of it.
+        ending: the result of the match rule if it was requested and the forward was compiled; the
+            accepted nodes are then in the first slots after each row's tokens.
     """
 
     logits: Tensor
@@ -151,14 +151,14 @@ def _tensors_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 @dataclass
 class _Pass:
-    """What changes of the model ask of the forward that runs.
+    """The running forward, as changes to the model see it.
 
     Attributes:
-        nodes: rows of nodes; the first.
-        probes: rows behind them.
-        probed: whether probes were asked for, if only none.
-        logits_at: ``(batch, n)`` nodes that logits are made of; None: all.
-        choose: which rows stay; None: all.
+        nodes: number of nodes, which come first.
+        probes: number of probes, which follow.
+        probed: whether probes were requested, even if there are none.
+        logits_at: ``(batch, n)`` nodes to compute logits for; None for all.
+        choose: chooses which step tokens to keep; None to keep all.
     """
 
     nodes: int = 0
@@ -168,26 +168,26 @@ class _Pass:
     choose: Choose | None = None
 
     def wanted(self, hidden: Tensor) -> Tensor:
-        """Those of all rows' states that logits are made of."""
+        """Select the states that logits are computed from."""
         if self.logits_at is None:
             return hidden[:, : self.nodes]
         return states_at(hidden, self.logits_at)
 
 
 class TreeForward:
-    """Runs ``model`` on tree nodes; made once per ``generate()`` call.
+    """Runs ``model`` on tree nodes; created once per ``generate()`` call.
 
     Args:
         model: the causal language model.
-        cache: where keys and values go.
-        last_position: ``(batch,)`` positions are cut off here: nodes further down lie past the
-            call's budget and are never accepted, but learned position tables end somewhere.
-        position_shift: ``(batch,)`` position of a row's first cached token; None: 0, as it is
-            unless the caller gave position ids of his own.
+        cache: the cache that holds keys and values.
+        last_position: ``(batch,)`` larger positions are clamped to this one: deeper nodes exceed
+            the call's budget and are never accepted, but learned position tables are finite.
+        position_shift: ``(batch,)`` position of a row's first cached token; None for 0, the value
+            unless the caller passed position ids.
         model_kwargs: further arguments for the model's forward.
         probe_inputs: embeddings and states of the method's probes, if it has any.
-        wants_hidden: give the nodes' final hidden states, too.
-        graphs: compiled code for its forwards; None: they run as the model is.
+        wants_hidden: also return the nodes' final hidden states.
+        graphs: compiled code for its forwards; None to run them uncompiled.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class TreeForward:
         if graphs is not None:
             cache.use_buckets()
         self._changes, self._call = self.attention.changes, eager(model)
-        #: The same, and what looks into the model and prunes; made when first needed.
+        #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = _Pass(), False
         if probe_inputs is not None:
@@ -243,16 +243,16 @@ class TreeForward:
         """Run the nodes ``first ..`` of the tree and the probes under them.
 
         Args:
-            tokens: ``(batch, nodes)`` of the whole tree.
+            tokens: ``(batch, nodes)`` tokens of the whole tree.
             tree: the tree of each row; nodes before ``first`` were forwarded earlier in this step.
             first: first node to forward.
-            probes: rows to add behind the nodes; made for this tree.
-            pruning: leaves out nodes, and probes under them, on the way; not with ``first``.
-            changes: what else the model does otherwise in this forward, such as leaving out layers.
-            logits_at: ``(batch, n)`` forwarded nodes whose logits are wanted, for prompts; such a
-                forward is not compiled, and brings none of the three before. None: of all.
-            match: the step ends by the match rule and the logits as they are; compiled code then
-                ends it, too. Not with ``first``.
+            probes: this tree's probes, which follow the nodes.
+            pruning: drops nodes and the probes under them midway; not with ``first``.
+            changes: other changes to the model in this forward, such as skipped layers.
+            logits_at: ``(batch, n)`` forwarded nodes whose logits are needed, for prompts; such a
+                forward is not compiled and has none of the three before. None for all nodes.
+            match: whether the match rule on unprocessed logits ends the step; compiled code then
+                applies it, too. Not with ``first``.
         """
         depths, ancestors = tree.depths, tree.ancestors
         if probes is not None:
@@ -275,12 +275,12 @@ class TreeForward:
         self, call: Callable[..., Any], step: StepTokens, keys: int,
         changes: Changes | None = None, logits_at: Tensor | None = None,
     ) -> TreeOutput:  # fmt: skip
-        """The forward over an open block, all of it; tensors only, so that it can be traced.
+        """The whole forward over an open block, on tensors only, so that it can be traced.
 
         Args:
             call: runs the model.
-            step: what it runs over.
-            keys: slots that attention sees, those in front left out.
+            step: the tokens that it runs over.
+            keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
         inputs = self._inputs(step, keys)
@@ -293,7 +293,7 @@ class TreeForward:
         return self._output(logits, seen[0])
 
     def width(self, nodes: int, probes: int) -> int:
-        """Tokens that a forward over so many nodes and probes runs over for each row."""
+        """Step tokens per batch row, padding included, of a forward with these nodes and probes."""
         if self.graphs is None:
             return nodes + probes
         return bucket(nodes) + bucket(probes)
@@ -302,10 +302,10 @@ class TreeForward:
         self, graphs: Graphs, call: Callable[..., Any], step: StepTokens, keys: int, first: int,
         changes: Changes | None, deciding: tuple[TreeBatch, ProbeRows | None] | None,
     ) -> TreeOutput:  # fmt: skip
-        """:meth:`_forward` by compiled code: padded to a shape that comes again.
+        """:meth:`_forward` by compiled code, padded to a recurring shape.
 
         Args:
-            deciding: the trees and their probes, where the step is to end in it.
+            deciding: the trees and their probes, if the code also ends the step.
         """
         nodes, probes = step.ids.shape[1], 0 if step.kinds is None else step.kinds.shape[1]
         whole = padded(step, first)
@@ -353,7 +353,7 @@ class TreeForward:
         def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             sizes = [nodes] + [probes] * (step.kinds is not None) + [nodes] * self.wants_hidden
             found = [tensor[:, :size] for tensor, size in zip(tensors, sizes)]
-            # Copies: the next compiled code may write where these are.
+            # Copies: later compiled code may overwrite these.
             return found + [tensor.clone() for tensor in tensors[len(sizes) :]]
 
         results = graphs.run(
@@ -370,7 +370,7 @@ class TreeForward:
 
     @staticmethod
     def _ending(found: list[Tensor], own: Tensor | None, behind: Tensor | None) -> Ending | None:
-        """What compiled code gives of a step's end, if it ended it."""
+        """The ending that compiled code computed, if it did."""
         if not found:
             return None
         path, counts, tokens, *rest = found
@@ -380,19 +380,19 @@ class TreeForward:
         return Ending(path, counts, tokens, hidden, *rest)
 
     def _learned(self) -> list[Tensor]:
-        """What stands for probes in a forward, as its inputs."""
+        """The probes' learned tensors, as inputs of a graph."""
         assert self.probe_inputs is not None
         seen = self.probe_inputs.front_seen
         return [self.probe_embeddings] + ([] if seen is None else [seen])
 
     def _learn(self, tensors: list[Tensor]) -> None:
-        """Use these in place of :meth:`_learned`."""
+        """Use these tensors in place of :meth:`_learned`."""
         assert self.probe_inputs is not None
         self.probe_embeddings, *seen = tensors
         self.probe_inputs = replace(self.probe_inputs, front_seen=seen[0] if seen else None)
 
     def _inputs(self, step: StepTokens, keys: int) -> dict[str, Any]:
-        """Of the model's forward."""
+        """Inputs of the model's forward."""
         lengths = self.cache.lengths
         positions = torch.minimum(
             lengths[:, None] + self.position_shift + step.depths, self.last_position
@@ -422,7 +422,7 @@ class TreeForward:
     def _reaching(
         self, tree: TreeBatch, first: int, probes: ProbeRows | None
     ) -> Callable[..., Any]:
-        """The model, which is told the reach of tokens where its rotary frequencies follow it."""
+        """The model's call, with the tokens' reach if its rotary frequencies depend on it."""
         if self.reach is None:
             return self._call
         depths, deepest = tree.depths, tree.max_depth
@@ -432,10 +432,10 @@ class TreeForward:
         return partial(self.reach.run, self._call, lengths, depths[:, first:], deepest)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Follow the cache, whose row ``i`` is now the one that was ``rows[i]``.
+        """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
 
-        As everywhere in Transformers, a tensor among the model's inputs has a row per batch row if
-        its first dimension is the batch.
+        As in Transformers, a tensor among the model's inputs is per batch row if its first
+        dimension is the batch size.
         """
         batch = self.last_position.shape[0]
 
@@ -450,7 +450,7 @@ class TreeForward:
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
 
     def replace_row(self, row: int, other: TreeForward) -> None:
-        """A row goes on behind another prompt, the only one of another forward."""
+        """Replace a row by the only row of another forward."""
         for name in ("last_position", "position_shift"):
             own = getattr(self, name)
             at = torch.tensor([row], device=own.device)
@@ -460,7 +460,7 @@ class TreeForward:
         self, call: Callable[..., Any], step: StepTokens, keys: int, tree: TreeBatch,
         probes: ProbeRows | None, pruning: Pruning,
     ) -> TreeOutput:  # fmt: skip
-        """The forward that drops nodes on its way."""
+        """The forward with early pruning."""
         left: Survivors | None = None
         cache, running, ids = self.cache, self._pass, step.ids
 
@@ -478,7 +478,7 @@ class TreeForward:
         inputs = self._inputs(step, keys)
         changes, seen = self._watched(step)
         if not self._prunes:
-            # Behind averaged exits, which must see the last layer's output first.
+            # After averaged exits, which must see the last layer's output first.
             early_pruning(
                 self.model, changes, pruning.layer,
                 lambda hidden: None if running.choose is None else running.choose(hidden),
@@ -486,13 +486,13 @@ class TreeForward:
             self._prunes = True
         running.choose = choose
         logits = changes.run(call, **inputs).logits
-        running.choose = None  # nothing may hold what it belongs to until it is collected
+        running.choose = None  # break the reference cycle
         return self._output(logits, seen[0], left)
 
     def _watched(
         self, step: StepTokens, logits_at: Tensor | None = None
     ) -> tuple[Changes, list[Tensor]]:
-        """What forwards run with that give more than logits, and where final states are found."""
+        """Changes for forwards that return more than logits, and the list of final states."""
         running = self._pass
         running.nodes, running.probed = step.ids.shape[1], step.kinds is not None
         running.probes = 0 if step.kinds is None else step.kinds.shape[1]
@@ -547,7 +547,7 @@ class TreeForward:
         )
 
     def _key_positions(self, step: StepTokens, keys: int) -> Tensor:
-        """Token position of every slot: (batch, keys). Slots behind the tree count on."""
+        """Token position of every slot: (batch, keys). Slots after the tree continue counting."""
         lengths = self.cache.lengths
         at_nodes = lengths[:, None] + self.position_shift + step.slot_depths
         at_nodes = torch.minimum(at_nodes, self.last_position)

@@ -1,1 +1,1 @@
-"""How much to speculate: the only place that knows the clock."""
+"""Decides how much to draft; the only package that uses measured times."""

@@ -1,8 +1,8 @@
-"""The likeliest tree of a step, grown from what the step itself expects.
+"""The likeliest tree of a step, grown from the step's own predictions.
 
-Trees by accuracies know which *rank* tends to be right; here each path counts by the probabilities
-of its own tokens, as in EAGLE-2 (Li et al., 2024, section 4.1), and where there is a transition
-also by the token before.
+Trees by accuracies know which *rank* tends to be right. Here, paths are ordered by the
+probabilities of their own tokens, as in EAGLE-2 (Li et al., 2024, section 4.1), given the previous
+token if there is a transition.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
 
-#: Candidates that are grown for the policy to choose from: at first, and at most.
+#: Number of candidates grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
 
 
 class Grown(NamedTuple):
-    """A batch of trees with their tokens; all have as many nodes, best first.
+    """A batch of trees of equal size with their tokens, likeliest first.
 
     Attributes:
         parents, depths: ``(batch, nodes)`` int64
-        tokens: ``(batch, nodes)``; any where nothing is known.
+        tokens: ``(batch, nodes)``; arbitrary where nothing is predicted.
         log_probs: ``(batch, nodes)`` float32, of the path down to each node; 0 for the root, -inf
             for padding.
     """
@@ -47,15 +47,15 @@ class Grown(NamedTuple):
     log_probs: Tensor
 
     def packed(self) -> Tensor:
-        """``(batch, 4 * nodes)`` all of it as float32."""
-        # Tokens are whole numbers below 2 ** 24, which float32 holds exactly.
+        """``(batch, 4 * nodes)`` all fields as float32."""
+        # float32 represents integers below 2 ** 24, and so all tokens, exactly.
         return torch.cat([part.to(self.log_probs) for part in self], dim=1)
 
     def draft(self, numbers: Array | None = None) -> Draft:
         """The draft, with its chances.
 
         Args:
-            numbers: :meth:`packed` on the host; None: it is brought there.
+            numbers: :meth:`packed` on the host; None to transfer it.
         """
         if numbers is None:
             numbers = self.packed().cpu().numpy()
@@ -77,17 +77,17 @@ def grow(
     depth: int,
     trust: Sequence[float] | Tensor | None = None,
 ) -> Grown:
-    """The ``count`` likeliest paths of every row, as a tree; its candidates stand best first.
+    """The ``count`` likeliest paths of every row as a tree, likeliest first.
 
-    Exact: a path is never likelier than its parent, so that the likeliest n form a tree, and no
-    level has more than n of them. Level by level on the device, all rows at once.
+    Exact: a path is never likelier than its parent, so the likeliest n form a tree, and no level
+    has more than n of them. Runs level by level on the device, for all rows at once.
 
     Args:
         predictions: no narrower than ``count``, unless they hold the whole vocabulary.
         root: ``(batch,)`` tokens.
-        count: candidates, from 1.
-        depth: deepest candidate, from 1.
-        trust: by distance, what is added to the log-probabilities.
+        count: number of candidates, from 1.
+        depth: depth of the deepest candidate, from 1.
+        trust: per distance, a term added to the log-probabilities.
     """
     batch, depth = len(root), min(depth, predictions.distances)
     after = predictions.after(root)[:, :depth]  # (batch, depth, before, width)
@@ -95,15 +95,14 @@ def grow(
         after = after + trust[:depth, None, None].to(after)
     elif trust is not None and any(trust[:depth]):
         after = after + sent(trust[:depth], after.device)[:, None, None].to(after)
-    after = after.clamp(max=0)  # never above, or a child could stand before its parent
+    after = after.clamp(max=0)  # log-probabilities above 0 would put a child before its parent
     known = predictions.known
     if isinstance(known, Tensor) or min(known) < depth:
         known = torch.as_tensor(known, device=after.device)[:, None]
         missing = known <= torch.arange(depth, device=after.device)
         after = after.masked_fill(missing[:, :, None, None], -torch.inf)
     width, device = after.shape[-1], after.device
-    # Of all levels, one behind the other: where the parent stands in them, and which token of its
-    # distance it is, counted over all distances.
+    # For all levels in sequence: index of the parent, and of the token, counted over all distances.
     place = torch.zeros(batch, 1, dtype=torch.long, device=device)
     chances = after.new_zeros(batch, 1)
     log_probs, parents, places, sizes, first = [chances], [place - 1], [place], [1], 0
@@ -111,7 +110,7 @@ def grow(
         given = after[:, level]
         if given.shape[1] > 1:
             given = given.gather(1, place[:, :, None].expand(-1, -1, width))
-        # Whoever stands among the likeliest at this depth has its ancestors there, too.
+        # A likely path's ancestors are at least as likely, so fewer remain at each depth.
         kept = min(count - level, sizes[-1] * width)
         if kept < 1:
             break
@@ -123,7 +122,7 @@ def grow(
         places.append(place + level * width)
         first += sizes[-1]
         sizes.append(kept)
-    # Equal chances: the one further up first.
+    # Ties: the node of smaller depth first.
     best, order = torch.cat(log_probs, 1).sort(dim=1, descending=True, stable=True)
     fewest = torch.arange(order.shape[1], device=device).expand_as(order)
     number = torch.empty_like(order).scatter_(1, order, fewest)
@@ -138,7 +137,7 @@ def grow(
 
 @lru_cache(maxsize=256)
 def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
-    """Which level each node is of, where they stand level by level."""
+    """Level of each node, with nodes ordered by level."""
     levels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     return levels.to(device)
 
@@ -147,13 +146,13 @@ class AdaptiveTrees(TreeSource):
     """Each step's likeliest tree.
 
     Args:
-        depth: distances that are predicted.
+        depth: number of predicted distances.
         probes: whether predictions come from probes under the nodes.
-        candidates: exactly so many in every step; None: what the policy chooses, or `CANDIDATES`
-            where nothing may depend on time.
-        probed: of a step of so many candidates: nodes with probes, those where it is likeliest to
-            end; None: all.
-        calibration: learned by earlier calls; None: predictions are trusted as they are.
+        candidates: exact number in every step; None for the policy's choice, or `CANDIDATES` if
+            nothing may depend on time.
+        probed: with ``candidates``: number of nodes with probes, those where the step is likeliest
+            to end; None for all.
+        calibration: learned by earlier calls; None to use predictions uncorrected.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class AdaptiveTrees(TreeSource):
         self._foreseen: tuple[Grown, list[float]] | None = None
 
     weighs: ClassVar[bool] = True
-    #: Whether what it counts by is on the device alone, so that it can be compiled, and begun
+    #: Whether its scores are on the device only, so that growing can be compiled, and can begin
     #: before the host knows how a step has ended.
     on_device: ClassVar[bool] = True
 
@@ -180,7 +179,7 @@ class AdaptiveTrees(TreeSource):
         self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,
         known: Sequence[int] | Tensor,
     ) -> Predictions:  # fmt: skip
-        """What paths count by."""
+        """The predictions that score paths."""
         return drafter.predict(state, depth, width, known)
 
     def foresee(
@@ -194,19 +193,19 @@ class AdaptiveTrees(TreeSource):
     def _grow(
         self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor, depth: int
     ) -> tuple[Grown, list[float]]:
-        """The trees, and what was added to the log-probabilities at each distance."""
+        """The trees, and the terms added to the log-probabilities per distance."""
         count = self._exactly(state) or self._most
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
         graphs = state.forward.graphs if self.on_device else None
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known)
             return grow(predictions, state.root, count, depth, trust), trust
-        # Few sizes; what no row can use is left out later.
+        # Few sizes; candidates that no row can use are removed later.
         count = self._exactly(state) or (FEWEST if count <= FEWEST else MOST)
         return _compiled(graphs, drafter, state, known, count, self.depth, trust), trust
 
     def _exactly(self, state: DecodingState) -> int | None:
-        """Candidates of every step; None: that is the policy's choice."""
+        """Number of candidates in every step; None if the policy chooses it."""
         return self.candidates or (None if state.timed else CANDIDATES)
 
     def propose(
@@ -238,7 +237,7 @@ class AdaptiveTrees(TreeSource):
         return Draft(draft.tree, draft.tokens, None, probes)
 
     def _ahead(self, chances: Chances) -> list[list[int]]:
-        """Distances to predict under each node of each row, for so many candidates."""
+        """Distances to predict under each node of each row, for a fixed number of candidates."""
         probed = best_ends(chances.paths, chances.parents, self.probed or len(chances.paths[0]))
         ahead: list[list[int]] = (probed * self.depth).tolist()
         return ahead
@@ -255,7 +254,7 @@ class AdaptiveTrees(TreeSource):
     def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
         if not self._proposed:
             return
-        most = self._most  # twice as many where all were taken, fewer where most are left
+        most = self._most  # doubled if all were taken, reduced if most were unused
         self._most = min(2 * most, MOST) if taken >= most else max(most - 1, FEWEST)
         if self.calibration is not None:
             trust, *rows = self._proposed
@@ -268,7 +267,7 @@ def _compiled(
     graphs: Graphs, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor,
     count: int, depth: int, trust: Sequence[float],
 ) -> Grown:  # fmt: skip
-    """:func:`grow`, and the predictions for it, by compiled code."""
+    """:func:`grow` and its predictions, by compiled code."""
     seen, made = drafter.seen(state), drafter.made()
     device = seen.device
     inputs = [
@@ -291,10 +290,10 @@ def _compiled(
 
 
 def best_ends(likely: Array, parents: Array, count: int) -> Array:
-    """``(batch, nodes)`` the nodes where a step is likeliest to end, at most so many of each row.
+    """``(batch, nodes)`` bool, the up to ``count`` nodes per row where a step is likeliest to end.
 
     Args:
-        likely: ``(batch, nodes)`` chance of each path; 0 for padding, which is left out.
+        likely: ``(batch, nodes)`` probability of each path; 0 for padding, which is left out.
         parents: ``(batch, nodes)``
     """
     real = likely > 0
@@ -308,7 +307,7 @@ def best_ends(likely: Array, parents: Array, count: int) -> Array:
 
 
 def ends(likely: Array, parents: Array) -> Array:
-    """``(batch, nodes)`` the chance that a step's accepted path ends at each node."""
+    """``(batch, nodes)`` the probability that a step's accepted path ends at each node."""
     ended, nodes = likely.copy(), likely.shape[1]
     rows = np.arange(len(likely))[:, None]
     np.subtract.at(ended, (rows, parents[:, 1:nodes]), likely[:, 1:])

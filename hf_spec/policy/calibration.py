@@ -1,4 +1,4 @@
-"""How far predictions can be trusted, learned while decoding. Knows numbers only."""
+"""Calibration of predicted probabilities, learned while decoding. Knows only numbers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from hf_spec.policy.likely_paths import Array
 
-#: Weight of a new prediction, and how many the guess stands for that they are right.
+#: Weight of a new prediction, and number of correct predictions that the prior stands for.
 ALPHA, GUESSED = 1 / 256, 8.0
-#: Factors stay between these: far outside, predictions say nothing.
+#: Bounds of the factors; far outside, predictions carry no information.
 LEAST, MOST = 0.02, 4.0
 
 
 @dataclass
 class Calibration:
-    """By distance, how often what was predicted came, and how often it was promised to.
+    """Per distance, how often predictions were right, and how often they were expected to be.
 
-    A prediction counts where the tokens before it have come: what it promises is the chance that
-    one of the candidates given there follows. A guess stands for some that were right.
+    A prediction counts if all tokens before it were right. Its promise is the probability that one
+    of the candidates there follows. The prior stands for some correct predictions.
 
     Args:
-        depth: distances.
+        depth: number of distances.
     """
 
     depth: int
@@ -36,18 +36,18 @@ class Calibration:
         self.promised, self.came, self.tries = (np.full(self.depth, GUESSED) for _ in range(3))
 
     def observe(self, distance: int, promised: float, came: bool) -> None:
-        """A prediction at a distance, from 1."""
+        """Learn from a prediction at a distance, from 1."""
         news = (self.promised, promised), (self.came, float(came)), (self.tries, 1.0)
         for sums, value in news:
             sums[distance - 1] += value - ALPHA * sums[distance - 1]
 
     def rate(self, distance: int) -> float:
-        """How often one of the candidates at a distance came, whatever was promised."""
+        """How often one of the candidates at a distance was right."""
         return float(self.came[distance - 1] / self.tries[distance - 1])
 
     @property
     def log_factors(self) -> list[float]:
-        """By distance, what is added to the log-probabilities."""
+        """Per distance, the term added to the log-probabilities."""
         factors = (self.came / np.maximum(self.promised, 1e-9)).clip(LEAST, MOST)
         found: list[float] = np.log(factors).tolist()
         return found
@@ -61,13 +61,13 @@ def walk(
     trust: Sequence[float],
     emitted: Sequence[int],
 ) -> None:
-    """Learn from the tokens that came where a row's tree was proposed.
+    """Learn from the tokens that followed where a row's tree was proposed.
 
     Args:
-        calibration: learns.
+        calibration: the calibration to update.
         parents, tokens, chances: of the tree's nodes; ``chances`` of whole paths.
-        trust: the log-factors that the chances were multiplied with, by distance.
-        emitted: the tokens, the first being that of distance 1.
+        trust: log-factors that the chances contain, per distance.
+        emitted: the tokens that followed; the first is that of distance 1.
     """
     node = 0
     for distance, token in enumerate(emitted, 1):

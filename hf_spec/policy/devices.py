@@ -1,4 +1,4 @@
-"""Names of devices, as people and stored measurements know them."""
+"""Names of devices for people and stored measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @cache
 def device_name(device: torch.device) -> str:
-    """Which hardware a device is: ``NVIDIA H200``, or the processor's name."""
+    """The hardware's name: ``NVIDIA H200``, or the processor's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 

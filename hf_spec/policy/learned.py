@@ -1,4 +1,4 @@
-"""What the policy has learned of a strategy on a model: what steps take and bring, by setting."""
+"""What the policy has learned about a strategy on a model: step times and gains, per setting."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hf_spec.policy.guard import Guard
 from hf_spec.policy.memory import alone
 from hf_spec.policy.step_times import StepTimes
 
-#: Steps of each of the two sizes that a setting starts with: a line needs two, and the first step
-#: of a size warms something up.
+#: Steps of each of the two sizes that a setting starts with. Fitting a line takes two sizes, and
+#: the first step of a size is a warm-up.
 WARM_UP = 2
-#: Steps that draft between two looks at a plain one, doubling from the first to the last.
+#: Drafting steps between two plain steps taken for timing; doubles from the first to the last.
 LOOKS = (64, 1024)
-#: Steps without predictions until probes are looked at though that is not worth their time.
+#: Steps without predictions until probes are tried although they do not seem to pay.
 BLIND = (4, 256)
-#: h before anything is known of it, and the weight of a step in it and in rho.
+#: Initial value of h, and the weight of one step in h and rho.
 WORTH, ALPHA = 1.0, 1 / 32
 
 
 def first_sizes(batch_size: int) -> list[tuple[int, int]]:
-    """Candidates, and nodes with probes, of a setting's first steps: the larger the batch, the
-    fewer, since a step of many rows may cost several plain ones."""
+    """Candidates, and nodes with probes, of a setting's first steps. Larger batches have fewer, as
+    a step of many tokens may cost several plain ones."""
     wide = max(CANDIDATES // batch_size, 2)
     return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
@@ -50,17 +50,17 @@ class Setting:
     """What is known of steps of one batch size, context length and device.
 
     Attributes:
-        times: what they take; of pruned ones, by rows before pruning.
+        times: step times; those of pruned steps by step tokens before pruning.
         rate: tokens of all rows per second.
         kept: accepted candidates per promised one, without pruning and with it; per row and step
             where nothing is promised.
         tries: sizes that the next steps must have.
-        settled: steps since there were any.
-        wide: steps that drafted since a plain one.
-        look: those of them until the next one is due.
-        turns: steps since both ways of pruning were known, or were looked at again.
-        blind, patience: steps without predictions since probes were looked at, and how many there
-            are until the next look where it is not worth its time.
+        settled: steps since a size was last taken from ``tries``.
+        wide: drafting steps since the last plain one.
+        look: drafting steps until the next plain one is due.
+        turns: steps since times with and without pruning were both known, or last refreshed.
+        blind, patience: steps without predictions since probes were last tried, and the number of
+            such steps until they are tried although they do not seem to pay.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
@@ -76,25 +76,25 @@ class Setting:
     patience: int = BLIND[0]
 
     def lent(self, scale: float) -> Setting:
-        """What is expected where rows cost so many times as much."""
+        """The expected setting if step tokens cost ``scale`` times as much."""
         return Setting(self.times.seeded(scale), self.pruned.seeded(scale))
 
     def shifted(self, batch_size: int, here: int) -> Setting:
-        """What is expected of so many packed rows where these are of another number."""
+        """The expected setting for another number of packed sequences."""
         return Setting(self.times.shifted(batch_size - here, min(batch_size / here, 1.0)))
 
 
 @dataclass
 class Learned:
-    """What a strategy has shown on a model: with its options and its adapter.
+    """What was learned about a strategy, with its options and adapter, on a model.
 
     Attributes:
-        guard: what it has brought.
-        lookups: what look-ups have brought by themselves while the rest paused.
+        guard: account of the strategy.
+        lookups: account of look-ups alone while the rest is paused.
         settings: by batch size, context length and device.
         worth: h.
-        packed: whether rows are counted over the whole batch, whose candidates stand one behind
-            the other: then a row costs the same in all batches, and larger ones have more of them.
+        packed: whether step tokens are counted over the whole batch, with all candidates packed
+            together. A step token then costs the same in all batches.
     """
 
     guard: Guard = field(default_factory=Guard)
@@ -111,7 +111,7 @@ class Learned:
     def setting(
         self, key: tuple[int, int, str], measured: Callable[[], dict[int, float]] = dict
     ) -> Setting:
-        """That of a key; at first the nearest one lends what it knows, or times were measured."""
+        """The setting of a key; a new one starts from the nearest one or from measured times."""
         if key not in self.settings:
             near = [one for one in self.settings if one[2] == key[2]]
             if near:

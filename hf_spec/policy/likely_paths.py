@@ -1,4 +1,4 @@
-"""The likeliest paths of ranks, best first. Knows numbers only."""
+"""The likeliest paths of ranks, likeliest first. Knows only numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ RankPath = tuple[int, ...]
 
 
 def likeliest_paths(table: Array, count: int) -> tuple[tuple[RankPath, ...], Array]:
-    """The ``count`` likeliest rank paths, or as many as have a chance at all.
+    """The ``count`` likeliest rank paths, or all with nonzero probability if these are fewer.
 
     Exact: a path is never likelier than its parent, so the likeliest n form a tree, and no tree of
     n candidates has a larger sum. Trees of growing size are nested.
 
     Args:
         table: ``(distances, ranks)`` probability of each rank; a path's is the product.
-        count: most paths.
+        count: largest number of paths.
 
     Returns:
         The paths, a parent before its children and likelier ones first, and their probabilities

@@ -1,6 +1,6 @@
-"""What calls leave behind for later calls of the same model; it is forgotten with the model.
+"""State that calls keep for later calls of the same model; it is freed with the model.
 
-Calls in several threads share it: what reads or changes it is :func:`alone` meanwhile.
+Calls in several threads share it: functions that read or change it are wrapped by :func:`alone`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _left: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDict
 
 
 def alone(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, one thread's calls after the other's."""
+    """Decorator: at most one thread at a time runs the function."""
 
     @functools.wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -31,7 +31,7 @@ def alone(function: Callable[P, T]) -> Callable[P, T]:
 
 @alone
 def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
-    """What earlier calls have left under this key; made now if there is nothing."""
+    """What earlier calls have stored under this key; created if there is nothing."""
     left = _left.setdefault(model, {})
     if key not in left:
         left[key] = make()
@@ -41,5 +41,5 @@ def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
 
 @alone
 def forget(model: Any) -> None:
-    """Let the model's next call begin anew, so that calls can be compared."""
+    """Forget everything about a model, so that calls can be compared."""
     _left.pop(model, None)

@@ -1,8 +1,8 @@
 """Trees by accuracies that are learned while decoding (``tree="online"``): ProPD, section 4.2.2.
 
-How often the k likeliest tokens of each distance hold the right one is counted as the tokens come
-in, and a path counts by the chances of its ranks. How many candidates a step has is the policy's
-choice, by the step times that it learns (sections 4.2.1 and 4.2.3).
+While decoding, it counts how often the k likeliest tokens of each distance contain the right one;
+a path's probability follows from its ranks. The policy chooses the number of candidates, by the
+step times that it learns (sections 4.2.1 and 4.2.3).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hf_spec.policy.memory import alone
 
 #: alpha of the hits. The first hits weigh more, as in a plain mean.
 HIT_ALPHA = 1 / 128
-#: Hits that the guess before the first one, and that accuracies measured before, stand for.
+#: Number of hits that the initial guess, and that previously measured accuracies, stand for.
 GUESSED, MEASURED = 16, 64
-#: K, ranks that are told apart.
+#: K, number of ranks that are distinguished.
 RANKS = 16
-#: Rank of a token that is not known. Ranks from K on are misses.
+#: Rank of an unknown token. Ranks from K on are misses.
 UNKNOWN = -1
 
 
@@ -44,8 +44,8 @@ class HitRates:
     """
 
     def __init__(self, depth: int, ranks: int = RANKS):
-        # A guess after trained heads and probes: the first rank falls off with the distance, the
-        # others hardly (docs/methods/medusa.md).
+        # Typical of trained heads and probes: the accuracy of the first rank falls with distance,
+        # that of the others hardly (docs/methods/medusa.md).
         first = np.broadcast_to(0.55 * 0.85 ** np.arange(depth)[:, None], (depth, 1))
         others = np.broadcast_to(0.1 / np.arange(1, ranks), (depth, ranks - 1))
         guess = np.concatenate([first, others], axis=1)
@@ -54,7 +54,7 @@ class HitRates:
 
     @classmethod
     def measured(cls, accuracies: Array, depth: int, ranks: int = RANKS) -> HitRates:
-        """From measured p, ``(distances, ranks)``; distances that it lacks are guessed."""
+        """Create from measured p, ``(distances, ranks)``; missing distances are guessed."""
         rates = cls(depth, ranks)
         table = accuracies[:depth, :ranks]
         table = np.pad(table, [(0, 0), (0, ranks - table.shape[1])])
@@ -88,7 +88,7 @@ class HitRates:
 
 
 class Ranked:
-    """Predictions that count by their ranks' chances.
+    """Predictions scored by the probabilities of their ranks.
 
     Args:
         predictions: what ranks tokens.

@@ -1,19 +1,19 @@
-"""How much to speculate, decided once for every step: candidates, probes, pruning, or a plain step.
+"""Decides how much to draft in each step: candidates, probes, pruning, or a plain step.
 
-A step is worth the tokens that it is expected to emit, 1 and the sum over its tree of the
-candidates' probabilities, less what its time would have brought otherwise: rho T, rho being the
-tokens per second of late (a semi-Markov decision process of average reward; Howard, "Dynamic
-Programming and Markov Processes", 1960, chapter 7). The step of the largest worth is taken; the
-root alone is one of the choices.
+The value of a step is its expected number of tokens, 1 plus the sum of the candidates'
+probabilities, minus what its time would otherwise yield: rho T, where rho is the recent number of
+tokens per second (a semi-Markov decision process of average reward; Howard, "Dynamic Programming
+and Markov Processes", 1960, chapter 7). The policy takes the step of the largest value; a plain
+step is one of the choices.
 
-Where predictions come from probes, a step that ends at a node without them leaves the next one
-without predictions. What having them is worth, h tokens, is the difference between the worths of a
-step with predictions and of one without, learned while decoding; so a probe group under a node is
-worth h times the chance that the step ends there. That is PPD's dynamic sparse tree (section 5.4),
-decided anew in every step.
+If predictions come from probes, a step that ends at a node without probes leaves the next step
+without predictions. Predictions are worth h tokens: the difference between the values of a step
+with and without them, learned while decoding. A probe group under a node is thus worth h times the
+probability that the step ends there. This is PPD's dynamic sparse tree (section 5.4), decided in
+every step.
 
-Knows probabilities, rows and seconds; nothing of models. docs/inside/policy.md has the
-measurements.
+This module knows probabilities, step tokens and seconds, but no models. docs/inside/policy.md has
+the measurements.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
 from hf_spec.policy.step_times import CLIP
 
-#: Candidates that a step may have. Few sizes, so that steps repeat, compiled ones above all.
+#: Numbers of candidates that a step may have. There are few, so that steps repeat, above all
+#: compiled ones.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: The same where shapes are padded to powers of two.
+#: The same if shapes are padded to powers of two.
 FIXED = (1, 3, 7, 15, 31, 63)
-#: Tokens of the widest step then, for each row.
+#: Step tokens per batch row of the widest step in that case.
 WIDEST = 64
-#: Steps after which both are tried again, lest rows that once seemed dear stay untried.
+#: Steps after which both are tried again, in case larger steps only once seemed expensive.
 AFRESH = 64
-#: Steps with pruning and without that are tried in turns, and steps of one kind until the other is
-#: looked at again.
+#: Alternating steps with and without pruning at first, and steps of one kind until the other is
+#: tried again.
 TRIED, AGAIN = 8, 256
-#: No step takes less; clocks may be coarse.
+#: Least duration of a step; clocks may be coarse.
 TICK = 1e-9
-#: Decisions that are remembered, for people.
+#: Number of recent decisions kept for reports.
 HISTORY = 128
 
 
 def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
-    """What the option ``fallback`` means for a call.
+    """Whether the option ``fallback`` is on for a call.
 
-    ``auto`` stays off where what is emitted depends on which steps draft, since decisions depend on
-    time: sampling candidates draws random numbers of its own, and typical acceptance is lossy where
-    it drafts only.
+    ``auto`` is off if the output depends on which steps draft, as decisions depend on time: sampled
+    candidates draw random numbers of their own, and typical acceptance is lossy in drafting steps.
     """
     if options.fallback != "auto":
         return bool(options.fallback)
@@ -68,12 +68,12 @@ def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step does.
+    """The plan of a step.
 
     Attributes:
-        candidates: of the tree, its likeliest.
-        probed: nodes with probes.
-        promised: tokens of all rows that it is expected to emit; 0 where nobody says.
+        candidates: number of the tree's likeliest candidates to take.
+        probed: number of nodes with probes.
+        promised: expected number of emitted tokens of all rows; 0 if unknown.
     """
 
     candidates: int = 0
@@ -82,19 +82,19 @@ class Plan:
 
 
 class StepPolicy:
-    """Decides for one call; knows what earlier calls of the model have shown.
+    """Decides for one call, with what earlier calls of the model have learned.
 
     Args:
-        stats: the call's statistics; plain steps chosen are counted there.
-        learned: of the strategy on the model; updated.
+        stats: the call's statistics; counts the plain steps that it chooses.
+        learned: what was learned about the strategy on the model; updated.
         setting: batch size, context length and device.
         enabled: if False, every step drafts.
-        measured: seconds by rows of a step that are known from elsewhere.
-        width: tokens that a forward over so many nodes and probes runs over; where that is more
-            than their sum, shapes come in few sizes.
+        measured: previously measured seconds by number of step tokens.
+        width: number of step tokens of a forward with given numbers of nodes and probes; more than
+            their sum if shapes are padded.
 
     Attributes:
-        looks_up_only: whether a step that drafts has look-ups only, all else being paused.
+        looks_up_only: whether drafting steps use only look-ups, as everything else is paused.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class StepPolicy:
         """Whether the step that begins now drafts.
 
         Args:
-            looks_up: look-ups can be had by themselves (:attr:`looks_up_only`).
+            looks_up: whether look-ups alone are possible (:attr:`looks_up_only`).
         """
         self._plan = None
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
@@ -154,8 +154,8 @@ class StepPolicy:
 
     @alone
     def draft_price(self) -> float | None:
-        """Tokens that one more forward of drafting must bring: what its time, and that of another
-        candidate in the step, would bring otherwise. None while unknown, and where nothing may
+        """Tokens that one more drafting forward must bring to pay: what its time, and that of
+        another candidate in the step, would otherwise yield. None while unknown, or if nothing may
         depend on time."""
         times, rate = self.setting.times, self.setting.rate.value
         seconds, line = times.drafted_seconds, times.line
@@ -167,13 +167,13 @@ class StepPolicy:
     def choose(
         self, draft: Draft, drafter: Drafter, active: Sequence[bool], limits: Sequence[int]
     ) -> Draft:
-        """The draft that the step takes: cut down, with its probes.
+        """Reduce the draft to the candidates that the step takes, and attach its probes.
 
         Args:
-            draft: what was proposed; left as it is where nothing says how likely it is, and where
-                nothing may depend on time.
-            drafter: hangs probes.
-            active: rows that are not finished.
+            draft: the proposed draft; unchanged if its probabilities are unknown or nothing may
+                depend on time.
+            drafter: attaches probes.
+            active: unfinished rows.
             limits: depth of the deepest candidate that each row can use.
         """
         self._live = sum(active)
@@ -191,12 +191,11 @@ class StepPolicy:
 
     @alone
     def count(self, chances: Sequence[float], live: int) -> int:
-        """How many candidates the step takes where they stand packed one behind the other, as many
-        for each row as are likely there.
+        """How many candidates the step takes if the candidates of all rows are packed together.
 
         Args:
-            chances: of the candidates of all rows, best first.
-            live: rows.
+            chances: probabilities of the candidates of all rows, likeliest first.
+            live: number of unfinished rows.
         """
         self._live = live
         likely = np.array([[1.0, *chances]])
@@ -204,13 +203,13 @@ class StepPolicy:
         return self._plan.candidates
 
     def _best(self, likely: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
-        """The plan of the largest worth.
+        """The plan of the largest value.
 
         Args:
-            likely: ``(batch, nodes)`` chance of each path, best first.
+            likely: ``(batch, nodes)`` probability of each path, likeliest first.
             parents: ``(batch, nodes)``
             group: probes under a node that has them.
-            prunes: whether the step drops candidates on its way; None: that is chosen after this.
+            prunes: whether the step prunes; None if this is decided later.
         """
         setting = self.setting
         times = setting.pruned if prunes else setting.times
@@ -238,7 +237,7 @@ class StepPolicy:
         rate = setting.rate.value or self._live / max(plain or line[0], TICK)
         worth = self.learned.worth
         curve = times.curve(self.width(1 + most, (1 + most) * group)) or []
-        costs = [rate * seconds for seconds in curve]  # tokens that the time would bring
+        costs = [rate * seconds for seconds in curve]  # tokens that the time would yield
         value, candidates, probed, promised = -np.inf, 0, 0, 0.0
         sizes = [size for size in SIZES if size < most] + [most]
         if fixed:
@@ -267,11 +266,11 @@ class StepPolicy:
         return Plan(candidates, probed, promised)
 
     def shapes(self, group: int, looks_up: bool = False) -> list[tuple[int, int]]:
-        """Nodes, and those with probes, of all steps that may be chosen where shapes are padded.
+        """Nodes, and nodes with probes, of all steps that may be chosen if shapes are padded.
 
         Args:
             group: probes under a node that has them.
-            looks_up: there are look-ups, which also stand by themselves.
+            looks_up: whether there are look-ups, which may also be drafted alone.
         """
         found = [(1, 0), *([(1, 1)] if group else [])]
         for size in FIXED:
@@ -281,7 +280,7 @@ class StepPolicy:
         return found
 
     def _counts(self, size: int, group: int) -> list[int]:
-        """Nodes with probes to choose from, of a step with so many candidates."""
+        """Numbers of nodes with probes to choose from, for a step with ``size`` candidates."""
         if self.width(3, 0) == 3:
             return [0, *(count for count in SIZES if count <= size), size + 1]
         # As many probes as nodes, or twice as many.
@@ -293,7 +292,7 @@ class StepPolicy:
     def _looks(self, group: int) -> bool:
         """Whether a step without predictions has probes, so that the next one has some.
 
-        Where that is not worth their time it is tried ever more seldom: the text may change.
+        If they do not pay, they are tried at growing intervals, as the text may change.
         """
         setting, line = self.setting, self.setting.times.line
         plain, rate = setting.times.plain_seconds(), setting.rate.value
@@ -312,7 +311,7 @@ class StepPolicy:
         return True
 
     def _prunes(self, wanted: bool | None, plan: Plan, rows: int) -> bool:
-        """Whether the step drops unlikely candidates on its way; None: as is best."""
+        """Whether the step prunes unlikely candidates; if ``wanted`` is None, whether that pays."""
         if wanted is not None or not plan.candidates:
             return bool(wanted and plan.candidates)
         setting = self.setting
@@ -329,7 +328,7 @@ class StepPolicy:
             return counts[1] < counts[0]
         whole, pruned = means
         without, with_ = kept
-        # Pruning adds no tokens; a difference within noise is none.
+        # Pruning adds no tokens; differences within noise are ignored.
         drafted = plan.promised - self._live if plan.promised else self._live
         noise = sum(one.above / one.below**2 for one in setting.kept) ** 0.5  # of counts
         lost = max(without - with_ - noise, 0.0) * drafted
@@ -359,12 +358,12 @@ class StepPolicy:
 
     @alone
     def observe(self, draft: Draft, emitted: Sequence[int], seconds: float) -> None:
-        """The step is over.
+        """Learn from a finished step.
 
         Args:
             draft: what was forwarded.
-            emitted: tokens per batch row; none for a row that was finished before.
-            seconds: that it took.
+            emitted: tokens per batch row; 0 for a row that was already finished.
+            seconds: duration of the step.
         """
         live = [count for count in emitted if count]
         self.note(
@@ -376,23 +375,23 @@ class StepPolicy:
         self, candidates: int, rows: int, tokens: int, live: int, seconds: float,
         pruned: bool = False,
     ) -> None:  # fmt: skip
-        """The step is over: :meth:`observe` in numbers.
+        """:meth:`observe` in numbers.
 
         Args:
-            candidates: of each batch row; of all where they stand packed.
-            rows: of the forward, counted alike.
-            tokens: emitted.
-            live: rows that emitted some.
-            seconds: that it took.
-            pruned: whether unlikely candidates were dropped on the way.
+            candidates: candidates per batch row; of the whole batch if packed.
+            rows: step tokens of the forward, counted alike.
+            tokens: emitted tokens.
+            live: rows that emitted tokens.
+            seconds: duration of the step.
+            pruned: whether unlikely candidates were pruned.
         """
         setting, plan = self.setting, self._plan
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]
         times = setting.pruned if pruned else setting.times
-        mostly = plan is not None and not self.looks_up_only  # drafting is as it mostly is
+        mostly = plan is not None and not self.looks_up_only  # typical drafting
         times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None, forwards)
-        setting.times.pace = setting.pruned.pace = times.pace  # it is the machine's
+        setting.times.pace = setting.pruned.pace = times.pace  # both share the machine's pace
         setting.rate.add(tokens, seconds)
         setting.wide = setting.wide + 1 if rows > 1 else 0
         self._taken[(candidates, rows)] += 1
@@ -416,8 +415,8 @@ class StepPolicy:
             "promised_seconds": expected, "seconds": seconds, "batch_size": live,
         })  # fmt: skip
         if self.enabled and plain and live:
-            # Nothing is cheaper than a plain step; what seems so met a machine that sped up.
-            # What the step took: estimates drift apart where one kind of step pauses for long.
+            # Nothing is cheaper than a plain step; if it seems so, the machine sped up.
+            # Measured times: estimates drift apart if one kind of step pauses for long.
             account = lookups if self.looks_up_only else guard
             account.book(tokens / live, max(min(seconds, CLIP * expected) / plain, 1.0))
 
@@ -426,13 +425,13 @@ class StepPolicy:
         return self.width(draft.tree.num_nodes, probes)
 
     def move(self, setting: tuple[int, int, str]) -> None:
-        """Steps take other times from here on, as in a smaller batch."""
+        """Switch to another setting, such as a smaller batch."""
         self._key = setting
         self.setting = self.learned.setting(setting)
 
     @alone
     def details(self) -> dict[str, Any]:
-        """For ``SpecStats.details``: JSON types, what was chosen and what it rests on."""
+        """Entries for ``SpecStats.details``, as JSON types: the choices and their inputs."""
         times, line = self.setting.times, self.setting.times.line
         plain = times.plain_seconds()
         promised = sum(one["promised_tokens"] or 0.0 for one in self.history)
@@ -460,10 +459,10 @@ class StepPolicy:
 
 
 def first_nodes(tree: TreeBatch, chances: Chances) -> TreeBatch:
-    """The first nodes of trees whose candidates stand best first.
+    """The first nodes of trees whose candidates are sorted, likeliest first.
 
     Args:
-        chances: of these nodes.
+        chances: probabilities of these nodes.
     """
     nodes = chances.paths.shape[1]
     counts = tuple(min(count, nodes - 1) for count in tree.row_candidates)

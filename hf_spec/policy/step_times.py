@@ -1,6 +1,6 @@
-"""What steps take while decoding: ProPD, section 4.2.1.
+"""Step times, estimated while decoding: ProPD, section 4.2.1.
 
-Knows rows and seconds; nothing of trees or models.
+Knows step tokens and seconds, but no trees or models. ``rows`` are step tokens per batch row.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 
 #: alpha of a size's mean step time, and lambda per step of its age.
 TIME_ALPHA, DECAY = 0.1, 0.01
-#: Weight of the newest step in the machine's pace. Other work slows down all sizes alike, for some
-#: ten steps and more: by far the most of what step times differ by.
+#: Weight of the newest step in the machine's pace. Other work slows down all sizes alike, for ten
+#: or more steps: most of the variation of step times.
 PACE_ALPHA = 0.3
-#: Ages from here on count alike, so that weights stay numbers.
+#: Largest age, so that weights do not underflow.
 OLDEST = 1000
-#: The first step of a size warms something up and is left out; of so many after it the median is
-#: taken, then they are averaged.
+#: The first step of a size is a warm-up and is ignored. The median of the next ones is used until
+#: there are this many; then they are averaged.
 FIRST = 5
-#: Steps after which a size that was not taken begins anew: the machine may be another by then.
+#: Steps after which an unused size starts over, as conditions may have changed.
 STALE = 200
-#: Stands for a line that is to be fitted.
+#: Marks a line that has to be fitted.
 UNKNOWN = object()
-#: Steps that the line counts for beside a size's own.
+#: Weight of the line, in steps, relative to a size's own steps.
 DRAWN = 16
-#: A step counts as at most so many mean ones: a stall is no news of the size's cost.
+#: Steps are clipped to this multiple of the mean: a stall says nothing about a size's cost.
 CLIP = 2.0
-#: Sizes whose times are kept, and predictions whose errors are.
+#: Number of sizes, and of prediction errors, that are kept.
 SIZES, ERRORS = 64, 256
 
 
@@ -41,9 +41,9 @@ class SizeTime:
     """Steps of one size.
 
     Attributes:
-        mean: T_perf, their mean seconds; None before it is known.
+        mean: T_perf, their mean seconds; None while unknown.
         last: number of the latest step, as ages are counted.
-        first: seconds of the first that counted; None before the very first step.
+        first: seconds of the first steps that counted; None before the very first step.
         count: steps that the mean stands for; they count less as they age.
     """
 
@@ -54,7 +54,7 @@ class SizeTime:
 
     @property
     def measured(self) -> bool:
-        """Whether the mean is that of steps; else it is from elsewhere."""
+        """Whether the mean was measured on steps; otherwise it is a guess."""
         return self.count > 0
 
     def add(self, seconds: float, step: int = 0) -> None:
@@ -76,20 +76,21 @@ class SizeTime:
 
 @dataclass
 class StepTimes:
-    """T(i) = b0 + b1 i, seconds of a step of i rows (section 4.2.1).
+    """T(i) = b0 + b1 i, seconds of a step of i step tokens per batch row (section 4.2.1).
 
-    Drafting is averaged apart: it hardly depends on the size, and plain steps go without. All times
-    are kept at the same pace, so that sizes can be compared that were seen at different moments.
+    Drafting time is averaged separately: it hardly depends on the size, and plain steps have none.
+    All times are normalised to the same pace, so that sizes seen at different moments are
+    comparable.
 
     Attributes:
-        steps: how many were observed.
-        wide: those of them with more than one row. Ages are counted in them: long pauses of plain
-            steps make nothing older.
-        pace: of the machine by now: seconds that pass where 1 is kept.
-        sizes: what is known, by rows per batch row.
+        steps: number of observed steps.
+        wide: those of them with more than one token per batch row. Ages are counted in these, so
+            that pauses of plain steps do not age anything.
+        pace: the machine's current pace: actual seconds per normalised second.
+        sizes: known sizes, by step tokens per batch row.
         drafting: seconds before the forward of a step that drafts.
-        drafted: seconds of one forward among these, where drafting runs the model.
-        errors: of the latest predictions, relative to the measured time.
+        drafted: seconds of one of the drafting forwards, if drafting runs the model.
+        errors: errors of the latest predictions, relative to the measured time.
     """
 
     steps: int = 0
@@ -105,13 +106,13 @@ class StepTimes:
     def observe(
         self, rows: int, seconds: float, drafting: float | None = None, forwards: int = 0
     ) -> None:
-        """A step is over.
+        """Learn from a finished step.
 
         Args:
-            rows: of its forward, per batch row.
-            seconds: from the forward on.
-            drafting: seconds before it; None if it did not draft, or not as it mostly does.
-            forwards: of the model while drafting.
+            rows: step tokens per batch row.
+            seconds: duration from the start of the forward.
+            drafting: seconds before that; None if it did not draft, or not in the typical way.
+            forwards: forwards of the model while drafting.
         """
         self.steps += 1
         self.wide += rows > 1
@@ -125,7 +126,7 @@ class StepTimes:
         size = self.sizes.setdefault(rows, SizeTime())
         expected = size.mean if size.measured else None
         line = self.line if expected is None else None
-        if line is not None:  # a stall is no news of a new size, either
+        if line is not None:  # clip stalls of new sizes, too
             size.add(min(seconds, CLIP * (line[0] + line[1] * rows)) / self.pace, self.wide)
         else:
             size.add(seconds / self.pace, self.wide)
@@ -141,22 +142,22 @@ class StepTimes:
             self.errors.append(abs(expected - seconds) / seconds)
 
     def mean(self, rows: int) -> float | None:
-        """T_perf of a size at the pace by now; None while unknown."""
+        """T_perf of a size at the current pace; None while unknown."""
         size = self.sizes.get(rows)
         return None if size is None or size.mean is None else self.pace * size.mean
 
     @property
     def means(self) -> dict[int, float]:
-        """T_perf by rows at the pace by now, of the sizes whose time is known."""
+        """T_perf at the current pace, by step tokens, of all sizes with known times."""
         sizes = sorted(self.sizes.items())
         return {i: self.pace * one.mean for i, one in sizes if one.mean is not None}
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """b0 and b1, neither below 0; None while fewer than two sizes are known.
+        """b0 and b1, both >= 0; None while fewer than two sizes are known.
 
-        Plain steps are left out where two other sizes are known: for a single row devices often
-        have a faster way, and a line through it would make all rows look dear.
+        Plain steps are left out if two other sizes are known: devices often have faster kernels for
+        a single token, and a line through it would overestimate the cost per token.
         """
         if self._line is UNKNOWN:
             self._line = self._fitted()
@@ -177,7 +178,7 @@ class StepTimes:
         return fit_line(list(means), list(means.values()), weights)
 
     def seconds(self, rows: Any) -> Any:
-        """What steps of so many rows take, drafting included; None while unknown.
+        """Seconds of steps of these sizes, drafting included; None while unknown.
 
         Args:
             rows: a number, or an array of them.
@@ -188,11 +189,11 @@ class StepTimes:
         return line[0] + line[1] * rows + (self.drafting_seconds or 0.0)
 
     def curve(self, most: int) -> list[float] | None:
-        """What steps of 0, 1, ... ``most`` rows take, drafting left out; None while unknown.
+        """Seconds of steps of 0, 1, ... ``most`` tokens without drafting; None while unknown.
 
-        What was measured of a size, drawn to the line as far as it was measured seldom, and never
-        falling: kernels take rows in blocks, so that some rows cost nothing and others much. Past
-        the smallest and the largest size that are known it goes on as the line does.
+        Measured times, shrunk towards the line if there are few, and never falling: kernels process
+        tokens in blocks, so that some tokens are free and others expensive. Beyond the smallest and
+        the largest known size, it follows the line.
         """
         line = self.line
         if line is None:
@@ -215,26 +216,26 @@ class StepTimes:
 
     @property
     def drafting_seconds(self) -> float | None:
-        """What drafting takes; None while unknown."""
+        """Seconds of drafting; None while unknown."""
         return None if self.drafting.mean is None else self.pace * self.drafting.mean
 
     @property
     def drafted_seconds(self) -> float | None:
-        """What one forward of drafting takes; None while unknown."""
+        """Seconds of one drafting forward; None while unknown."""
         return None if self.drafted.mean is None else self.pace * self.drafted.mean
 
     def plain_seconds(self) -> float | None:
-        """What a plain step takes; measured rather than estimated where some were."""
+        """Seconds of a plain step, measured if possible, otherwise estimated."""
         mean = self.mean(1)
         if mean is None and self.line is not None:
             mean = sum(self.line)
         return mean
 
     def seeded(self, scale: float = 1.0) -> StepTimes:
-        """What is expected under other conditions: the line at two sizes and a plain step, each row
-        as much dearer.
+        """Guesses for other conditions: the line at two sizes and a plain step, with the cost per
+        token multiplied by ``scale``.
 
-        Real steps take the place of these guesses.
+        Observed steps replace these guesses.
         """
         line, plain = self.line, self.plain_seconds()
         if line is None or plain is None:
@@ -247,11 +248,11 @@ class StepTimes:
         return replace(cost, drafting=drafting, drafted=drafted, errors=self.errors)
 
     def shifted(self, more: int, share: float) -> StepTimes:
-        """What is expected where all steps have so many rows more beside those that are counted.
+        """Guesses for steps that all have a number of additional, uncounted tokens.
 
         Args:
-            more: rows; below 0 if they have fewer.
-            share: the least that a step can take, of what it takes here.
+            more: additional tokens; negative if there are fewer.
+            share: least duration of a step, as a share of its duration here.
         """
         line, plain = self.line, self.plain_seconds()
         if line is None or plain is None:
@@ -264,7 +265,7 @@ class StepTimes:
 
     @classmethod
     def guessed(cls, seconds: dict[int, float]) -> StepTimes:
-        """Times from elsewhere, by rows, that count until steps of these sizes were observed."""
+        """Known times by step tokens, used until steps of these sizes are observed."""
         return cls(sizes={rows: SizeTime(spent) for rows, spent in seconds.items()})
 
     @property
@@ -273,8 +274,8 @@ class StepTimes:
 
 
 def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The values that never fall and are closest to these, by weighted squares: neighbours in the
-    wrong order are put together until there are none (Ayer et al., 1955)."""
+    """The nondecreasing values closest to these in weighted squares: neighbours in the wrong order
+    are pooled until there are none (Ayer et al., 1955)."""
     pools: list[list[float]] = []  # mean, weight and count of each
     for value, weight in zip(values, weights):
         pools.append([value, weight, 1])
@@ -292,7 +293,7 @@ def fit_line(
     """b0, b1 >= 0 that minimise sum W (T - b0 - b1 i)^2 over the sizes i, in closed form.
 
     Args:
-        rows, seconds, weights: of each size; at least two are different.
+        rows, seconds, weights: of each size; at least two sizes differ.
     """
     total = sum(weights)
     weights = [weight / total for weight in weights]
@@ -301,7 +302,7 @@ def fit_line(
     spread = sum(w * (i - mean_rows) ** 2 for w, i in zip(weights, rows))
     shared = sum(w * (i - mean_rows) * (t - mean) for w, i, t in zip(weights, rows, seconds))
     slope = shared / max(spread, 1e-300)
-    if slope <= 0:  # noise, or weights that leave one size only: rows are free
+    if slope <= 0:  # noise, or only one size has weight: tokens are free
         return mean, 0.0
     if mean - slope * mean_rows < 0:
         squares = sum(w * i * i for w, i in zip(weights, rows))

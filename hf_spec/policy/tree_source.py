@@ -1,4 +1,4 @@
-"""What the option ``tree`` stands for: trees that are given, tuned, or chosen while decoding."""
+"""Resolves the option ``tree``: trees that are given, tuned, or chosen while decoding."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hf_spec.policy.memory import recall
 from hf_spec.policy.online_trees import HitRates, OnlineTrees
 from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, measurements, read_trees
 
-#: What stands for tuned trees until the call's first step.
+#: Placeholder for tuned trees until the call's first step.
 ROOT_ONLY = TreeStates.uniform(TokenTree.chain(0), 0)
 
 
 class TunedSource(TreeSource):
-    """Trees tuned for devices: those nearest to the model's, its batch size and its context.
+    """Tuned trees: those of the nearest device, batch size and context length.
 
     Args:
         model: the model that decodes.
-        trees: of all devices.
+        trees: the trees of all devices.
     """
 
     def __init__(self, model: Any, trees: TunedTrees):
@@ -46,18 +46,18 @@ class TunedSource(TreeSource):
 def tree_source(
     options: TreeOptions, model: Any, adapter: ActiveAdapter, distances: int, probes: int = 0
 ) -> TreeSource:
-    """What the option ``tree`` stands for.
+    """The tree source that the option ``tree`` names.
 
     Args:
-        options: of the strategy.
+        options: the strategy's options.
         model: the model that decodes.
-        adapter: the adapter that drafts; tuned trees lie beside its weights.
-        distances: future tokens that it predicts.
-        probes: under a node for each distance; 0 if predictions take no rows.
+        adapter: the adapter that drafts; tuned trees are stored beside its weights.
+        distances: number of future tokens that it predicts.
+        probes: probes per distance under a node; 0 if predictions take no step tokens.
 
     Raises:
-        ValueError: trees go deeper than the adapter predicts or have a rank that the vocabulary
-            does not have, none have been tuned or they cannot be read.
+        ValueError: if trees are deeper than the adapter predicts or have a rank beyond the
+            vocabulary, or if there are no tuned trees or they cannot be read.
     """
     if options.tree in (ADAPTIVE, ONLINE):
         depth = options.depth(distances)
@@ -92,7 +92,7 @@ def tree_source(
 
 
 def _hits(model: Any, adapter: ActiveAdapter, depth: int) -> HitRates:
-    """What was measured for the adapter, or a guess."""
+    """Hit rates measured for the adapter, or a guess."""
     found = measurements(adapter, Device.of(model), 1, 0)
     if found is None:
         return HitRates(depth)
@@ -100,7 +100,7 @@ def _hits(model: Any, adapter: ActiveAdapter, depth: int) -> HitRates:
 
 
 def _check(trees: TreeStates | TunedTrees, where: str, model: Any, distances: int) -> None:
-    """Raise ValueError unless the adapter predicts so far, and the model has so many tokens."""
+    """Raise ValueError if the trees are too deep for the adapter or their ranks too large."""
     if trees.max_probes > distances:
         raise ValueError(
             f"{where} has states up to {trees.max_probes} predicted tokens, the adapter drafts "

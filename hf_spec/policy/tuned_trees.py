@@ -1,8 +1,8 @@
 """Trees that ``hf-spec tune`` has chosen for devices: ``tree.json``, beside an adapter's weights.
 
-A file has an entry for each device (its name, the model's dtype, and on a CPU the threads), an
-entry has dynamic trees for one or more batch sizes and context lengths. What does not stand in the
-file takes the nearest.
+A file has an entry for each device (its name, the model's dtype, and on a CPU the threads); an
+entry has dynamic trees for one or more batch sizes and context lengths. Anything not in the file
+uses the nearest entry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_spec.policy.devices import device_name
 
 logger = logging.getLogger(__name__)
 
-#: The file, and the newest version that this release reads and the one it writes.
+#: File name, and the version that this release writes and the newest that it reads.
 TREE_FILE, VERSION = "tree.json", 1
 
 
@@ -36,10 +36,10 @@ class Device:
     """Where a model runs, as far as step times depend on it.
 
     Attributes:
-        name: the hardware's.
+        name: the hardware's name.
         kind: ``cpu``, ``cuda``, ...
-        dtype: the model's, as ``bfloat16``.
-        threads: of the CPU; None elsewhere.
+        dtype: the model's dtype, such as ``bfloat16``.
+        threads: number of CPU threads; None on other devices.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Device:
 
     @classmethod
     def of(cls, model: Any) -> Device:
-        """A model's."""
+        """The device of a model."""
         device = model.device
         threads = torch.get_num_threads() if device.type == "cpu" else None
         dtype = str(model.dtype).removeprefix("torch.")
@@ -59,7 +59,7 @@ class Device:
         return f"{self.name}, {self.dtype}"
 
     def distance(self, other: Device) -> tuple[float, ...]:
-        """How unlike another it is; the parts that matter most stand first."""
+        """How different another device is; the most important parts come first."""
         threads = math.log((self.threads or 1) / (other.threads or 1))
         differs = (self.kind != other.kind, self.name != other.name, self.dtype != other.dtype)
         return (*map(float, differs), abs(threads))
@@ -67,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True)
 class TunedSetting:
-    """The trees for a batch size and a context length, in tokens, and seconds of steps by rows."""
+    """Trees for a batch size and a context length in tokens, and step seconds by step tokens."""
 
     batch_size: int
     context: int
@@ -132,7 +132,7 @@ class TunedDevice:
         )
 
     def nearest(self, batch_size: int, context: int) -> TunedSetting:
-        """The setting most like this one: the batch size matters most."""
+        """The most similar setting; the batch size matters most."""
 
         def unlike(one: TunedSetting) -> tuple[float, float]:
             return (
@@ -150,7 +150,7 @@ def _field(data: Any, name: str, where: str) -> Any:
 
 
 def _check_accuracies(table: Any, where: str) -> None:
-    """Raise ValueError unless it is a table of probabilities, a row for each distance."""
+    """Raise ValueError unless it is a table of probabilities with one table row per distance."""
     if not isinstance(table, list) or not 1 <= len(table) <= MAX_FUTURE:
         raise ValueError(f"{where}: must be a list for 1 to {MAX_FUTURE} distances.")
     for distance, row in enumerate(table):
@@ -165,7 +165,7 @@ def _check_accuracies(table: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class TunedTrees:
-    """What a ``tree.json`` holds, as far as decoding needs it.
+    """The part of a ``tree.json`` that decoding needs.
 
     Attributes:
         entries: devices with their trees, at least one.
@@ -178,7 +178,7 @@ class TunedTrees:
         """Read the content of a file.
 
         Raises:
-            ValueError: it is no such content, or of a later version; naming the field.
+            ValueError: if the content is invalid or of a later version; names the field.
         """
         if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
             raise ValueError('expected {"version": 1, "devices": [...]} as hf-spec tune writes it.')
@@ -198,7 +198,7 @@ class TunedTrees:
 
     @property
     def max_probes(self) -> int:
-        """Most future tokens that any tree's states know of, and probes under a node."""
+        """Largest number of predicted future tokens and of probes under a node, over all trees."""
         return max(states.max_probes for states in self._all())
 
     @property
@@ -212,7 +212,7 @@ class TunedTrees:
     def select(self, device: Device, batch_size: int, context: int) -> TreeStates:
         """The trees of the nearest device, batch size and context length.
 
-        Another hardware or dtype than the file has entries for is logged, once.
+        Logs once if the file has no entry for this hardware or dtype.
         """
         entry = min(self.entries, key=lambda entry: device.distance(entry.device))
         if any(device.distance(entry.device)[:-1]):
@@ -255,7 +255,7 @@ class Measurements:
 
     Attributes:
         accuracies: ``[d - 1][r]``: how often the token of rank r is right at distance d.
-        seconds: of steps on this device, by their rows; empty if they were timed elsewhere.
+        seconds: step seconds on this device, by step tokens; empty if timed on other hardware.
     """
 
     accuracies: tuple[tuple[float, ...], ...]
@@ -265,10 +265,9 @@ class Measurements:
 def measurements(
     adapter: ActiveAdapter, device: Device, batch_size: int, context: int
 ) -> Measurements | None:
-    """Those of the nearest entry of the ``tree.json`` beside an adapter; None if there are none.
+    """Measurements of the nearest entry of an adapter's ``tree.json``; None if there are none.
 
-    They are a guess to start from: the Hub is not asked for them, and a file that cannot be read
-    has none.
+    They are only an initial guess: the Hub is not contacted, and an unreadable file counts as none.
     """
     path = adapter.config.file_beside(TREE_FILE, ask=False)
     entries: Sequence[TunedDevice] = ()

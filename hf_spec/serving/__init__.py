@@ -1,1 +1,1 @@
-"""What ``hf-spec serve`` adds to Transformers' server."""
+"""Additions of ``hf-spec serve`` to Transformers' server."""

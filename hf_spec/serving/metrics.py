@@ -28,7 +28,7 @@ PLAIN = "plain"
 
 @dataclass
 class _Sums:
-    """Of one strategy on one model.
+    """Sums for one strategy on one model.
 
     Attributes:
         tokens, steps: generated tokens, and forward passes of the full model and row.

@@ -1,4 +1,4 @@
-"""From answers to training batches: sequences, labels, and random anchors in the answers."""
+"""Turns answers into training batches: sequences, labels, and random anchors in the answers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hf_spec.model.sequences import IGNORED
 
 
 class AnswerDataset(Dataset[dict[str, Tensor]]):
-    """Prompts with answers as training examples, with anchors drawn anew in each epoch.
+    """Prompts with answers as training examples, with new random anchors in each epoch.
 
-    An anchor is a token of the sequence under which probes hang; the tokens they ask for lie in the
-    answer. What is drawn depends on seed, epoch and row alone, so that it is the same however many
-    processes share the work, and after an interruption.
+    An anchor is a token of the sequence that has probes; the tokens that these predict are in the
+    answer. Anchors depend only on seed, epoch and example, so they are the same for any number of
+    processes, and after an interruption.
 
     Args:
         rows: ``prompt_ids`` and ``answer_ids`` by index, such as a ``datasets.Dataset``.
-        num_anchors: most anchors per sequence.
-        max_length: longer sequences are cut at the end; None: no limit.
-        seed: of the anchors.
-        random: False takes evenly spaced anchors instead, the same every time.
+        num_anchors: largest number of anchors per sequence.
+        max_length: longer sequences are cut at the end; None for no limit.
+        seed: seed of the anchors.
+        random: if False, anchors are evenly spaced and always the same.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         ids = torch.tensor((prompt + answer)[: self.max_length])
         labels = ids.clone()
         labels[: len(prompt)] = IGNORED
-        # The token behind an anchor is certain; probes ask for those that follow it.
+        # The token after an anchor is certain; probes predict those that follow it.
         first, last = max(len(prompt) - 1, 0), len(ids) - 3
         places = torch.arange(first, last + 1) if last >= first else torch.empty(0).long()
         if len(places) > self.num_anchors:
@@ -78,9 +78,9 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
 
 
 class NewAnchors(TrainerCallback):
-    """Draws the training data's anchors anew in each epoch.
+    """Draws new anchors of the training data in each epoch.
 
-    accelerate's data loaders would, but in a single process they tell the sampler only.
+    accelerate's data loaders would, but in a single process they only notify the sampler.
     """
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -92,8 +92,8 @@ class NewAnchors(TrainerCallback):
 def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Pad on the right: ``input_ids``, ``labels``, ``attention_mask`` (batch, seq) and ``anchors``.
 
-    Sequences with fewer anchors than others get their last token as further ones, behind which
-    there is nothing to predict.
+    Missing anchors are filled with a sequence's last token, after which there is nothing to
+    predict.
     """
     longest = max(len(example["input_ids"]) for example in examples)
     most = max(max(len(example["anchors"]) for example in examples), 1)

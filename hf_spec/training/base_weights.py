@@ -1,6 +1,6 @@
 """Weights of a base model that is trained along with its adapter: in checkpoints and as a model.
 
-PEFT saves adapters only, and takes the base for what it was.
+PEFT saves only adapters and assumes that the base model is unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a BITA adapter holds: Lin et al., "BiTA: Bi-Directional Tuning for Lossless Acceleration in
+"""Config of a BITA adapter: Lin et al., "BiTA: Bi-Directional Tuning for Lossless Acceleration in
 Large Language Models" (2024), section 3.1."""
 
 from dataclasses import dataclass, field

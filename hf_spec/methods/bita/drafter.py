@@ -1,7 +1,7 @@
-"""Draft with mask tokens that ride along in the verifying forward: BiTA, section 3.2.
+"""Drafts with mask tokens in the verifying forward: BiTA, section 3.2.
 
-Under every node hangs a group of mask tokens; the group under the last accepted node predicts the
-tokens behind the next one, which are the candidates of the next step.
+Every node has a group of mask tokens. The group under the last accepted node predicts the tokens
+after the next one, which are the candidates of the next step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BitaDrafter(ProbeDrafter):
         count = len(self.group)
         probes = super().hang(tree, [[count] + [0] * (len(row) - 1) for row in ahead])
         assert probes is not None
-        # Behind c accepted candidates the first c predictions of the root's group are overtaken.
+        # After c accepted candidates, the first c predictions of the root's group are outdated.
         counts = count - tree.depths
         left = tuple(map(tuple, counts.tolist()))
         return replace(probes, first=tree.depths, counts=counts, sizes=left)

@@ -1,4 +1,4 @@
-"""What a BITA adapter's parameters mean to a forward pass."""
+"""A BITA adapter's parameters as inputs of a forward."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from hf_spec.model.tree_forward import ProbeInputs
 
 
 def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
-    """The adapter's parameters as inputs of probes; gradients reach the parameters."""
+    """The adapter's parameters as inputs of probes; gradients flow to the parameters."""
     if "prompt_keys" in weights:
         front = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
     elif "prompts" in weights:

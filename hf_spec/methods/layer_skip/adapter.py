@@ -15,7 +15,7 @@ from modeling_patches.low_rank import LowRank
 class LayerSkipAdapter(SpecAdapterLayer):
     """Two factors for each linear module of the drafting path, or no weights at all.
 
-    They count while drafting only; the model itself computes what it computed before.
+    They apply only while drafting; the model's own outputs do not change.
     """
 
     def __init__(self, prefix: str) -> None:

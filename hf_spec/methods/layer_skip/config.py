@@ -1,4 +1,4 @@
-"""Which sublayers the drafting model leaves out: the config of a LAYER_SKIP adapter."""
+"""Config of a LAYER_SKIP adapter: the sublayers that drafting skips."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -1,11 +1,11 @@
-"""Draft with the model itself, leaving out layers; weights and cache are shared.
+"""Drafts with the model itself, skipping layers; weights and cache are shared.
 
 Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
-Decoding" (2023), algorithms 3 and 4. What a drafted token writes into the cache is overwritten by
-the verifying forward, so every layer ends up with the full model's states.
+Decoding" (2023), algorithms 3 and 4. The verifying forward overwrites the drafted tokens' cache
+entries, so every layer ends up with the full model's states.
 
-Each drafting forward gives more than the token that is drafted on: the next likeliest ones stand
-beside it in the tree, where the policy chooses by probabilities.
+Each drafting forward adds several candidates: drafting continues from the likeliest token, and the
+next likeliest ones become its siblings, if the policy chooses candidates by probability.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.low_rank import MergedCopies
 from modeling_patches.per_call import Changes
 
-#: Likeliest tokens of a drafting forward that stand in the tree; the first is drafted on.
+#: Candidates per drafting forward; drafting continues from the first.
 RANKS = 3
-#: Steps without drafting until one drafts though that does not pay: the text may change.
+#: Steps without drafting until one drafts although it does not seem to pay: the text may change.
 AGAIN = 64
 
 
@@ -54,8 +54,7 @@ class LayerSkipDrafter(Drafter):
         key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, key, lambda: DraftExit(options))
-        #: What was proposed in this step, if anything was: trees, or lengths of chains. Look-ups
-        #: may stand among the candidates that are forwarded.
+        #: Trees proposed in this step, if any. Look-ups may be merged into the forwarded ones.
         self._trees: tuple[list[float], list[Found]] | None = None
         self._lengths: list[int] | None = None
 
@@ -79,14 +78,14 @@ class LayerSkipDrafter(Drafter):
         self, state: DecodingState, tokens: Tensor, drafted: Sequence[Sequence[int]],
         drafting: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What the drafting model says itself, and the call's scores, behind drafted tokens.
+        """The drafting model's own probabilities and the call's scores after the drafted tokens.
 
-        The former is what exits look at: a low temperature is always sure.
+        Exits use the former: scores of a low temperature are always confident.
 
         Args:
             tokens: ``(batch, 1 + k)`` root and drafted tokens.
-            drafted: the latter by row.
-            drafting: rows that matter.
+            drafted: the drafted tokens per row.
+            drafting: rows that still draft.
 
         Returns:
             ``(batch, vocab)`` probabilities and scores.
@@ -99,11 +98,11 @@ class LayerSkipDrafter(Drafter):
         return distribution(logits.float()), state.process(logits, drafted, drafting)
 
     def _tree(self, state: DecodingState, depth: int) -> Draft:
-        """A chain as deep as it pays, with the next likeliest tokens beside each of its own."""
+        """A chain as deep as it pays, with the next likeliest tokens as siblings."""
         active, tokens = state.active, state.root[:, None]
         drafted: list[list[int]] = [[] for _ in active]
         trust, price = self.exit.calibration.log_factors, state.draft_price()
-        paths = [float(on) for on in active]  # chance of all that was drafted
+        paths = [float(on) for on in active]  # probability of all drafted tokens
         sure: list[float] = []
         looked_up = [_Followed(one) for one in state.found]
         rows: list[tuple[list[int], list[int], list[float]]] = [
@@ -115,7 +114,7 @@ class LayerSkipDrafter(Drafter):
                 break
             own, scores = self._run(state, tokens, drafted, active)
             best = scores.topk(min(RANKS, scores.shape[1]))
-            # What processors rule out is never accepted, whatever the drafting model says.
+            # Tokens that processors rule out are never accepted.
             likely = own.gather(1, best.indices).masked_fill(best.values == -torch.inf, 0)
             # One transfer; tokens are below 2 ** 24, which float32 holds exactly.
             found, said = torch.stack([best.indices.to(likely), likely]).tolist()
@@ -136,7 +135,7 @@ class LayerSkipDrafter(Drafter):
         return draft_of(trees, state.root.device)
 
     def _chain(self, state: DecodingState, depth: int, samples: bool) -> Draft:
-        """Chains that end as the paper's do, sampled ones with their distributions."""
+        """Chains with the paper's exits; sampled ones have their distributions."""
         tokens = state.root[:, None]
         drafting = list(state.active)
         lengths = [0] * len(drafting)
@@ -189,7 +188,7 @@ class LayerSkipDrafter(Drafter):
 
 
 class _Followed:
-    """What was looked up, along drafted tokens."""
+    """Looked-up continuations along the drafted tokens."""
 
     def __init__(self, found: Found):
         self._found = found
@@ -199,7 +198,7 @@ class _Followed:
 
     @property
     def held(self) -> float:
-        """Chance that one of the tokens looked up behind them comes, and they before."""
+        """Probability that the drafted tokens and then one of the looked-up tokens follow."""
         parents, chances = self._found.tree.parents, self._found.chances
         return sum(chance for chance, parent in zip(chances, parents) if parent == self._node)
 
@@ -230,7 +229,7 @@ class DraftExit:
 
     @alone
     def due(self) -> bool:
-        """Whether a step in which that does not pay drafts all the same, seldom."""
+        """Whether this step should draft although it does not seem to pay, which is rare."""
         self._idle = (self._idle + 1) % AGAIN
         return not self._idle
 
@@ -242,10 +241,10 @@ class DraftExit:
 
         Args:
             distance: from 1.
-            paths: chance of each row that all tokens before are accepted; 0 of finished rows.
-            sure: draft probability of each row's last token; none at distance 1.
-            price: tokens that the forward must bring; None: not known yet, so that gamma decides.
-            held: chance of each row that a token there is a candidate already, and accepted.
+            paths: per row, probability that all tokens before are accepted; 0 for finished rows.
+            sure: draft probability of each row's last token; empty at distance 1.
+            price: tokens that the forward must bring to pay; if None (unknown), gamma decides.
+            held: per row, probability that a token there is already a candidate and accepted.
         """
         if price is None:
             sure = sure or [1.0] * len(paths)
@@ -258,7 +257,7 @@ class DraftExit:
     def learn(
         self, trust: Sequence[float], trees: Sequence[Found], came: Sequence[Sequence[int]]
     ) -> None:
-        """Learn from the tokens that came where each row's tree was proposed."""
+        """Learn from the tokens that followed where each row's tree was proposed."""
         for one, tokens in zip(trees, came):
             walk(self.calibration, one.tree.parents, one.tokens, one.chances, trust, tokens)
 
@@ -276,7 +275,7 @@ class DraftExit:
         smoothed = beta1 * (self.acceptance or 0.0) + (1 - beta1) * acceptance  # eq. (2)
         step = o.threshold_step if smoothed <= o.target_acceptance else -o.threshold_step
         gamma = o.beta2 * self.gamma + (1 - o.beta2) * (self.gamma + step)  # eqs. (3), (4)
-        # Beyond these all drafts are alike; from far beyond there would be no way back.
+        # Values beyond [0, 1] have the same effect, and would take long to return from.
         self.gamma = min(max(gamma, 0.0), 1.0)
         self.acceptance = smoothed
 
@@ -284,9 +283,9 @@ class DraftExit:
 def _choice(
     model: Any, options: LayerSkipOptions
 ) -> tuple[list[int], list[int], ActiveAdapter | None]:
-    """Layers to skip: those of the options, else those of the active adapter, with what it learned.
+    """Layers to skip: those of the options, or else those of the active adapter and the adapter.
 
-    What an adapter learned makes up for its own layers, and is left out where others are skipped.
+    An adapter's updates compensate for its own skipped layers, and are not used with other ones.
     """
     attention, mlp = options.skip_attention, options.skip_mlp
     if attention is None and mlp is None:

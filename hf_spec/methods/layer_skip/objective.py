@@ -1,8 +1,8 @@
-"""How the drafting model learns to say what the full model says (Draft & Verify, appendix F).
+"""Trains the drafting model to predict like the full model (Draft & Verify, appendix F).
 
 Low-rank updates of the drafting path are trained by distillation from the full model. As in
-decoding, drafted tokens stand behind the full model's keys and values: the full model runs over a
-sequence once, and short pieces of it, as they would be drafted, run through the drafting model.
+decoding, drafted tokens see the full model's keys and values: the full model runs over a sequence
+once, and the drafting model runs over short pieces of it, as if they were drafted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def loss(
         adapter: the adapter that is trained.
         input_ids: ``(batch, seq)`` prompts with answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` columns; a piece of :data:`PIECE` tokens starts behind each.
+        anchors: ``(batch, anchors)`` columns; a piece of :data:`PIECE` tokens starts after each.
         attention_mask: ``(batch, seq)``.
 
     Returns:
         ``loss``, a scalar; ``logits``, ``(batch, anchors, PIECE, vocab)`` of the drafting model;
-        ``labels``, ``(batch, anchors, PIECE)``, the token behind each drafted one.
+        ``labels``, ``(batch, anchors, PIECE)``, the token after each drafted one.
     """
     config: Any = adapter.config
     if not config.draft_rank:

@@ -1,4 +1,4 @@
-"""What a MEDUSA adapter holds: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework
+"""Config of a MEDUSA adapter: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework
 with Multiple Decoding Heads" (2024), section 2.1.1."""
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a PPD adapter holds: Chen, "Parallel Prompt Decoding: A Cost-Effective and Memory-Efficient
+"""Config of a PPD adapter: Chen, "Parallel Prompt Decoding: A Cost-Effective and Memory-Efficient
 Approach for Accelerating LLM Inference" (2024), chapter 4."""
 
 from dataclasses import dataclass, field

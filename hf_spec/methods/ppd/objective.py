@@ -23,17 +23,17 @@ def loss(
 ) -> dict[str, Tensor]:
     """Divergence from the base's own distributions, averaged per sequence and over sequences.
 
-    What distance i asks for counts decay^(i-1). The base's distribution is that at the same place
-    of the same sequence, from the same forward; the divergence is KL(base || prompt token), as in
-    distillation and in the authors' code. With ``loss="hard"`` it is the cross-entropy of the
-    token that stands there.
+    The loss of distance i has weight decay^(i-1). The base's distribution is that at the same
+    position of the same sequence, from the same forward; the divergence is KL(base || prompt
+    token), as in distillation and in the authors' code. With ``loss="hard"`` it is the
+    cross-entropy of the sequence's token.
 
     Args:
         model: the frozen base model.
         adapter: the adapter that is trained.
         input_ids: ``(batch, seq)`` prompts with the answers the base gave.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` places under which prompt tokens hang (section 4.3.1).
+        anchors: ``(batch, anchors)`` columns that have prompt tokens (section 4.3.1).
         attention_mask: ``(batch, seq)``.
 
     Returns:

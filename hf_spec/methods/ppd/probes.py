@@ -1,4 +1,4 @@
-"""What a PPD adapter's parameters mean to a forward pass, and what its prompt tokens predict."""
+"""A PPD adapter's parameters as inputs of a forward, and the predictions of its prompt tokens."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def ept_group(distances: int, num_ept: int, mask: str) -> ProbeGroup:
 
 
 class PromptTokens:
-    """An adapter's parameters, put to use; gradients reach them.
+    """Applies an adapter's parameters; gradients flow to them.
 
     Args:
         adapter: the active adapter.
-        distances: prompt tokens to use; None: all.
+        distances: number of prompt tokens to use; None for all.
 
     Attributes:
         group: the EPTs under a node.
-        inputs: what they carry into a forward.
+        inputs: their inputs of a forward.
     """
 
     def __init__(self, adapter: ActiveAdapter, distances: int | None = None):
@@ -64,14 +64,14 @@ class PromptTokens:
         self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What the prompt tokens are predicted from, one state for each.
+        """Combine EPTs into the states that predict, one per prompt token.
 
-        EPTs are put together before the output embeddings, which are linear: the weighted sum of
-        logits of section 4.4.4, but that a bias of the output embeddings counts once.
+        EPTs are combined before the output embeddings, which are linear: this equals the weighted
+        sum of logits of section 4.4.4, except that a bias of the output embeddings counts once.
 
         Args:
-            hidden: ``(batch, places * EPTs, hidden)`` final hidden states under any places, of
-                whole distances.
+            hidden: ``(batch, places * EPTs, hidden)`` final hidden states under any nodes, of whole
+                distances.
 
         Returns:
             ``(batch, places * distances, hidden)``.

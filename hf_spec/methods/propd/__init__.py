@@ -1,4 +1,4 @@
-"""``propd``: trees whose unlikely candidates end behind the first layers (ProPD)."""
+"""``propd``: trees whose unlikely candidates are pruned after the first layers (ProPD)."""
 
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.propd.adapter import ProPDAdapter

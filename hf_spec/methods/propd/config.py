@@ -1,4 +1,4 @@
-"""What a PROPD adapter holds: Zhong et al., "ProPD: Dynamic Token Tree Pruning and Generation for
+"""Config of a PROPD adapter: Zhong et al., "ProPD: Dynamic Token Tree Pruning and Generation for
 LLM Parallel Decoding" (2024), section 4.1, on the heads of Medusa."""
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from hf_spec.core.checks import check_count
 from hf_spec.drafting.heads import HeadsConfig
 from modeling_patches.layer_skip import num_layers
 
-#: Section 5.3: pruning behind the fourth layer.
+#: Section 5.3: pruning after the fourth layer.
 PRUNE_LAYER = 4
 
 

@@ -1,4 +1,4 @@
-"""Draft with a tree whose unlikely nodes end behind the first layers: ProPD, section 4."""
+"""Drafts with a tree whose unlikely nodes are pruned after the first layers: ProPD, section 4."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ EPSILON = 1e-6
 
 
 def early_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """What the early head makes of hidden states, ``(..., hidden)``, in its parameters' dtype."""
+    """Apply the early head to hidden states, ``(..., hidden)``, in its parameters' dtype."""
     hidden = hidden.to(weights[MATRIX])
     moved = hidden + functional.linear(hidden, weights[MATRIX], weights[BIAS])
     wide = moved.to(torch.promote_types(moved.dtype, torch.float32))
@@ -42,9 +42,9 @@ class EarlyPruning:
     Args:
         model: the base model.
         weights: the adapter's parameters.
-        layer: the layers behind which the head reads.
-        top_k: the adapter's; the options' goes first.
-        options: name the criterion.
+        layer: number of layers after which the head reads hidden states.
+        top_k: the adapter's value; the options' value takes precedence.
+        options: options with the criterion.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EarlyPruning:
         """See :class:`hf_spec.model.tree_forward.Pruning`."""
         inner, place = (part.to(hidden.device) for part in tree.inner)
         tokens = tokens.to(hidden.device)
-        # Only nodes with children are asked what comes next.
+        # Only nodes with children need predictions.
         states = early_states(self.weights, states_at(hidden, inner)).to(hidden)
         if self.options.prune_criterion == "top_k":
             return self._among_top(output_logits(self.model, states), tokens, place, tree)
@@ -85,7 +85,7 @@ class EarlyPruning:
         path = (tree.ancestors * log_p[:, None, :]).sum(-1)
         wanted = path >= math.log(options.prune_probability)
         if options.prune_keep is not None and options.prune_keep < tree.num_nodes - 1:
-            # No path is likelier than its beginnings; among equals those stand first.
+            # No path is likelier than its prefixes; among equals, these come first.
             path = path.masked_fill(~tree.valid, -torch.inf)
             order = path.argsort(dim=-1, descending=True, stable=True)
             best = order[:, : options.prune_keep + 1]

@@ -23,7 +23,7 @@ def loss(
     anchors: Tensor,
     attention_mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The heads' loss plus the early head's, which asks at each anchor t for token t + 1.
+    """The heads' loss plus the early head's, which predicts token t + 1 at each anchor t.
 
     With ``loss="hard"`` that is the cross-entropy of the answer's token, with ``distillation`` the
     KL divergence from the model's own distribution; a mean over a sequence's places, then over

@@ -1,4 +1,4 @@
-"""What a SPACE adapter holds: Yi et al., "Generation Meets Verification: Accelerating Large
+"""Config of a SPACE adapter: Yi et al., "Generation Meets Verification: Accelerating Large
 Language Model Inference with Smart Parallel Auto-Correct Decoding" (2024), section 3.1."""
 
 from dataclasses import dataclass, field

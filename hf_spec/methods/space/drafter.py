@@ -1,7 +1,7 @@
 """Auto-correct decoding: SPACE, section 3.2, algorithm 1.
 
-A step forwards k candidates with a group of k mask tokens behind the last token and behind each
-candidate, eqs. (5)-(7). The group behind the last accepted token gives the next k candidates.
+A step forwards k candidates with a group of k mask tokens after the last token and after each
+candidate, eqs. (5)-(7). The group after the last accepted token gives the next k candidates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_spec.policy.tree_source import tree_source
 
 
 class SpaceDrafter(ProbeDrafter):
-    """Trees of what the mask tokens predict; or chains of it, likeliest tokens or samples."""
+    """Trees of the mask tokens' predictions, or chains of their likeliest tokens or of samples."""
 
     options: SpaceOptions
 

@@ -1,4 +1,4 @@
-"""What a SPACE adapter's mask tokens mean to a forward pass."""
+"""A SPACE adapter's mask tokens as inputs of a forward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hf_spec.model.tree_forward import ProbeInputs
 
 
 def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
-    """The k mask tokens, one behind the other, with the updates of the model in their rows if these
-    are gated; gradients reach the adapter's parameters.
+    """The k mask tokens in sequence, with the model's updates if these apply only to mask tokens
+    (gated); gradients flow to the adapter's parameters.
 
     Args:
         adapter: the adapter.
         model: the base model.
-        noise: ``(..., k)`` the random tokens where mask tokens are noise; None: always the same k.
+        noise: ``(..., k)`` the random tokens if mask tokens are noise; None for a fixed choice.
     """
     config: Any = adapter.config
     layer: Any = adapter.layer

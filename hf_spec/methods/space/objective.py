@@ -40,7 +40,7 @@ def loss(
         adapter: the adapter that is trained.
         input_ids: ``(batch, seq)`` prompts with answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` columns of y_(m-1): k mask tokens hang under each.
+        anchors: ``(batch, anchors)`` columns of y_(m-1), each with k mask tokens.
         attention_mask: ``(batch, seq)``.
 
     Returns:
@@ -97,7 +97,7 @@ def loss(
 def _sar_share(
     config: Any, training: bool, input_ids: Tensor, labels: Tensor, anchors: Tensor, useful: Tensor
 ) -> Tensor:
-    """``(batch,)`` how much L_SAR counts in each sequence's loss: 0 or 1 in training."""
+    """``(batch,)`` weight of L_SAR in each sequence's loss: 0 or 1 in training."""
     if not config.changes_model:
         return torch.ones(len(labels))
     if not training:

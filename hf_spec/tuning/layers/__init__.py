@@ -1,6 +1,6 @@
-"""``hf-spec search``: the layers that drafting leaves out.
+"""``hf-spec search``: chooses the layers that drafting skips.
 
-``costs`` measures what forwards of the model cost, ``objective`` what a choice of sublayers is
-worth, ``search`` optimises it in a ``study`` on disk, ``report`` puts the result into an adapter
-folder, ``plots`` draws it.
+``costs`` measures the costs of forwards, ``objective`` evaluates a choice of sublayers, ``search``
+optimises it in a ``study`` on disk, ``report`` writes the result to an adapter folder, ``plots``
+draws it.
 """

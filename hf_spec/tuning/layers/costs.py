@@ -1,9 +1,9 @@
-"""What the forwards of self-speculative decoding cost on this machine; measured once, then stored.
+"""Costs of self-speculative decoding's forwards on this machine; measured once, then stored.
 
-A verifying forward costs what its number of nodes says. A drafting forward is a sum: a base
-(embeddings, head, the drafter's own work), a little for each layer that computes at all, and
-a price for each attention and each MLP that is kept; sublayers of equal shape have equal prices.
-Knows models and caches; knows nothing of acceptance or of the search.
+The cost of a verifying forward depends on its number of nodes. That of a drafting forward is a sum:
+a base (embeddings, head, the drafter's own work), a little for each layer that runs at all, and a
+price for each attention and MLP that runs; sublayers of equal shape have equal prices. This module
+knows models and caches, but not acceptance or the search.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
 
-#: Node counts that are measured beyond the first few; those between are interpolated.
+#: Node counts that are measured; those between are interpolated.
 NODE_COUNTS = (1, 2, 3, 4, 6, 8, 10, 13, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A choice z of sublayers that drafting leaves out (section 3.3 of Draft & Verify)."""
+    """A choice z of sublayers that drafting skips (section 3.3 of Draft & Verify)."""
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Sublayers:
-    """The sublayers of a model that can be left out, and which of them have equal shapes.
+    """The sublayers of a model that can be skipped, and which of them have equal shapes.
 
     Attributes:
         count: layers of the model.
@@ -92,13 +92,13 @@ def _layer_types(model: Any, count: int) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of everything that one row's decoding consists of.
+    """Seconds of all parts of decoding one sequence.
 
     Attributes:
         verify: full forward over n nodes, by n.
-        draft_base: drafting forward with everything left out.
-        layer: what a layer costs beside its sublayers, if it computes at all.
-        attention, mlp: by layer; 0 where it cannot be skipped (it is in the base then).
+        draft_base: drafting forward with everything skipped.
+        layer: cost of a layer besides its sublayers, if it runs at all.
+        attention, mlp: per layer; 0 if it cannot be skipped (it is part of the base then).
         draft_overhead: the drafter's work per drafted token, outside the forward.
         step_overhead: acceptance, commit and the rest of a step, outside the forward.
         prefill: a prompt, up to its first new token.
@@ -125,7 +125,7 @@ class StepCosts:
         return float(np.interp(nodes, counts, [self.verify[n] for n in counts]))
 
     def draft_seconds(self, skip: Skip) -> float:
-        """A drafting forward with ``skip`` left out."""
+        """A drafting forward that skips ``skip``."""
         total = self.draft_base
         for index, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
             kept = [index not in skip.attention, index not in skip.mlp]
@@ -141,13 +141,13 @@ class StepCosts:
 
 
 class ForwardTimer:
-    """Times verifying and drafting forwards behind a context, all in turns.
+    """Times verifying and drafting forwards after a context, in turns.
 
     Args:
-        model: in evaluation mode, on its device.
-        context: token ids to have in the cache.
-        max_nodes: most nodes of a verifying forward.
-        sublayers: what can be left out.
+        model: the model in evaluation mode, on its device.
+        context: token ids to put into the cache.
+        max_nodes: largest number of nodes of a verifying forward.
+        sublayers: sublayers that can be skipped.
     """
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ class ForwardTimer:
 
 
 def _patterns(sublayers: Sublayers) -> list[Skip]:
-    """Nothing, everything, all attention, all MLPs, and each kind of sublayer left out."""
+    """Choices that skip nothing, everything, all attention, all MLPs, and each kind of sublayer."""
     everything = Skip(sublayers.attention, sublayers.mlp)
     chosen = [Skip(), everything, Skip(everything.attention), Skip((), everything.mlp)]
     for kind, layers in sublayers.groups:

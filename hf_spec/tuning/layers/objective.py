@@ -1,8 +1,8 @@
-"""What a choice of sublayers is worth: its time per token, as a share of plain decoding's.
+"""The value of a choice of sublayers: its time per token relative to plain decoding.
 
-``modelled`` combines stored costs with the steps that decoding really took, which are the same
-every time; ``measured`` takes wall-clock time, with plain decoding in turns beside it. Knows
-models, prompts and costs; knows nothing of the optimiser or of files.
+``modelled`` combines stored costs with the actual steps of decoding, which are reproducible;
+``measured`` takes wall-clock time, in turns with plain decoding. This module knows models, prompts
+and costs, but no optimiser or files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Exit:
     target_acceptance: float = 0.85
 
     def options(self) -> dict[str, Any]:
-        """As ``assistant_kwargs``, without what its mode does not read."""
+        """As ``assistant_kwargs``, without options that its mode does not use."""
         used = {"draft_exit": self.draft_exit, "max_draft": self.max_draft}
         if self.draft_exit != "fixed":
             used["threshold"] = self.threshold
@@ -55,7 +55,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Counts:
-    """What decoding some prompts took, in numbers that do not depend on the machine's speed.
+    """Counts of decoding some prompts that do not depend on the machine's speed.
 
     Attributes:
         prompts: prompts decoded, each with a prefill.
@@ -76,7 +76,7 @@ class Counts:
 
     @classmethod
     def of(cls, stats: SpecStats, prompts: int = 1) -> Counts:
-        """Of the calls that decoded so many prompts, one by one."""
+        """Counts of the calls that decoded ``prompts`` prompts, one by one."""
         # Steps with a draft of d tokens or more; a prefill has none.
         reached = {0: stats.num_row_steps - prompts, **stats.offered}
         lengths = {d: n - reached.get(d + 1, 0) for d, n in sorted(reached.items())}
@@ -191,8 +191,8 @@ class Evaluator:
         return seconds, rows[0], stats
 
     def speculate(self, prompt: int, skip: Skip, stop: Exit) -> tuple[float, SpecStats]:
-        """Seconds and statistics of one prompt decoded with these sublayers left out."""
-        # Every step drafts, or bad choices would look like plain decoding.
+        """Seconds and statistics of one prompt decoded with these sublayers skipped."""
+        # Every step drafts; otherwise bad choices would look like plain decoding.
         options = {**skip.options(), **stop.options(), "fallback": False}
         seconds, _, stats = self.decode(prompt, Contender(STRATEGY, ours(STRATEGY, options)))
         assert stats is not None
@@ -202,7 +202,7 @@ class Evaluator:
 
     def evaluate(self, objective: str, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
         """The value over the first prompt, the first two, ..., all of them."""
-        forget(self.model)  # a choice is worth the same whatever was tried before
+        forget(self.model)  # a choice's value must not depend on earlier trials
         with self.own_defaults():
             judge = self._modelled if objective == "modelled" else self._measured
             yield from judge(skip, stop)
@@ -255,7 +255,7 @@ class Evaluator:
         nothing = Exit("fixed", min(max_draft, CALIBRATION_DRAFT))
         prefills, plains, drafts, steps = [], [], [], []
         begin = time.perf_counter()
-        # Everything in turns, so that drift of the machine hits all alike.
+        # In turns, so that drift of the machine affects everything alike.
         for turn in range(ROUNDS):
             if turn >= FEWEST_ROUNDS and time.perf_counter() - begin > PATIENCE:
                 break

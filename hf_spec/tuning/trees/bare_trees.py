@@ -1,9 +1,9 @@
-"""Trees from accuracies where predictions take no rows. Knows numbers only: no model, no clock.
+"""Trees from accuracies if predictions take no step tokens. Knows only numbers: no model, no clock.
 
-Heads on the final hidden state predict in every step what they can, so that there is one state, all
-rows are candidates, and what a step emits says nothing of what the next one may: the tree of the
-likeliest paths is the best one (PPD, Prop. 5.6.1; Medusa, section 2.3.3). How likely a path is, is
-either the product of its accuracies or how often it was right.
+Heads on the final hidden state predict in every step, so there is one state, all step tokens but
+the root are candidates, and a step does not affect the next one: the tree of the likeliest paths is
+the best one (PPD, Prop. 5.6.1; Medusa, section 2.3.3). A path's probability is either the product
+of its accuracies or how often it was right.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hf_spec.tuning.trees.sparse_tree import Candidates, RankPath, chances_of, c
 
 
 def counted_paths(ranks: Iterable[Sequence[int]]) -> list[RankPath]:
-    """Rank paths, those that were right most often first, parents before their children.
+    """Rank paths, most often right first, parents before their children.
 
-    Of these places the first n are the best tree of n candidates there is: how often a tree's paths
-    were right, summed, is how many candidates it would have had accepted.
+    On the given places, the first n paths are the best tree of n candidates: the sum of how often a
+    tree's paths were right is the number of its accepted candidates.
 
     Args:
-        ranks: of the right tokens at each place, the nearest first; below 0 where there is none.
+        ranks: ranks of the right tokens at each place, the nearest first; negative if unknown.
     """
     counts: Counter[RankPath] = Counter()
     for row in ranks:
@@ -45,7 +45,7 @@ class BareTrees:
 
     Args:
         accuracies: ``(distances, ranks)`` as there.
-        max_size: most rows of a step, its nodes, the root included.
+        max_size: largest number of step tokens: the nodes, the root included.
     """
 
     def __init__(self, accuracies: Any, max_size: int):
@@ -55,19 +55,19 @@ class BareTrees:
         self.candidates = Candidates.search(self.accuracies, self.most, max_size - 1)
 
     def best(self, size: int) -> TreeStates:
-        """The best tree of at most ``size`` rows."""
+        """The best tree of at most ``size`` step tokens."""
         count = min(size - 1, len(self.candidates))
         return TreeStates.bare(self.candidates.tree(count), self.most)
 
     def of(self, paths: Sequence[RankPath], size: int) -> TreeStates:
-        """The tree of the first of these paths, of at most ``size`` rows."""
+        """The tree of the first of these paths, of at most ``size`` step tokens."""
         return TreeStates.bare(TokenTree.in_order(paths[: size - 1]), self.most)
 
     def static(self, size: int) -> TreeStates:
-        """The best tree of at most ``size`` rows if nothing had been measured.
+        """The best tree of at most ``size`` step tokens without measurements.
 
-        Of predictions that are right half of the time, a quarter, ... at every distance: 15
-        candidates of it are those of the default tree of ``medusa``, but for one.
+        It assumes accuracies of 1/2, 1/4, ... at every distance. Its first 15 candidates are those
+        of the default tree of ``medusa``, except for one.
         """
         guess = np.tile(0.5 ** (1.0 + np.arange(self.accuracies.shape[1])), (self.most, 1))
         found = Candidates.search(guess, self.most, size - 1)

@@ -1,8 +1,9 @@
-"""How well a drafter predicts the tokens to come, measured on the model's own greedy answers.
+"""How well a drafter predicts future tokens, measured on the model's own greedy answers.
 
-At every place of an answer the ranks of the right tokens are noted. They give the accuracies that
-trees are built from, and they tell, without another forward, how decoding these answers with given
-trees goes step by step. Knows drafters with trees; knows nothing of tree search or of time.
+The ranks of the right tokens are recorded at every position of an answer. They give the accuracies
+that trees are built from, and allow replaying the decoding of these answers with given trees, step
+by step, without another forward. This module knows drafters with trees, but not tree search or
+time.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.tuning.trees.bare_trees import BareTrees
 from hf_spec.tuning.trees.sparse_tree import Array, SparseTrees
 
-#: Ranks that are told apart; a token further down counts as not predicted.
+#: Number of ranks that are distinguished; tokens of larger rank count as not predicted.
 RANKS = 48
-#: Rank of a token that is not among the likeliest, or that lies behind the answer's end.
+#: Rank of a token that is not among the likeliest, or that is past the answer's end.
 MISS, BEYOND = -1, -2
 
 Ranks = np.ndarray[Any, np.dtype[Any]]
@@ -31,14 +32,14 @@ Ranks = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Replay:
-    """What decoding takes.
+    """The steps of a replayed decoding.
 
     Attributes:
         tokens: emitted tokens.
         steps: forwards of the model, the prefills included.
         visits: ``(states,)`` steps in each state, without the prefills.
-        landed: ``(steps, distances)`` ranks at the places where steps began that knew something
-            and whose answers went on for long enough.
+        landed: ``(steps, distances)`` ranks at the start of each step that had predictions and was
+            not too close to the answer's end.
     """
 
     tokens: int
@@ -64,10 +65,10 @@ class FutureRanks:
 
     Attributes:
         answers: ``(1 + tokens, distances)`` each; ``[i, d - 1]`` is the rank of the token i + d of
-            the answer (its first being 0) in the prediction for distance d at the token before the
-            token i: at the prompt's last one for i = 0. Every step behind a prompt has candidates.
-        per_distance: probes for each distance; 0: predictions take none, and every step knows them
-            all.
+            the answer (counted from 0) in the prediction for distance d at the token before token
+            i: the prompt's last token for i = 0. Every step after a prompt has candidates.
+        per_distance: probes per distance; 0 if predictions take none, so that every step has all
+            of them.
     """
 
     answers: tuple[Ranks, ...]
@@ -79,14 +80,14 @@ class FutureRanks:
         return sum(len(answer) - 1 for answer in self.answers)
 
     def trees(self, accuracies: Array, max_size: int) -> SparseTrees | BareTrees:
-        """Trees for these accuracies, of at most ``max_size`` rows, as the drafter takes them."""
+        """Builder of trees for these accuracies, of at most ``max_size`` step tokens."""
         if not self.per_distance:
             return BareTrees(accuracies, max_size)
         return SparseTrees(accuracies, max_size, per_distance=self.per_distance)
 
     @cached_property
     def places(self) -> Ranks:
-        """``(places, distances)`` of all answers, where all tokens asked for are in the answer."""
+        """``(places, distances)`` ranks at the places whose predicted tokens are all known."""
         everything = np.concatenate(self.answers)
         return everything[(everything != BEYOND).all(1)]
 
@@ -96,19 +97,19 @@ class FutureRanks:
         return np.array(rows) / max(len(self.places), 1)
 
     def landed(self, size: int) -> Ranks:
-        """``(places, distances)`` where decoding with trees of about ``size`` rows lands.
+        """``(places, distances)`` ranks where steps with about ``size`` step tokens begin.
 
         The trees are the best ones for the plain accuracies.
         """
         return self.replay(self.trees(self.accuracies(), size).best(size)).landed
 
     def landed_accuracies(self, size: int) -> Array:
-        """What trees of about ``size`` rows are built from: ``(distances, RANKS)``.
+        """Accuracies for trees of about ``size`` step tokens: ``(distances, RANKS)``.
 
-        Two things set them apart from :meth:`accuracies`. A step begins where the one before ended,
-        mostly because a token could not be foreseen, and around such tokens predictions are worse.
-        And a node at depth d counts only if the path above it is right, where predictions are
-        better. So: of the places where decoding lands, those at which all nearer tokens were among
+        They differ from :meth:`accuracies` in two ways. A step begins where the previous one ended,
+        mostly at a token that was hard to predict, and predictions are worse around such tokens.
+        And a node at depth d only counts if the path above it is right, where predictions are
+        better. So they are taken at the places where steps begin, if all nearer tokens were among
         the likeliest.
         """
         landed, rows = self.landed(size), []
@@ -120,7 +121,7 @@ class FutureRanks:
         return np.array(rows)
 
     def replay(self, states: TreeStates) -> Replay:
-        """Decode the answers with these trees: what ``generate`` does, from the ranks alone."""
+        """Replay ``generate`` on the answers with these trees, from the ranks alone."""
         children = [_children(state) for state in states.states]
         visits, steps, landed = np.zeros(len(children)), 0, []
         everything = len(children) - 1  # known behind the prompt, and where there are no probes
@@ -154,10 +155,10 @@ def _children(state: TreeState) -> dict[tuple[int, int], int]:
 def measure(drafter: TreeDrafter, prompt: Sequence[int], answer: Sequence[int]) -> Ranks:
     """Ranks of one answer's tokens, ``(1 + tokens, distances)``; see :class:`FutureRanks`.
 
-    Where the prompt is longer than what probes ride along with, its row is ``BEYOND``.
+    If the prompt is too long to be forwarded with probes, its entries are ``BEYOND``.
 
     Args:
-        drafter: makes the predictions.
+        drafter: computes the predictions.
         prompt, answer: token ids.
     """
     device, distances = drafter.model.device, drafter.distances

@@ -13,12 +13,12 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.tuning.trees.sparse_tree import Array, chances_of
 
 TREE_PLOT, TUNE_PLOT = "tree.png", "tune.png"
-#: Most nodes that are labelled with their probability; more would overlap.
+#: Largest number of nodes labelled with their probability; more would overlap.
 LABELLED = 40
 
 
 def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
-    """The entry of a device whose name holds ``device``; None: the latest entry.
+    """The entry of a device whose name contains ``device``; None for the latest entry.
 
     Raises:
         ValueError: there is none, listing those there are.

@@ -1,13 +1,13 @@
-"""Dynamic sparse trees from accuracies (PPD, section 5.6). Knows numbers only: no model, no clock.
+"""Dynamic sparse trees from accuracies (PPD, section 5.6). Knows only numbers: no model, no clock.
 
 ``accuracies[d - 1, r]`` is the probability that the token of rank r in the prediction for distance
 d is the right one, given that the path above it is. A node's probability is the product along its
 path; f of a tree is their sum, the root's 1 included: tokens that a step emits (Prop. 5.6.1).
 
-A node under which n probes hang leads to state n if it is the last one accepted. The thesis weighs
-a probe by the probability that its node is accepted (Prop. 5.6.3); what decides is that it is
-accepted and none of its children is, since the probes under inner nodes of the accepted path are
-never read. These probabilities sum to 1 over a tree and are the chain's transitions.
+A node with n probes leads to state n if it is the last accepted one. The thesis weights a probe by
+the probability that its node is accepted (Prop. 5.6.3). The right weight is the probability that
+the node is accepted and none of its children is, since probes under inner nodes of the accepted
+path are never read. These probabilities sum to 1 over a tree and are the chain's transitions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.policy.likely_paths import Array, RankPath, likeliest_paths
 
-#: Share of steps after which the chain starts again in state 0, as every call does: chains that
-#: never return to a state have one answer then, too.
+#: Share of steps after which the chain restarts in state 0, as every call does, so that all chains
+#: have a unique solution.
 RESTART = 1e-7
 #: Rounds of improvement; they end when nothing changes, mostly after two or three.
 ROUNDS = 30
@@ -50,7 +50,7 @@ def checked(accuracies: Any) -> Array:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The likeliest paths of at most some depth: the first n are the best tree of n candidates.
+    """The likeliest paths up to some depth: the first n are the best tree of n candidates.
 
     Attributes:
         paths: a parent before its children, likelier ones first.
@@ -62,8 +62,8 @@ class Candidates:
 
     @classmethod
     def search(cls, accuracies: Any, max_depth: int, count: int) -> Candidates:
-        """The ``count`` likeliest paths, or as many as have a chance at all; no other tree of so
-        many candidates has a larger sum."""
+        """The ``count`` likeliest paths, or all with nonzero probability if these are fewer. No
+        tree of the same size has a larger sum."""
         return cls(*likeliest_paths(checked(accuracies)[:max_depth], count))
 
     def __len__(self) -> int:
@@ -80,8 +80,8 @@ class Candidates:
 
     @cached_property
     def ends(self) -> Array:
-        """``(paths + 1, paths + 1)``: row n has, for each node of the best tree of n candidates,
-        the probability that it is the last one accepted; 0 behind the tree."""
+        """``(paths + 1, paths + 1)``: entry [n, i] is the probability that node i of the best tree
+        of n candidates is the last accepted one; 0 past the tree."""
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
         ends = np.zeros((len(self) + 1, len(self) + 1))
         ends[0, 0] = 1.0
@@ -125,7 +125,7 @@ def grown(count: int, depth: int, draw: random.Random) -> TokenTree:
 
 @dataclass(frozen=True)
 class Chain:
-    """Which state follows which, and what a step in each emits (Prop. 5.6.4).
+    """Transitions between states, and tokens emitted in each (Prop. 5.6.4).
 
     Attributes:
         moves: ``(states, states)`` probability of the next state.
@@ -169,7 +169,7 @@ class Chain:
 
     @property
     def worth(self) -> Array:
-        """``(states,)`` how many tokens more than from state 0 are emitted from each on."""
+        """``(states,)`` expected number of additional tokens compared with starting in state 0."""
         count = len(self.values)
         # worth = values - tau + moves @ worth, worth[0] = 0; the first column stands for tau.
         system = np.eye(count) - self._restarting
@@ -187,25 +187,26 @@ class SparseTrees:
 
     Args:
         accuracies: ``(m, ranks)``; m is the number of probes under a node that has all of them.
-        max_size: most rows of a step, its nodes (the root included) and probes.
-        per_distance: rows that a probe takes: EPTs of a prompt token.
+        max_size: largest number of step tokens: nodes (the root included) and probes.
+        per_distance: step tokens per distance: EPTs of a prompt token.
     """
 
     def __init__(self, accuracies: Any, max_size: int, per_distance: int = 1):
         self.accuracies = checked(accuracies)
         self.most, self.per_distance = len(self.accuracies), per_distance
-        #: By state: what can stand in its tree.
+        #: Possible candidates, by state.
         self.candidates = [
             Candidates.search(self.accuracies, depth, max_size - 1)
             for depth in range(self.most + 1)
         ]
 
     def best(self, size: int) -> TreeStates:
-        """The best dynamic tree of at most ``size`` rows, over all splits of candidates and probes.
+        """The best dynamic tree of at most ``size`` step tokens, over all splits into candidates
+        and probes.
 
-        Each state has a split of its own. What a state is worth is that of the chain as a whole
-        instead of the thesis' two steps (Prop. 5.6.2), so that this is Howard's policy iteration:
-        tau rises from round to round until no state has a better split.
+        Each state has its own split. A state's value is computed over the whole chain instead of
+        the thesis' two steps (Prop. 5.6.2), which makes this Howard's policy iteration: tau rises
+        from round to round until no state has a better split.
         """
         worth = np.array([one.values[:size][-1] for one in self.candidates])
         states: tuple[TreeState, ...] = ()
@@ -213,7 +214,7 @@ class SparseTrees:
             before = states
             states = tuple(self._state(k, worth, size) for k in range(self.most + 1))
             if before:
-                # What is as good as before stays, or rounds could go in a circle.
+                # Equally good states do not change, or rounds could cycle.
                 states = tuple(
                     new if self._value(new, worth) > self._value(old, worth) + 1e-10 else old
                     for old, new in zip(before, states)
@@ -224,7 +225,7 @@ class SparseTrees:
         return TreeStates(states)
 
     def static(self, size: int) -> TreeStates:
-        """The thesis' full sparse tree of at most ``size`` rows: all probes under each node."""
+        """The thesis' full sparse tree of at most ``size`` step tokens: all probes everywhere."""
         nodes = max(size // (self.most * self.per_distance + 1), 1)
         states = [
             TreeState(tree, (self.most,) * len(tree))
@@ -248,15 +249,15 @@ class SparseTrees:
         return Chain.of(states, self.accuracies).tau
 
     def _value(self, state: TreeState, worth: Array) -> float:
-        """What a step of this tree is worth, with what follows from it."""
+        """The value of a step with this tree, including later steps."""
         reach, ends = chances_of(state.tree, self.accuracies)
         return float(reach.sum() + ends @ worth[list(state.probes)])
 
     def _state(self, state: int, worth: Array, size: int) -> TreeState:
         """The best tree for a state among those of every number of candidates, with its probes.
 
-        All probes hang under every node of the best candidate trees; then those stay that are
-        worth most (Prop. 5.6.3).
+        Starts with all probes under every node of the best candidate trees and keeps the most
+        valuable ones (Prop. 5.6.3).
         """
         found, gains = self.candidates[state], _gains(worth)  # (m,)
         values = found.values[:size]  # of trees of 0, 1, ... candidates
@@ -266,7 +267,7 @@ class SparseTrees:
         falling = -np.sort(-each, axis=1)
         summed = np.concatenate([np.zeros((len(values), 1)), falling.cumsum(1)], axis=1)
         values = values + np.take_along_axis(summed, room.clip(max=each.shape[1])[:, None], 1)[:, 0]
-        # Of equal ones the smallest, since rows cost time.
+        # Of equal ones the smallest, since step tokens cost time.
         chosen = int(np.flatnonzero(values >= values.max() - 1e-12)[0])
         order = np.argsort(-each[chosen], kind="stable")[: room[chosen]]
         order = order[each[chosen][order] > 0]

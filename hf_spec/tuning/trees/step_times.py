@@ -1,8 +1,8 @@
-"""What a step of a drafter with trees takes on this device, by the rows of its forward.
+"""Step times of a drafter with trees on this device, by number of step tokens.
 
-A step is what decoding does: candidates from hidden states of the step before, one forward over
+A step is that of decoding: candidates from hidden states of the previous step, one forward over
 nodes and probes, the model's tokens at all nodes, the longest match, and one transfer to the host.
-Knows drafters and clocks; knows nothing of accuracies or of the choice of trees.
+This module knows drafters and clocks, but not accuracies or the choice of trees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_spec.model.tree_forward import TreeForward
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
 #: Rounds before anything is timed: kernels are chosen, memory is allocated.
 WARM = 2
-#: What stands for the plain step and for one with probes only among numbers of rows.
+#: Markers, among numbers of step tokens, of the plain step and of one with only probes.
 PLAIN, START = -1, 0
 
 
@@ -38,10 +38,11 @@ class StepTimes:
     """Seconds of steps, medians over rounds.
 
     Attributes:
-        plain: of the root alone, as in plain decoding.
-        start: of the root with all its probes: nothing is predicted yet. As ``plain`` without any.
-        by_rows: of a step with candidates and so many nodes and probes.
-        per_distance: probes for each distance.
+        plain: steps of just the root, as in plain decoding.
+        start: steps of the root with all its probes, before any predictions; without probes, the
+            same as ``plain``.
+        by_rows: steps with candidates, by number of nodes and probes.
+        per_distance: probes per distance.
     """
 
     plain: float
@@ -50,7 +51,7 @@ class StepTimes:
     per_distance: int = 1
 
     def seconds(self, state: TreeState) -> float:
-        """Of a step in this state; between measured numbers of rows by interpolation."""
+        """Seconds of a step in this state; interpolated between measured sizes."""
         if len(state.tree) == 1:
             return self.start if any(state.probes) else self.plain
         counts = sorted(self.by_rows)
@@ -59,14 +60,14 @@ class StepTimes:
 
 
 class StepTimer:
-    """Times steps behind a context, all sizes in turns, so that drift of the machine hits all.
+    """Times steps after a context, all sizes in turns, so that drift affects all of them.
 
     Args:
-        model: in evaluation mode, on its device.
-        drafter: the method's.
-        context: token ids to have in the cache of each row.
-        batch_size: rows of the batch.
-        states: a tree of candidates with its probes for each number of rows to time.
+        model: the model in evaluation mode, on its device.
+        drafter: the method's drafter.
+        context: token ids to put into the cache of each row.
+        batch_size: batch size.
+        states: a tree of candidates with its probes for each number of step tokens to time.
     """
 
     @torch.no_grad()
@@ -102,7 +103,7 @@ class StepTimer:
             self.model, self.cache, self.last, probe_inputs=self.drafter.probe_inputs,
             wants_hidden=self.drafter.wants_hidden,
         )  # fmt: skip
-        # What a step leaves behind for the next: of the root and a whole group of probes.
+        # The inputs of the next step: states of the root and a whole group of probes.
         draft = self._draft(forward, self.shapes[START])
         output = forward(draft.tokens, draft.tree, probes=draft.probes)
         self.cache.rollback()
@@ -118,7 +119,7 @@ class StepTimer:
                 self.spent[rows].append(seconds)
         medians = {rows: statistics.median(times) for rows, times in self.spent.items()}
         counts = sorted(medians)  # the plain step stands first: no other undercuts it
-        # More rows never cost less: a dip is noise, and would make larger trees look free.
+        # More step tokens never cost less: a dip is noise, and would make larger trees look free.
         rising = np.maximum.accumulate([medians[n] for n in counts])
         smooth = dict(zip(counts, rising.tolist()))
         start = max(medians.pop(START), smooth[PLAIN])
@@ -140,7 +141,7 @@ class StepTimer:
         return spent
 
     def _draft(self, forward: TreeForward, shape: TreeState) -> Draft:
-        """That of a step with this tree in every row of the batch."""
+        """The draft of a step with this tree in every batch row."""
         batch, process, distances = len(self.root), Untouched(), self.drafter.distances
         state = DecodingState(
             self.model, forward, self.cache, self.tokens, self.root, [True] * batch,

@@ -1,7 +1,7 @@
 """Chooses a drafter's trees for this device: accuracies, step times, and the size by tau(n) / L(n).
 
-PPD, section 5.6.3. What it makes is an entry of ``tree.json``. Knows models, drafters and prompts;
-knows nothing of the command line or of adapter folders.
+PPD, section 5.6.3. The result is an entry of ``tree.json``. This module knows models, drafters and
+prompts, but not the command line or adapter folders.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hf_spec.tuning.trees.step_times import StepTimer, StepTimes
 TIMED = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 #: Rows of the tree whose landing places the accuracies are taken from.
 REFERENCE = 32
-#: Of sizes whose speedups are this close to the best, the smallest is taken: the difference is
-#: noise of the clock, and rows take memory.
+#: The smallest size whose speedup is this close to the best is taken: the difference is timing
+#: noise, and step tokens take memory.
 TOLERANCE = 0.01
 
 
