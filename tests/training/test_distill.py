@@ -75,6 +75,10 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+#: As it is where nothing is patched.
+BATCHES = work.BATCHES
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_units() -> Iterator[None]:
     """So that there are several of them."""
@@ -510,18 +514,21 @@ def test_sampling_does_not_depend_on_interruptions(
 # ------------------------------------------------------------------------------ several processes
 
 
-def test_two_processes(root: Path, sampled: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_two_processes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through ``accelerate launch``: the rows of one process."""
+    monkeypatch.setattr(work, "BATCHES", BATCHES)
+    more = (*SAMPLED, "--batch-size", "1")  # three units
+    assert distill(root, tmp_path / "one", *more) == 0
     # On a CPU, accelerate starts one process only unless it is told that there are several.
     launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m"]
     command = [sys.executable, "-m", *launch, "hf_spec.cli"]
     done = subprocess.run(
-        [*command, *arguments(root, tmp_path / "out", *SAMPLED)], cwd=ROOT, text=True,
+        [*command, *arguments(root, tmp_path / "out", *more)], cwd=ROOT, text=True,
         capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rows: ") == 1, "one process speaks for all"
-    assert rows_of(tmp_path / "out") == sampled
+    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "one")
     made = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert made["processes"] == 2
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data", "provenance.json"]

@@ -226,7 +226,8 @@ def test_resumed_behind_a_broken_checkpoint(
 
 def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
     """The script of the training guide, on the same data: the same weights as the command's."""
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
+    page = guide.read_text(encoding="utf-8")
     blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
     script = next(block for block in blocks if "get_peft_model" in block)
     assert script.count("\n") <= 34
