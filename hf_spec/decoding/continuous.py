@@ -128,6 +128,7 @@ class Batch:
         self._waiting: deque[_Request] = deque()
         self._added = 0
         self._last = False
+        self._finished: list[Finished] = []
         self._running: _Running | None = None
 
     def add(self, prompt: Tensor | Sequence[int]) -> int:
@@ -187,11 +188,13 @@ class Batch:
     def step(self) -> list[Finished]:
         """Fill free places and take one step; return the prompts that it finishes."""
         if not self.num_unfinished:
-            return []
+            finished, self._finished = self._finished, []  # of a step that has failed
+            return finished
         if self._running is None or (not self._running.num_active and self._running.shrunk):
             self._close()
             self._running = _Running(self._waiting[0], self.batch_size, self.stats)
-        finished = self._running.fill(self._waiting)
+        self._running.fill(self._waiting, self._finished)
+        finished, self._finished = self._finished, []
         if self._running.num_active:
             finished += self._running.step(self._last and not self._waiting)
         if not self.num_unfinished:
@@ -257,7 +260,6 @@ class _Running:
         self.requests: list[_Request | None] = [None] * batch_size
         self.steps: Steps | None = None
         self.shrinking: Shrinking | None = None
-        self._at = batch_size, 0, str(model.device)
         remember_stats(model, stats)
 
     @property
@@ -269,14 +271,16 @@ class _Running:
         """Whether the batch has shrunk."""
         return self.steps is not None and self.steps.state.batch_size < self.batch_size
 
-    def fill(self, waiting: deque[_Request]) -> list[Finished]:
-        """Admit requests while places are free; return those that finish with their first token."""
-        finished = []
+    def fill(self, waiting: deque[_Request], finished: list[Finished]) -> None:
+        """Admit requests while places are free.
+
+        Args:
+            finished: gets those that finish with their first token, also where a later one fails.
+        """
         while waiting and self.num_active < self.batch_size and not self.shrunk:
             with self.watch.phase("forward"):
                 finished += self._join(waiting.popleft())
         self.watch.step()
-        return finished
 
     def step(self, last: bool) -> list[Finished]:
         """Take one step of all rows; return the requests that it finishes.
@@ -289,10 +293,7 @@ class _Running:
         state = steps.state
         if last and not all(state.active):
             shrinking.step()
-        setting = self._setting(state.cache, state.batch_size)
-        if setting != self._at:
-            steps.policy.move(setting)
-            self._at = setting
+        steps.policy.move(self._setting(state.cache, state.batch_size))
         before = list(state.active)
         steps.take()
         over = [n for n, (was, now) in enumerate(zip(before, state.active)) if was and not now]
@@ -372,8 +373,7 @@ class _Running:
             self.model, forward, cache, [[0] for _ in range(size)], zeros, [False] * size,
             [0] * size, bool(self.config.do_sample), rows, self.stats, timed=strategy.timed,
         )  # fmt: skip
-        self._at = self._setting(cache, size)
-        policy = strategy.policy(self.stats, self._at, forward.width)
+        policy = strategy.policy(self.stats, self._setting(cache, size), forward.width)
         state.draft_price = policy.draft_price
         chooser = Chooser(strategy.options, rows, bool(self.config.do_sample), False)
         self.steps = Steps(state, strategy, chooser, policy, rows, self.watch, _no_ends)

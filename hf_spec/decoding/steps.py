@@ -87,9 +87,14 @@ class Strategy:
         if options.looks_up(timed):
             drafter = with_retrieval(drafter)
         adapter = _adapter(method, model)
-        kind = method.name, repr(options), adapter and adapter.name
-        graphs = graphs_for(model, config, drafter, kind)
-        return cls(model, method, options, drafter, timed, adapter, graphs)
+        found = cls(model, method, options, drafter, timed, adapter, None)
+        found.graphs = graphs_for(model, config, drafter, found.kind)
+        return found
+
+    @property
+    def kind(self) -> tuple[str, str, str | None]:
+        """What compiled code and what is learned are kept by."""
+        return self.method.name, repr(self.options), self.adapter and self.adapter.name
 
     def policy(self, stats: SpecStats, setting: tuple[int, int, str], width: Any) -> StepPolicy:
         """The policy that decides how much to draft, with what earlier calls have learned.
@@ -97,8 +102,7 @@ class Strategy:
         Args:
             setting, width: see :class:`StepPolicy`.
         """
-        kind = self.method.name, repr(self.options), self.adapter and self.adapter.name
-        known = recall(self.model, (Learned, kind, self.graphs is not None), Learned)
+        known = recall(self.model, (Learned, self.kind, self.graphs is not None), Learned)
         measured = _measured(self.model, self.adapter, *setting[:2])
         return StepPolicy(stats, known, setting, self.timed, measured, width)
 

@@ -174,9 +174,9 @@ class DecodingState:
         """
         self.tokens[row] = tokens
         self.root = self.root.index_fill(0, _index(row, self.root), tokens[-1])
-        self.hidden = _with_row(self.hidden, row, hidden, self.batch_size)
-        if hidden is None:
-            self.hidden = None
+        # All rows must know theirs.
+        known = hidden is not None
+        self.hidden = _with_row(self.hidden, row, hidden, self.batch_size) if known else None
         if probe_hidden is not None:
             self.probe_hidden = _with_row(self.probe_hidden, row, probe_hidden, self.batch_size)
         self.probe_counts[row] = 0 if probe_hidden is None else probe_hidden.shape[1]

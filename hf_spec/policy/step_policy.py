@@ -143,9 +143,7 @@ class StepPolicy:
 
     def _plain_is_due(self) -> bool:
         setting = self.setting
-        if (
-            setting.times.mean(1) is None
-        ):  # the first of a size is not counted, so that it takes two
+        if setting.times.mean(1) is None:  # it takes two: the first of a size is not counted
             return (setting.times.steps + setting.pruned.steps) % 3 == 2
         if setting.wide < setting.look:
             return False

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import hf_spec
-from hf_spec.decoding import prefill
+from hf_spec.decoding import continuous, prefill
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -254,6 +254,34 @@ def test_a_bad_prompt_loses_nothing(fresh: Tiny) -> None:
     while batch.num_unfinished:
         found |= {one.index: one.sequence.tolist() for one in batch.step()}
     assert [found[index] for index in (0, 1)] == alone(model, PROMPTS[:2], **GREEDY)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_prompt_that_fails_loses_no_other(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """One that ends with its first token comes before it in the same step."""
+    model = fresh("llama_tied")
+    settings = {**GREEDY, "max_new_tokens": 1}
+    batch = hf_spec.Batch(model, 3, **settings, **LOOKUP)
+    for ids in PROMPTS[:count]:
+        batch.add(ids)
+    run, calls = continuous.prefill, 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("out of memory")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(continuous, "prefill", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batch.step()
+    found = {one.index: one.sequence.tolist() for one in batch.step()}
+    plain = dict(enumerate(alone(model, PROMPTS[:count], **settings)))
+    del plain[1]
+    assert found == plain
 
 
 # -- what is refused -------------------------------------------------------------------------
