@@ -21,8 +21,8 @@ from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.prefill import catch_up
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
-from hf_spec.drafting.ngram import with_retrieval
 from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.retrieval import with_retrieval
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.tree_forward import Ending

@@ -21,7 +21,7 @@ import hf_spec
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Found
-from hf_spec.drafting.ngram import with_retrieval
+from hf_spec.drafting.retrieval import with_retrieval
 from hf_spec.methods.layer_skip.drafter import AGAIN, DraftExit, LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.methods.registry import get_method

@@ -20,8 +20,8 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, Found, emitted
-from hf_spec.drafting.ngram import NOTHING, best_first, draft_of
 from hf_spec.drafting.predictions import distribution
+from hf_spec.drafting.retrieval import NOTHING, best_first, draft_of
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.memory import alone, recall

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
-from hf_spec.drafting.ngram import NOTHING, NgramIndex, Retrieval, continuation_tree, draft_of
+from hf_spec.drafting.ngram import NgramIndex, continuation_tree
+from hf_spec.drafting.retrieval import NOTHING, Retrieval, draft_of
 from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
 
 
