@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import hf_spec
-from hf_spec.decoding import continuous, prefill
+from hf_spec.decoding import joining, prefill
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -266,7 +266,7 @@ def test_a_prompt_that_fails_loses_no_other(
     batch = hf_spec.Batch(model, 3, **settings, **LOOKUP)
     for ids in PROMPTS[:count]:
         batch.add(ids)
-    run, calls = continuous.prefill, 0
+    run, calls = joining.prefill, 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -275,7 +275,7 @@ def test_a_prompt_that_fails_loses_no_other(
             raise RuntimeError("out of memory")
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(continuous, "prefill", failing)
+    monkeypatch.setattr(joining, "prefill", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         batch.step()
     found = {one.index: one.sequence.tolist() for one in batch.step()}
