@@ -36,7 +36,7 @@ from hf_spec.bench.contenders import PLAIN, contenders, load_adapters, parse_nam
 from hf_spec.bench.contenders import with_compiled as and_compiled
 from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.bench.report import environment
-from hf_spec.bench.runner import Session, own_generation_config
+from hf_spec.bench.session import Session, own_generation_config
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
 from hf_spec.model.loading import load_model

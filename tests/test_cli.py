@@ -14,7 +14,7 @@ from tiny_checkpoint import save_checkpoint, write_prompts
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.bench import runner
+from hf_spec.bench import session
 from hf_spec.decoding.validate import check_request
 
 COMMANDS = [
@@ -223,7 +223,7 @@ def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:
 
 
 def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, monkeypatch, capsys):
-    original, calls = runner.Session.generate, 0
+    original, calls = session.Session.generate, 0
 
     def interrupt(self, *args, **kwargs):
         nonlocal calls
@@ -232,7 +232,7 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(runner.Session, "generate", interrupt)
+    monkeypatch.setattr(session.Session, "generate", interrupt)
     assert bench(checkpoint, prompts, tmp_path) == 130
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["environment"]["interrupted"] is True

@@ -17,7 +17,7 @@ import torch
 
 from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
-from hf_spec.bench.runner import Session, own_generation_config
+from hf_spec.bench.session import Session, own_generation_config
 
 #: Numbers as answers to sums end with them: 1,234.50.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -13,7 +13,8 @@ from hf_spec.bench import report
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
 from hf_spec.bench.figures import new_figure, save_figure
 from hf_spec.bench.prompts import Prompt, encode_prompts
-from hf_spec.bench.runner import BenchResult, Session, own_generation_config, run
+from hf_spec.bench.runner import BenchResult, run
+from hf_spec.bench.session import Session, own_generation_config
 from hf_spec.demo.prompts import demo_prompts
 from hf_spec.demo.steps import StepStreamer
 from hf_spec.model.loading import load_model

@@ -25,7 +25,7 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts, spread
 from hf_spec.bench.report import environment
-from hf_spec.bench.runner import Session, own_generation_config
+from hf_spec.bench.session import Session, own_generation_config
 from hf_spec.core.checks import first_line
 from hf_spec.files import exclusive, write_atomically
 from hf_spec.hub.folder import read_json, staging

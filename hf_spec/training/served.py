@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import hf_spec
-from hf_spec.bench.runner import pad_left
+from hf_spec.bench.session import pad_left
 from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import IGNORED

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.bench import runner
+from hf_spec.bench import session
 from hf_spec.bench.contenders import Contender, contenders, parse_names
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run
@@ -100,13 +100,13 @@ def test_batches_equal_single_rows(model, tokenizer, prompts):
 
 def test_order_rotates_and_plain_is_always_there(model, tokenizer, prompts, monkeypatch):
     order: list[str] = []
-    original = runner.Session.generate
+    original = session.Session.generate
 
     def spy(self, contender, *args, **kwargs):
         order.append(contender.name)
         return original(self, contender, *args, **kwargs)
 
-    monkeypatch.setattr(runner.Session, "generate", spy)
+    monkeypatch.setattr(session.Session, "generate", spy)
     calls: list[tuple[int, int]] = []
     run(
         model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4, warmup=False,
@@ -175,7 +175,7 @@ def test_repetition_penalty_passes_through(model, tokenizer, prompts):
 
 
 def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkeypatch):
-    original = runner.Session.generate
+    original = session.Session.generate
 
     def spoil(self, contender, *args, **kwargs):
         seconds, rows, steps, stats = original(self, contender, *args, **kwargs)
@@ -183,7 +183,7 @@ def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkey
             rows = [[*row[:-1], (row[-1] + 7) % 260] for row in rows]
         return seconds, rows, steps, stats
 
-    monkeypatch.setattr(runner.Session, "generate", spoil)
+    monkeypatch.setattr(session.Session, "generate", spoil)
     result = run(model, tokenizer, prompts, ["prompt_lookup", STOCK], max_new_tokens=NEW)
     assert result.overall("prompt_lookup")["diverged"] == len(prompts)
     assert result.overall("prompt_lookup")["identical"] == 0
@@ -191,19 +191,19 @@ def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkey
 
 
 def test_output_ends_with_the_first_eos():
-    assert runner._until_eos([4, 1, 0, 0], {1, 2}) == [4, 1]
-    assert runner._until_eos([4, 5], {1}) == [4, 5]
-    assert runner._until_eos([2], {1, 2}) == [2]
+    assert session._until_eos([4, 1, 0, 0], {1, 2}) == [4, 1]
+    assert session._until_eos([4, 5], {1}) == [4, 5]
+    assert session._until_eos([2], {1, 2}) == [2]
 
 
 def test_padding_is_on_the_left():
-    padded = runner.pad_left([[7, 8, 9], [5]], 0, torch.device("cpu"))
+    padded = session.pad_left([[7, 8, 9], [5]], 0, torch.device("cpu"))
     assert padded["input_ids"].tolist() == [[7, 8, 9], [0, 0, 5]]
     assert padded["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 def test_interrupt_keeps_finished_batches(model, tokenizer, prompts, monkeypatch):
-    original, calls = runner.Session.generate, 0
+    original, calls = session.Session.generate, 0
 
     def interrupt(self, *args, **kwargs):
         nonlocal calls
@@ -212,7 +212,7 @@ def test_interrupt_keeps_finished_batches(model, tokenizer, prompts, monkeypatch
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(runner.Session, "generate", interrupt)
+    monkeypatch.setattr(session.Session, "generate", interrupt)
     result = run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=4, warmup=False)
     assert result.interrupted and "interrupted after 5 of 10 calls" in result.notes
     assert [row["prompts"] for row in result.runs() if row["task"] == "all"] == [2, 2]

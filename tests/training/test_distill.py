@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.bench import runner
+from hf_spec.bench import session
 from hf_spec.bench.contenders import Contender
 from hf_spec.training import distill as work
 
@@ -370,13 +370,13 @@ sys.exit(cli.main({arguments(root, output, "--batch-size", "2")!r}))
 def counted(patch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the batch size whenever a unit is generated."""
     calls: list[int] = []
-    original = runner.Session.stream
+    original = session.Session.stream
 
     def stream(self: Any, contender: Any, prompts: Any, batch_size: int) -> Any:
         calls.append(len(prompts))
         return original(self, contender, prompts, batch_size)
 
-    patch.setattr(runner.Session, "stream", stream)
+    patch.setattr(session.Session, "stream", stream)
     return calls
 
 
@@ -416,7 +416,7 @@ def test_interrupted_by_the_user(
     root: Path, oracle: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    original, calls = runner.Session.stream, 0
+    original, calls = session.Session.stream, 0
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -426,7 +426,7 @@ def test_interrupted_by_the_user(
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.Session, "stream", interrupt)
+        patch.setattr(session.Session, "stream", interrupt)
         assert distill(root, tmp_path / "out") == 130
     assert "interrupted; the same command continues" in capsys.readouterr().err
     assert len(list((tmp_path / "out" / "parts").glob("*.parquet"))) == 2

@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
-from hf_spec.bench.runner import Session, own_generation_config
+from hf_spec.bench.session import Session, own_generation_config
 from hf_spec.core.checks import check_count
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.options import TreeOptions

@@ -1,0 +1,215 @@
+"""Timed calls of contenders on one model; knows nothing of files, tables or the terminal."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+import hf_spec
+from hf_spec.bench.contenders import Contender
+from hf_spec.core.checks import first_line
+from hf_spec.core.stats import SpecStats, synchronize
+
+#: New tokens of a warm-up call: enough for several steps of every strategy.
+WARMUP_TOKENS = 16
+#: Times that a call is repeated until it compiles nothing more: the policy tries sizes.
+MOST_COMPILING = 16
+#: What a model's own generation config may say about sampling; greedy runs drop it.
+SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
+
+
+@contextmanager
+def own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[None]:
+    """For the block, a generation config without a strategy and, if greedy, without sampling."""
+    saved = model.generation_config
+    config = copy.deepcopy(saved)
+    for name in ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, None)
+    if greedy:
+        config.do_sample = False
+        for name in SAMPLING_FIELDS:
+            setattr(config, name, None)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    if config.pad_token_id is None:
+        config.pad_token_id = next(iter(_eos_ids(config)), 0)
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+def _eos_ids(config: Any) -> list[int]:
+    eos = config.eos_token_id
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)
+
+
+@dataclass
+class Session:
+    """The model with what all calls share.
+
+    Attributes:
+        managed: some contender has an adapter, so that adapters are switched before every call;
+            otherwise those that the caller may have activated are left alone.
+        unmerged: contenders whose adapter could not be merged into the weights, with the reason.
+        compiling: calls of a contender that compiled something, and their seconds.
+    """
+
+    model: Any
+    options: dict[str, Any]
+    managed: bool
+    unmerged: dict[str, str] = field(default_factory=dict)
+    compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def activate(self, contender: Contender) -> None:
+        """Switch to the contender's adapter, or to the bare model."""
+        if not self.managed:
+            return
+        if not contender.adapters:
+            self.model.disable_adapters()
+        else:
+            self.model.enable_adapters()
+            self.model.set_adapter(list(contender.adapters))
+            try:  # updates of the weights go into them, as for serving, where that is possible
+                hf_spec.merge_adapter(self.model)
+            except ValueError as error:
+                self.unmerged.setdefault(contender.name, str(error))
+
+    def close(self) -> None:
+        """Take merged updates out of the weights again."""
+        if self.managed:
+            hf_spec.unmerge_adapter(self.model)
+
+    def warm_up(
+        self,
+        plan: Sequence[tuple[int, list[Contender], list[int]]],
+        token_ids: Sequence[list[int]],
+    ) -> None:
+        """A short call of each contender, which also shows early what cannot work."""
+        first = {size: (lineup, indices[:size]) for size, lineup, indices in reversed(plan)}
+        short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
+        for lineup, indices in first.values():
+            for item in lineup:
+                try:
+                    self.generate(item, [token_ids[i] for i in indices], max_new_tokens=short)
+                except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+                    raise ValueError(f"{item.name}: {first_line(error)}") from error
+
+    def generate(
+        self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
+    ) -> tuple[float, list[list[int]], int, SpecStats | None]:
+        """Seconds, new tokens per row, row-steps and statistics of one timed call."""
+        self.activate(contender)
+        model = self.model
+        inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
+        kwargs = {**self.options, **contender.kwargs, **overrides}
+        random = torch.get_rng_state()
+        for _ in range(MOST_COMPILING):
+            torch.set_rng_state(random)
+            known = counters["stats"]["unique_graphs"]  # by Transformers; we count our own
+            seconds, sequences, forwards, stats = self._timed(contender, inputs, kwargs)
+            made = counters["stats"]["unique_graphs"] - known
+            made += 0 if stats is None else stats.details.get("compiled", {}).get("made", 0)
+            if not made:
+                break
+            calls, before = self.compiling.get(contender.name, (0, 0.0))
+            self.compiling[contender.name] = calls + 1, before + seconds
+        width = inputs["input_ids"].shape[1]
+        eos = set(_eos_ids(model.generation_config))
+        rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
+        if stats is None:
+            # A finished row waits for the others; its forward passes end with its last token.
+            most = sequences.shape[1] - width if forwards is None else forwards
+            return seconds, rows, sum(min(most, len(row)) for row in rows), None
+        return seconds, rows, stats.num_row_steps, stats
+
+    def stream(
+        self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
+    ) -> tuple[float, list[list[int]], int, SpecStats | None]:
+        """As :meth:`generate`, for any number of prompts, of which so many run at a time."""
+        if contender.joining:
+            return self._joining(contender, prompts, batch_size)
+        starts = range(0, len(prompts), batch_size)
+        parts = [self.generate(contender, prompts[i : i + batch_size]) for i in starts]
+        seconds, rows, row_steps, stats = parts[0]
+        for part in parts[1:]:
+            seconds, rows, row_steps = seconds + part[0], rows + part[1], row_steps + part[2]
+            if stats is not None and part[3] is not None:
+                stats.merge(part[3])
+        return seconds, rows, row_steps, stats
+
+    def _joining(
+        self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
+    ) -> tuple[float, list[list[int]], int, SpecStats]:
+        self.activate(contender)
+        batch = hf_spec.Batch(self.model, batch_size, **{**self.options, **contender.kwargs})
+        synchronize(self.model.device)
+        start = time.perf_counter()
+        done = list(batch.generate(prompts))
+        synchronize(self.model.device)
+        seconds = time.perf_counter() - start
+        answers = [one.new_tokens.tolist() for one in sorted(done, key=lambda one: one.index)]
+        return seconds, answers, batch.stats.num_row_steps, batch.stats
+
+    def _timed(
+        self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]
+    ) -> tuple[float, torch.Tensor, int | None, SpecStats | None]:
+        """Seconds, sequences, and forwards of a stock contender or the statistics of ours."""
+        model, forwards = self.model, 0
+        before = hf_spec.last_stats(model)
+
+        def count(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        # Our own strategies count for themselves: they may call the model to draft, too. Compiled
+        # code has no hooks, and a forward for each token.
+        counts = contender.stock and not contender.compiled
+        hook = model.register_forward_hook(count) if counts else None
+        try:
+            synchronize(model.device)
+            start = time.perf_counter()
+            sequences = model.generate(**inputs, **kwargs)
+            synchronize(model.device)
+            seconds = time.perf_counter() - start
+        finally:
+            if hook is not None:
+                hook.remove()
+        if contender.stock:
+            return seconds, sequences, forwards if counts else None, None
+        stats = hf_spec.last_stats(model)
+        if stats is None or stats is before:
+            raise RuntimeError("generate() left no statistics: the strategy did not run")
+        return seconds, sequences, None, stats
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Rows as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
+    width = max(map(len, rows))
+    ids = [[pad] * (width - len(row)) + [*row] for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
+
+
+def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
+    """The row up to and including its first EOS; what follows is padding."""
+    end = next((index for index, token in enumerate(row) if token in eos), len(row))
+    return list(row[: end + 1])
