@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
@@ -329,7 +330,7 @@ class TreeCache(Cache):
     def _rounded(self, slots: int) -> int:
         if not self.buckets:
             return _aligned(slots)
-        return max(BUCKET, 1 << (slots - 1).bit_length())
+        return max(BUCKET, bucket(slots))
 
     def buffers(self) -> Iterator[tuple[Tensor, tuple[int, str]]]:
         """Each buffer ``(batch, kv_heads, front + capacity, head_dim)`` with its layer index and

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_spec.core.buckets import bucket
 from hf_spec.decoding.scoring import Processors
 from hf_spec.drafting.drafter import DecodingState, Drafter
-from hf_spec.model.step_tokens import bucket
 
 #: Share of the carried rows that must have finished. There is at most one swap per finished row,
 #: and a swap costs about one row's share of a step (docs/inside/exactness.md), so shrinking pays

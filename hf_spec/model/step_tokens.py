@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_spec.core.buckets import bucket
 from hf_spec.core.probes import ProbeGroup, ProbeRows
 from hf_spec.core.tree import TreeBatch
 
@@ -80,11 +81,6 @@ class MatchInputs(NamedTuple):
         return ProbeRows(
             group, step.kinds, step.kinds, step.depths, step.visible, self.first, self.counts, ()
         )
-
-
-def bucket(count: int) -> int:
-    """Padded number of nodes or probes of a compiled forward: a power of two."""
-    return 1 << (count - 1).bit_length() if count else 0
 
 
 def padded(step: StepTokens, first: int) -> StepTokens:

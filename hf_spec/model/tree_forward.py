@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_spec.core import mask as masks
 from hf_spec.core import verify
+from hf_spec.core.buckets import bucket
 from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.probes import ProbeGroup, ProbeRows
 from hf_spec.core.pruning import Survivors, survive
@@ -25,7 +26,7 @@ from hf_spec.core.verify import Accepted
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.slot_cache import Layout, SlotCache
-from hf_spec.model.step_tokens import MatchInputs, StepTokens, bucket, padded
+from hf_spec.model.step_tokens import MatchInputs, StepTokens, padded
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning

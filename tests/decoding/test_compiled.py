@@ -20,11 +20,12 @@ from running import drafting
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
+from hf_spec.core.buckets import bucket
 from hf_spec.core.cache import BUCKET, TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
-from hf_spec.model.step_tokens import StepTokens, bucket, padded
+from hf_spec.model.step_tokens import StepTokens, padded
 
 NEW = 20
 CAPTURED = {"cache_implementation": STATIC, "compile_config": CompileConfig(backend="eager")}

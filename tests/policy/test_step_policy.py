@@ -23,13 +23,13 @@ from fake_clock import FakeClock
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.core.buckets import bucket
 from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import Draft, Found
 from hf_spec.drafting.retrieval import NOTHING, draft_of
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.model.step_tokens import bucket
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.learned import LOOKS, Average, Learned, Setting, first_sizes
