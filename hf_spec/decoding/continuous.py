@@ -43,7 +43,8 @@ class Batch:
     greedy decoding, in distribution for sampling, as all rows draw from one generator. Each prompt
     has its own logits processors and stopping criteria, which see only that prompt.
 
-    Not thread-safe. ``max_time`` counts from :meth:`add`.
+    Not thread-safe. ``max_time`` counts from :meth:`add`. If a step fails or is interrupted, the
+    next one starts its unfinished prompts again.
 
     Args:
         model: a causal language model.
@@ -83,6 +84,8 @@ class Batch:
         self._last = False
         self._finished: list[Finished] = []
         self._running: Running | None = None
+        #: Requests of a step that has failed.
+        self._again: list[Request] = []
 
     def add(self, prompt: Tensor | Sequence[int]) -> int:
         """Queue a prompt.
@@ -104,7 +107,7 @@ class Batch:
                 f"a prompt of shape {tuple(ids.shape)}: give the token ids of one prompt, at "
                 "least one token. Each prompt is added by itself."
             )
-        self._waiting.append(self._prepared(ids.to(self.model.device)))
+        self._waiting.append(self._prepared(ids.to(self.model.device), self._added))
         self._added += 1
         self._last = False
         return self._added - 1
@@ -135,11 +138,15 @@ class Batch:
     def num_unfinished(self) -> int:
         """Number of running and waiting prompts."""
         running = 0 if self._running is None else self._running.num_active
-        return running + len(self._waiting)
+        return running + len(self._waiting) + len(self._again)
 
     @torch.no_grad()
     def step(self) -> list[Finished]:
         """Fill free places and take one step; return the prompts that it finishes."""
+        while self._again:
+            one = self._again[-1]
+            self._waiting.appendleft(self._prepared(one.prompt, one.index))
+            self._again.pop()
         if not self.num_unfinished:
             finished, self._finished = self._finished, []  # of a step that has failed
             return finished
@@ -149,7 +156,12 @@ class Batch:
         self._running.fill(self._waiting, self._finished)
         finished, self._finished = self._finished, []
         if self._running.num_active:
-            finished += self._running.step(self._last and not self._waiting)
+            try:
+                finished += self._running.step(self._last and not self._waiting)
+            except BaseException:  # its rows may be half changed
+                self._again, self._finished = self._running.unfinished, finished
+                self._running = None
+                raise
         if not self.num_unfinished:
             self._close()
         return finished
@@ -159,8 +171,8 @@ class Batch:
             self._running.close()
             self._running = None
 
-    def _prepared(self, ids: Tensor) -> Request:
-        """The arguments that ``generate`` prepares for this prompt, captured before decoding."""
+    def _prepared(self, ids: Tensor, index: int) -> Request:
+        """The arguments that ``generate`` prepares for a prompt, captured before decoding."""
 
         def capture(
             model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
@@ -180,7 +192,7 @@ class Batch:
             )  # fmt: skip
             check_length(model, emission.max_length)
             scorer = Scorer(logits_processor, emission)
-            return Request(self._added, model, generation_config, emission, scorer, rest)
+            return Request(index, model, generation_config, emission, scorer, rest)
 
         config = copy.deepcopy(self._config)
         found: Request = self.model.generate(

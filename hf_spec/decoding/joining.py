@@ -83,15 +83,19 @@ class Running:
             self.ranks.share_random_state()
         self.stats = stats
         self.watch = Stopwatch(stats, model.device, self.ranks.same)
-        #: Request at each place; None if there has been none.
+        #: Unfinished request at each place.
         self.requests: list[Request | None] = [None] * batch_size
         self.steps: Steps | None = None
         self.shrinking: Shrinking | None = None
         remember_stats(model, stats)
 
     @property
+    def unfinished(self) -> list[Request]:
+        return [one for one in self.requests if one is not None]
+
+    @property
     def num_active(self) -> int:
-        return 0 if self.steps is None else sum(self.steps.state.active)
+        return len(self.unfinished)
 
     @property
     def shrunk(self) -> bool:
@@ -158,12 +162,12 @@ class Running:
         steps = self.steps or self._start(prompt.forward)
         state = steps.state
         place = state.active.index(False)
-        self.requests[state.rows[place]] = request
         state.cache.replace_row(place, prompt.forward.cache)
         state.forward.replace_row(place, prompt.forward)
         state.replace_row(place, emission.tokens[0], prompt.hidden, prompt.probe_hidden)
-        state.active[place], state.remaining[place] = True, emission.remaining[0]
         drafter.replace_row(state, place)
+        self.requests[state.rows[place]] = request
+        state.active[place], state.remaining[place] = True, emission.remaining[0]
         return []
 
     def _check(self, forward: TreeForward) -> None:
@@ -212,7 +216,7 @@ class Running:
         return size, cache.max_length.bit_length(), str(self.model.device)
 
     def _result(self, row: int) -> Finished:
-        request = self.requests[row]
+        request, self.requests[row] = self.requests[row], None
         assert request is not None
         return _finished(request)
 
@@ -231,7 +235,7 @@ class Rows:
     """Presents a batch's requests as the sequences and processors of a single call.
 
     Args:
-        requests: the request at each place; changes as requests join.
+        requests: the unfinished request at each place; changes as requests join and finish.
     """
 
     def __init__(self, requests: list[Request | None]):

@@ -311,8 +311,8 @@ class Drafter(CandidateGenerator):
     def replace_row(self, state: DecodingState, row: int) -> None:
         """Called between two steps when a row has become another sequence.
 
-        A drafter that keeps state per sequence resets it here; the decoding state is already that
-        of the new sequence.
+        A drafter that keeps state per sequence resets it here; the decoding state already has the
+        new sequence's tokens and hidden states.
         """
 
     def warm(self, state: DecodingState) -> None:

@@ -21,7 +21,10 @@ from transformers import (
 )
 
 import hf_spec
+from hf_spec.core.cache import TreeCache
 from hf_spec.decoding import joining, prefill
+from hf_spec.decoding.emission import Emission
+from hf_spec.model.tree_forward import TreeForward
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -282,6 +285,44 @@ def test_a_prompt_that_fails_loses_no_other(
     plain = dict(enumerate(alone(model, PROMPTS[:count], **settings)))
     del plain[1]
     assert found == plain
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [(TreeForward, "__call__", 3), (Emission, "take", 8), (TreeCache, "commit", 9)],
+)
+def test_a_step_that_fails_loses_nothing(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int, error: type
+) -> None:
+    """The third of three rows, which finish at different times, is the one whose tokens fail."""
+    model = fresh("llama_tied")
+    batch = hf_spec.Batch(model, 3, **GREEDY, **LOOKUP)
+    run, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error("in the middle of a step")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    for ids in PROMPTS[:5]:
+        batch.add(ids)
+    found: dict[int, list[int]] = {}
+    failures = 0
+    while batch.num_unfinished:
+        try:
+            done = batch.step()
+        except error:
+            failures += 1
+            continue
+        for one in done:
+            assert one.index not in found
+            found[one.index] = one.sequence.tolist()
+    assert failures == 1
+    assert found == dict(enumerate(alone(model, PROMPTS[:5], **GREEDY)))
 
 
 # -- what is refused -------------------------------------------------------------------------
