@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_spec.files import write_atomically
@@ -94,9 +95,8 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
         raise ValueError(
             f"held_out={held_out}: the data has {len(rows)} rows, and some must be left to train on"
         )
-    kept_out = {index * len(rows) // held_out for index in range(held_out)} if held_out else set()
-    train = rows.select([index for index in range(len(rows)) if index not in kept_out])
-    return train, rows.select(sorted(kept_out))
+    kept_out = np.arange(held_out) * len(rows) // max(held_out, 1)
+    return rows.select(np.delete(np.arange(len(rows)), kept_out)), rows.select(kept_out)
 
 
 def training_arguments(
