@@ -369,6 +369,15 @@ def test_strategies_of_a_server_are_checked_when_it_starts(
         Strategies([], "layer_skip").prepare(tiny(), False)
 
 
+def test_lossy_stored_options_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    [medusa] = read_adapters([MEDUSA])
+    lossy = replace(medusa, options={"acceptance": "typical"})
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    with caplog.at_level("WARNING"):
+        Strategies([lossy]).prepare(model, False)
+    assert f"{MEDUSA} asks for acceptance='typical'" in caplog.text
+
+
 def test_stored_options_hold_unless_a_request_gives_others() -> None:
     [medusa] = read_adapters([MEDUSA])
     strategies = Strategies([replace(medusa, options={"fallback": False, "candidates": 4})])

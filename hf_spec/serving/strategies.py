@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 import hf_spec
 from hf_spec.bench.contenders import Adapter, load_adapters
 from hf_spec.core.checks import first_line
+from hf_spec.decoding.config import StoredOptions, warn_if_lossy
 from hf_spec.decoding.validate import check_request
 from hf_spec.methods.registry import get_method
 
@@ -53,6 +54,8 @@ class Strategies:
     def prepare(self, model: Any, continuous: bool) -> None:
         """Load the adapters when the server starts, and check that their strategies run.
 
+        Warns of stored options that change the answers.
+
         Args:
             model: the server's only model; None if it loads whatever requests name.
             continuous: whether batching is continuous.
@@ -85,6 +88,10 @@ class Strategies:
                 self._check(model, GenerationConfig(assistant_strategy=name))
             except ValueError as error:
                 raise ValueError(f"{where}: {first_line(error)}") from error
+            if adapter is not None:
+                stored = StoredOptions(adapter.options)
+                stored.source = adapter.path
+                warn_if_lossy(stored, get_method(name).parse_options(adapter.options).lossless)
 
     def settle(
         self, model: Any, config: GenerationConfig, given: Collection[str], continuous: bool
