@@ -15,7 +15,7 @@ from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_p
 import hf_spec
 from hf_spec.cli import run
 
-QUESTIONS = ["ab ab ab ", "xyz xyz ", "one two one "]
+QUESTIONS = ["ab ab ab ", "xyz xyz ", "one two one ", "0 1 0 1 0 ", "a"]
 
 #: A task of lm-eval with the data of a file beside it.
 TASK = """
@@ -26,22 +26,34 @@ test_split: test
 output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["zzzz"], max_gen_toks: 16, do_sample: false}
+generation_kwargs: {until: ["UNTIL", "zzzz"], max_gen_toks: 16, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
 
 
 def test_lm_eval(tmp_path: Path) -> None:
+    """A batch ends when each of its rows has had the text of ``until``."""
     pytest.importorskip("lm_eval", reason="needs lm-eval, see CONTRIBUTING.md")
     checkpoint = save_checkpoint(tmp_path / "model")
+    model, tokenizer = make_model(), make_tokenizer()
+    expected = {}
+    for question in QUESTIONS:
+        inputs = tokenizer(question, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        new = ids[0, inputs["input_ids"].shape[1] :]
+        expected[question] = tokenizer.decode(new, skip_special_tokens=True)
+    until = expected[QUESTIONS[0]][2]
+    expected = {question: text.split(until)[0] for question, text in expected.items()}
+    assert len({len(text) for text in expected.values()}) > 2
     rows = [{"question": question, "answer": "c"} for question in QUESTIONS]
     data = write_prompts(tmp_path / "data.jsonl", rows)
-    (tmp_path / "task.yaml").write_text(TASK.replace("DATA", str(data)))
+    task = TASK.replace("DATA", str(data)).replace('"UNTIL"', json.dumps(until))
+    (tmp_path / "task.yaml").write_text(task)
     done = subprocess.run(
         [
             sys.executable, *run.find("lm_eval"), "--model", "hf",
             "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_questions",
-            "--gen_kwargs", "assistant_strategy=prompt_lookup", "--batch_size", "1",
+            "--gen_kwargs", "assistant_strategy=prompt_lookup", "--batch_size", "4",
             "--device", "cpu", "--include_path", str(tmp_path), "--output_path",
             str(tmp_path / "out"), "--log_samples",
         ],
@@ -54,12 +66,7 @@ def test_lm_eval(tmp_path: Path) -> None:
         sample["doc"]["question"]: sample["resps"][0][0]
         for sample in map(json.loads, samples.read_text().splitlines())
     }
-    model, tokenizer = make_model(), make_tokenizer()
-    for question in QUESTIONS:
-        inputs = tokenizer(question, return_tensors="pt")
-        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-        text = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert found[question] == text
+    assert found == expected
     [results] = (tmp_path / "out").rglob("results_*.json")
     settings = json.loads(results.read_text())["config"]["gen_kwargs"]
     assert settings["assistant_strategy"] == "prompt_lookup"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,13 @@ from tiny_checkpoint import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import hf_spec
+from hf_spec import cli
+from hf_spec.bench.contenders import read_adapters
 from hf_spec.decoding.validate import check_request
+from hf_spec.serving.strategies import Strategies
 
 MODEL = str(Path(hf_spec.__file__).parent / "demo" / "model")
+BITA, MEDUSA = (str(Path(MODEL).parent / "adapters" / name) for name in ("bita", "medusa"))
 LOOKUP = "prompt_lookup"
 PROMPTS = ["import os\n", "class Tree:\n", "def add(a, b):\n", "for i in range(", "x = [1, 1, 1,"]
 #: More than any test waits for: without EOS, until the client goes.
@@ -292,3 +299,132 @@ def test_requests_are_checked_without_generating(tiny: Callable[..., PreTrainedM
     for continuous in (False, True):
         check_request(model, GenerationConfig(num_beams=3), continuous)
     check_request(model, GenerationConfig(assistant_strategy=LOOKUP), continuous=False)
+
+
+# -- adapters --------------------------------------------------------------------------------
+
+
+def test_two_adapters_side_by_side(plain: Callable[..., str]) -> None:
+    import openai
+
+    with serving(MODEL, "--adapter", BITA, "--adapter", MEDUSA, "--strategy", "bita") as server:
+        for strategy in ("bita", "medusa", LOOKUP):
+            drafts = {"assistant_strategy": strategy, "assistant_kwargs": {"fallback": False}}
+            for number, prompt in enumerate(PROMPTS[:3]):
+                found = complete(
+                    server, prompt, number % 2 == 0, **config(max_new_tokens=24, **drafts)
+                )
+                assert found == plain(prompt, max_new_tokens=24)
+            labels = {"model": MODEL, "strategy": strategy}
+            assert server.metric("requests_total", outcome="finished", **labels) == 3
+            assert server.metric("tau", **labels) > 1
+
+        def finished(**options: Any) -> dict[str, float]:
+            assert complete(server, "x", False, **options)
+            names = ("bita", "plain")
+            return {n: server.metric("requests_total", strategy=n) for n in names}
+
+        # Those that name none have the default one, unless they ask for none or cannot have it.
+        assert finished(max_tokens=3, temperature=0) == {"bita": 4, "plain": 0}
+        assert finished(**config(max_new_tokens=3)) == {"bita": 5, "plain": 0}
+        none = config(max_new_tokens=3, assistant_strategy=None)
+        assert finished(**none) == {"bita": 5, "plain": 1}
+        assert finished(**config(max_new_tokens=3, num_beams=2)) == {"bita": 5, "plain": 2}
+        for name, reason in (("ppd", "needs an active adapter"), ("nope", "is unknown")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                complete(server, "x", False, **config(assistant_strategy=name))
+            assert reason in str(caught.value)
+            offered = "This server offers bita, layer_skip, medusa, prompt_lookup;"
+            assert offered in str(caught.value)
+
+
+def test_a_server_with_an_adapter_of_another_base_does_not_start(tiny_chat: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_spec.cli", "serve", tiny_chat, "--adapter", BITA],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("hf-spec: ")]
+    assert line.startswith(f"hf-spec: cannot load adapter {BITA!r}: this BITA adapter was made for")
+    assert "vocab_size" in line or "hidden_size" in line or "model_type" in line
+
+
+def test_strategies_of_a_server_are_checked_when_it_starts(
+    tiny: Callable[..., PreTrainedModel],
+) -> None:
+    bita, medusa = read_adapters([BITA, MEDUSA])
+    with pytest.raises(ValueError, match="are both for strategy 'bita', by which requests choose"):
+        Strategies([bita, medusa, *read_adapters([BITA])])
+    with pytest.raises(ValueError, match="strategy 'ppd' needs a trained adapter: give --adapter"):
+        Strategies([bita], "ppd")
+    with pytest.raises(ValueError, match="'nope' is unknown"):
+        Strategies([bita], "nope")
+    with pytest.raises(ValueError, match="--adapter needs the model that it was trained for"):
+        Strategies([bita]).prepare(None, False)
+    with pytest.raises(ValueError, match="--adapter with --continuous-batching"):
+        Strategies([bita]).prepare(tiny(), True)
+    with pytest.raises(ValueError, match="--strategy with --continuous-batching"):
+        Strategies([], LOOKUP).prepare(None, True)
+    with pytest.raises(ValueError, match="strategy 'layer_skip': .*skip_attention"):
+        Strategies([], "layer_skip").prepare(tiny(), False)
+
+
+def test_lossy_stored_options_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    [medusa] = read_adapters([MEDUSA])
+    lossy = replace(medusa, options={"acceptance": "typical"})
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    with caplog.at_level("WARNING"):
+        Strategies([lossy]).prepare(model, False)
+    assert f"{MEDUSA} asks for acceptance='typical'" in caplog.text
+
+
+def test_stored_options_hold_unless_a_request_gives_others() -> None:
+    [medusa] = read_adapters([MEDUSA])
+    strategies = Strategies([replace(medusa, options={"fallback": False, "candidates": 4})])
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    strategies.prepare(model, False)
+
+    def settled(**given: Any) -> Any:
+        config = GenerationConfig(**given)
+        strategies.settle(model, config, given, False)
+        return config.assistant_strategy, config.assistant_kwargs
+
+    assert settled() == (None, None)
+    named = {"assistant_strategy": "medusa"}
+    assert settled(**named) == ("medusa", {"fallback": False, "candidates": 4})
+    found = settled(**named, assistant_kwargs={"candidates": 6, "tree": "adaptive"})
+    assert found == ("medusa", {"fallback": False, "candidates": 6, "tree": "adaptive"})
+    assert settled(assistant_strategy=LOOKUP) == (LOOKUP, None)
+    with pytest.raises(ValueError, match="candidates=0"):
+        settled(**named, assistant_kwargs={"candidates": 0})
+    strategies.default = "medusa"
+    assert settled() == ("medusa", {"fallback": False, "candidates": 4})
+    assert settled(assistant_kwargs={"candidates": 6})[1] == {"fallback": False, "candidates": 6}
+    with pytest.raises(ValueError, match="candidates=0"):
+        settled(assistant_kwargs={"candidates": 0})
+    assert settled(num_beams=2) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "default"),
+    [
+        ([], None),
+        (["--adapter", BITA], "bita"),
+        (["--adapter", BITA, "--strategy", "none"], None),
+        (["--adapter", BITA, "--strategy", LOOKUP], LOOKUP),
+        (["--adapter", BITA, "--adapter", MEDUSA], None),
+        (["--strategy", LOOKUP], LOOKUP),
+    ],
+)
+def test_the_default_strategy(
+    arguments: list[str], default: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.cli import transformers as program
+
+    from modeling_patches import serving as patches
+
+    made: list[Any] = []
+    monkeypatch.setattr(patches, "patch", lambda prepare, *rest: made.append(prepare.__self__))
+    monkeypatch.setattr(program, "app", lambda *args, **kwargs: None)
+    assert cli.main(["serve", MODEL, *arguments]) == 0
+    assert made[0].default == default and len(made[0].adapters) == arguments.count("--adapter")

@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StopStringCriteria,
 )
 
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
@@ -71,17 +72,22 @@ class Emission:
         self.scores: list[list[Tensor]] | None = [[] for _ in rows] if record_scores else None
         self.logits: list[list[Tensor]] | None = [[] for _ in rows] if record_logits else None
 
-        # Length, EOS and time are checked on the host; all other criteria are called per token.
+        # Length, EOS and time are checked on the host; all other criteria are called per token: at
+        # once if they judge each row by itself, else when all rows have got that far.
         self._eos: set[int] = set()
         self._deadline, self._same = float("inf"), same
-        self._others = []
+        self._by_row: list[Any] = []
+        self._by_column: list[Any] = []
+        self._asked = self.width
+        self._asked_scores: list[Tensor] = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self._eos |= set(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxTimeCriteria:
                 self._deadline = criterion.initial_timestamp + criterion.max_time
             elif type(criterion) is not MaxLengthCriteria:
-                self._others.append(criterion)
+                alone = batch == 1 or type(criterion) is StopStringCriteria
+                (self._by_row if alone else self._by_column).append(criterion)
         # Plain generation pads finished rows if any criterion knows EOS; otherwise they run on
         # until the last row is done.
         self._pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -158,33 +164,57 @@ class Emission:
             return True
         if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
             return True
-        if not self._others:
+        if not self._by_row:
             return False
         prefix = self.ids[row : row + 1, : self.lengths[row]]
         scores = None
         if self.scores is not None:
             scores = tuple(one[None] for one in self.scores[row])
-        return any(self._ask(criterion, prefix, scores) for criterion in self._others)
+        return any(bool(torch.as_tensor(one(prefix, scores)).any()) for one in self._by_row)
 
-    def _ask(self, criterion: Any, prefix: Tensor, scores: Any) -> bool:
-        """Whether a criterion stops a row. It sees only that row, as rows differ in length.
+    def end_step(self) -> None:
+        """Ask the criteria that look at the whole batch; pass finished columns to the streamer."""
+        while self._by_column and self._ask(self._asked + 1):
+            self._asked += 1
+        self._stream()
 
-        Raises:
-            ValueError: if the criterion needs the other rows of the batch.
+    def _ask(self, column: int) -> bool:
+        """Ask criteria about the first ``column`` columns; False if it is too early or too late.
+
+        They see what they would see in plain generation: the whole batch, one more column each
+        time, finished rows padded. Rows are ahead of one another by then; what they have taken
+        beyond a stop is dropped.
         """
-        try:
-            return bool(torch.as_tensor(criterion(prefix, scores)).any())
-        except IndexError as error:
-            batch = len(self.lengths)
-            if batch == 1:
-                raise
-            raise ValueError(
-                f"stopping_criteria: {type(criterion).__name__} cannot do with one row of a batch "
-                f"of {batch} ({error}). With a strategy rows differ in length, so that criteria "
-                "are asked row by row. Generate with batch size 1, or leave assistant_strategy out."
-            ) from error
+        rows = range(len(self.lengths))
+        running = [row for row in rows if (self._stops[row] or column) >= column]
+        waits_for = running if self._pads_finished else rows
+        if not running or min(self.lengths[row] for row in waits_for) < column:
+            return False
+        shown = self.ids[:, :column].clone()
+        for row in rows:
+            shown[row, self.lengths[row] :] = self._pad
+        if self.scores is not None:
+            self._asked_scores.append(self._column(self.scores, column - self.width - 1))
+        scores = None if self.scores is None else tuple(self._asked_scores)
+        found = torch.zeros(len(rows), dtype=torch.bool)
+        for criterion in self._by_column:
+            found |= torch.as_tensor(criterion(shown, scores)).cpu().bool()
+        for row in running:
+            if found[row]:
+                self._stops[row] = column
+                if self._pads_finished:
+                    self._cut(row, column)
+        return True
 
-    def stream(self) -> None:
+    def _cut(self, row: int, end: int) -> None:
+        """Drop a row's tokens from column ``end`` on."""
+        dropped = max(self.lengths[row] - end, 0)
+        for taken in (self.tokens, self.scores, self.logits):
+            if taken is not None:
+                del taken[row][len(taken[row]) - dropped :]
+        self.lengths[row] -= dropped
+
+    def _stream(self) -> None:
         """Pass the columns that all rows have reached to the streamer, one by one."""
         if self.streamer is None:
             return
@@ -210,12 +240,11 @@ class Emission:
     def finish(self) -> Tensor:
         """Cut rows to a common end and pad them: ``(batch, seq)``."""
         end = self._end()
-        for row, length in enumerate(self.lengths):
-            self.lengths[row] = min(length, end)
-            del self.tokens[row][len(self.tokens[row]) - (length - self.lengths[row]) :]
+        for row in range(len(self.lengths)):
+            self._cut(row, end)
             self.ids[row, self.lengths[row] :] = self._pad
         if self.streamer is not None:
-            self.stream()
+            self._stream()
             self.streamer.end()
         return self.ids[:, :end].clone()
 
@@ -223,8 +252,9 @@ class Emission:
         """Recorded scores or logits as one ``(batch, vocab)`` tensor per emitted column."""
         if rows is None:
             return None
-        count = max(self.lengths) - self.width
+        return tuple(self._column(rows, i) for i in range(max(self.lengths) - self.width))
+
+    def _column(self, rows: list[list[Tensor]], i: int) -> Tensor:
+        """``(batch, vocab)``, zero for rows that ended before."""
         empty = torch.zeros_like(next(row[0] for row in rows if row))
-        return tuple(
-            torch.stack([row[i] if i < len(row) else empty for row in rows]) for i in range(count)
-        )
+        return torch.stack([row[i] if i < len(row) else empty for row in rows])

@@ -133,11 +133,11 @@ class Handover:
         start = self.start or cache.host_lengths
         emitted, active = self.emission.emitted, self.emission.active
         most = max(max(emitted) - 1, 0)  # the longest row's last token is not cached
+        behind = 1 if self._target is None else 0
         cached = [
-            min(have - begin, count, most)
+            min(have - begin, max(count - behind, 0), most)
             for have, begin, count in zip(cache.host_lengths, start, emitted)
         ]
-        behind = 1 if self._target is None else 0
         unfinished = [
             have
             for have, count, on in zip(cached, emitted, active)

@@ -259,7 +259,7 @@ class Rows:
         assert request is not None
         return request.emission.take(0, tokens, scores, logits)
 
-    def stream(self) -> None:
+    def end_step(self) -> None:
         """Do nothing: results are returned as prompts finish."""
 
     # -- processors --------------------------------------------------------------------------

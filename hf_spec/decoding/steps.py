@@ -45,7 +45,7 @@ class Growing(Protocol):
         self, row: int, tokens: Sequence[int], scores: Sequence[Tensor], logits: Sequence[Tensor]
     ) -> int: ...
 
-    def stream(self) -> None: ...
+    def end_step(self) -> None: ...
 
 
 @dataclass
@@ -225,7 +225,7 @@ class Steps:
             )
             stats.record(kept, depth, tree.row_candidates[place], kept=len(tokens) - 1)
             counts.append(kept)
-        emission.stream()
+        emission.end_step()
         active, remaining = emission.active, emission.remaining
         state.active = [active[row] for row in state.rows]
         state.remaining = [remaining[row] for row in state.rows]

@@ -54,15 +54,22 @@ def staging(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def save_adapter(model: Any, folder: Path, strategy: str, options: dict[str, Any]) -> None:
+def save_adapter(
+    model: Any,
+    folder: Path,
+    strategy: str,
+    options: dict[str, Any],
+    state: dict[str, Any] | None = None,
+) -> None:
     """Write a ``PeftModel``'s adapter with its ``SpecConfig``: all of a folder but the card.
 
     Args:
         model: holds one adapter of ours, named ``default``.
         folder: the adapter folder.
         strategy, options: what ``generation_config.json`` shall say.
+        state: the model's state dict, where its own tensors are sharded.
     """
-    _save_weights(model, folder)
+    _save_weights(model, folder, state)
     save_spec_config(folder, strategy, options)
 
 
@@ -96,10 +103,10 @@ def attached(model: Any, adapter_config: Any, in_float32: bool = False) -> Itera
             parameter.requires_grad_(before)
 
 
-def _save_weights(model: Any, folder: Path) -> None:
+def _save_weights(model: Any, folder: Path, state: dict[str, Any] | None = None) -> None:
     """Write what PEFT writes of an adapter; card and strategy are not its business here."""
     with staging(folder) as temporary:
-        model.save_pretrained(temporary, save_embedding_layers=False)
+        model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
         for path in (CARD, GENERATION, SHIM):
             (temporary / path).unlink(missing_ok=True)
 

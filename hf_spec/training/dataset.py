@@ -6,6 +6,7 @@ knows no model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 #: A finished folder of ``hf-spec distill`` holds these two, an unfinished one the folder of parts.
-DATA, PROVENANCE, PARTS = "data/train-00000-of-00001.parquet", "provenance.json", "parts"
+DATA, PROVENANCE, PARTS = "data/train-{:05d}-of-{:05d}.parquet", "provenance.json", "parts"
+#: A file of several on the Hub: its split, its number and how many there are.
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?")
 #: Tokens, and the texts that they can be made from.
 ID_COLUMNS, TEXT_COLUMNS = ("prompt_ids", "answer_ids"), ("prompt", "answer")
 #: What is read, by the end of the files' names.
@@ -28,11 +31,14 @@ FORMATS = {"parquet": "parquet", "jsonl": "json"}
 def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
     """The prompts and answers in a folder.
 
+    They stay on disk: ``datasets`` keeps them in its cache as files that are mapped into memory.
+
     Args:
         folder: what ``hf-spec distill`` wrote; or parquet or JSON lines files of your own, there or
             in its subfolder ``data``, with columns ``prompt_ids`` and ``answer_ids`` (lists of
             token ids; an answer ends with EOS unless it was cut off), or texts ``prompt`` and
-            ``answer``.
+            ``answer``. Of a folder with the Hub's layout (``train-00000-of-00002.parquet``, or
+            ``configs`` in its README.md) the split ``train`` is read.
         tokenizer: makes tokens of texts: the prompt as a chat turn where there is a chat template,
             the answer without BOS and with EOS behind it. Not needed where there are tokens.
 
@@ -86,9 +92,9 @@ def _files(folder: Path) -> list[Path]:
     """The files with the data, all of one format."""
     _check_finished(folder)
     if (folder / PROVENANCE).is_file():
-        if not (folder / DATA).is_file():
-            raise ValueError(f"{str(folder)!r} lacks {DATA}: make it again with hf-spec distill")
-        return [folder / DATA]
+        return _shards(folder, list(folder.glob("data/*.parquet")) or [folder / DATA.format(0, 1)])
+    if "configs" in _metadata(folder):
+        return _configured(folder)
     places = [path for path in (folder, folder / "data") if path.is_dir()]
     found = {
         suffix: sorted(path for place in places for path in place.glob(f"*.{suffix}"))
@@ -99,7 +105,60 @@ def _files(folder: Path) -> list[Path]:
         holds = " and ".join(f".{suffix}" for suffix in formats) or "no"
         wanted = " or ".join(f".{suffix}" for suffix in FORMATS)
         raise ValueError(f"{str(folder)!r} holds {holds} files: it must hold {wanted} files")
-    return found[formats[0]]
+    return _shards(folder, found[formats[0]])
+
+
+def _shards(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """The files of the split ``train`` in their order; all files unless their names are the Hub's.
+
+    Raises:
+        ValueError: there are other splits only, or a file of the split is missing.
+    """
+    names = [(match, path) for path in files if (match := SHARD.fullmatch(path.stem))]
+    if not names:
+        return list(files)
+    numbers = {int(match[2]): path for match, path in names if match[1] == "train"}
+    if not numbers:
+        splits = ", ".join(sorted({match[1] for match, _ in names}))
+        raise ValueError(f"{str(folder)!r} holds the splits {splits}: it must hold train")
+    count = max(int(match[3]) for match, _ in names if match[1] == "train")
+    place = min(numbers.values())
+    wanted = [place.with_name(f"train-{n:05}-of-{count:05}{place.suffix}") for n in range(count)]
+    ordered = [numbers.get(number, path) for number, path in enumerate(wanted)]
+    for path in ordered:
+        if not path.is_file():
+            name = path.relative_to(folder)
+            raise ValueError(
+                f"{str(folder)!r} lacks {name}: make it again with hf-spec distill, or get it again"
+            )
+    return ordered
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    """What stands at the head of the folder's README.md."""
+    from huggingface_hub import metadata_load
+
+    card = folder / "README.md"
+    return (metadata_load(card) if card.is_file() else None) or {}
+
+
+def _configured(folder: Path) -> list[Path]:
+    """The files that the default config of the folder's README.md gives to the split ``train``."""
+    import datasets
+
+    try:
+        splits = datasets.load_dataset_builder(str(folder)).config.data_files
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot read the configs of {str(folder)!r}: {first_line(error)}"
+        ) from error
+    if "train" not in (splits or {}):
+        raise ValueError(f"{str(folder)!r}: its README.md names no files for the split train")
+    files = [Path(path) for path in splits["train"]]
+    if any(path.suffix != files[0].suffix or path.suffix[1:] not in FORMATS for path in files):
+        wanted = " or ".join(f".{suffix}" for suffix in FORMATS)
+        raise ValueError(f"{str(folder)!r}: the files of the split train must all be {wanted}")
+    return files
 
 
 def _load(files: Sequence[Path], folder: Path) -> Dataset:

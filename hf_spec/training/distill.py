@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SETTINGS, LOCK, UNIT = "settings.json", "lock", "unit-{:08d}.parquet"
 #: What :func:`~hf_spec.hub.folder.staging` leaves behind if the process is killed.
 HALF_WRITTEN = ".writing-*"
+#: Rows of a file of answers; while units are merged, so many are in memory.
+SHARD_ROWS = 100_000
 #: Batches' worth of prompts that a strategy decodes before they are written.
 BATCHES = 8
 #: Under this key a unit's file carries what it cost.
@@ -171,7 +173,7 @@ class AnswerFolder:
             before = read_json(self.path / PROVENANCE)
         elif (self.parts / SETTINGS).is_file():
             before = read_json(self.parts / SETTINGS)
-        elif (self.path / DATA).exists():
+        elif any(self.path.glob("data/*")):
             raise ValueError(
                 f"{str(self.path)!r} holds data that hf-spec distill did not make: give another "
                 "--output"
@@ -227,33 +229,54 @@ class AnswerFolder:
             ValueError: a unit cannot be read, or the units do not hold each question once.
         """
         import pyarrow
+        import pyarrow.compute as compute
         import pyarrow.parquet as parquet
 
-        tables, costs = [], []
+        costs, indices, tokens = [], [], 0
         for number in range(count):
-            path = self.parts / UNIT.format(number)
-            try:
-                table = parquet.read_table(path)
-            except (OSError, pyarrow.ArrowException) as error:
-                raise ValueError(
-                    f"cannot read {str(path)!r} ({first_line(error)}): delete it and repeat the "
-                    "command"
-                ) from error
+            table = self._unit(number, ["index", "answer_ids"])
             costs.append(json.loads(table.schema.metadata[COST_KEY]))
-            tables.append(table.replace_schema_metadata(None))
-        merged = pyarrow.concat_tables(tables).sort_by("index")
-        if merged.column("index").to_pylist() != list(range(questions)):
+            indices.append(table.column("index").to_pylist())
+            tokens += compute.sum(compute.list_value_length(table.column("answer_ids"))).as_py()
+        if sorted(index for unit in indices for index in unit) != list(range(questions)):
             raise ValueError(
                 f"the units in {str(self.parts)!r} do not hold each prompt once: give another "
                 "--output"
             )
-        record = {**provenance, **_figures(merged, costs)}
+        record = {**provenance, **_figures(questions, tokens, costs)}
         with staging(self.path) as temporary:
-            (temporary / DATA).parent.mkdir()
-            parquet.write_table(merged, temporary / DATA)
+            shards = -(-questions // SHARD_ROWS)
+            for shard in range(shards):
+                rows = range(shard * questions // shards, (shard + 1) * questions // shards)
+                parts = [
+                    self._unit(number).filter(pyarrow.array([index in rows for index in unit]))
+                    for number, unit in enumerate(indices)
+                    if any(index in rows for index in unit)
+                ]
+                merged = pyarrow.concat_tables(parts).sort_by("index").replace_schema_metadata(None)
+                path = temporary / DATA.format(shard, shards)
+                path.parent.mkdir(exist_ok=True)
+                parquet.write_table(merged, path)
             # "provenance.json" comes after "data/..." in the alphabet, the order of moving.
             write_atomically(temporary / PROVENANCE, json.dumps(record, indent=1))
         self.clear()
+
+    def _unit(self, number: int, columns: list[str] | None = None) -> pyarrow.Table:
+        """A finished unit, or some of its columns.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        path = self.parts / UNIT.format(number)
+        try:
+            return parquet.read_table(path, columns=columns)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(
+                f"cannot read {str(path)!r} ({first_line(error)}): delete it and repeat the command"
+            ) from error
 
     def clear(self) -> None:
         """Remove from a finished folder the units, and what killed processes were writing."""
@@ -274,12 +297,8 @@ def _schema() -> pyarrow.Schema:
     )  # fmt: skip
 
 
-def _figures(merged: pyarrow.Table, costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _figures(rows: int, tokens: int, costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What was made and measured; seconds are those in ``generate``, added up over processes."""
-    import pyarrow.compute as compute
-
-    rows = len(merged)
-    tokens = compute.sum(compute.list_value_length(merged.column("answer_ids"))).as_py()
     seconds, row_steps = (sum(cost[name] for cost in costs) for name in ("seconds", "row_steps"))
     return {
         "rows": rows,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_spec.files import write_atomically
@@ -94,9 +95,8 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
         raise ValueError(
             f"held_out={held_out}: the data has {len(rows)} rows, and some must be left to train on"
         )
-    kept_out = {index * len(rows) // held_out for index in range(held_out)} if held_out else set()
-    train = rows.select([index for index in range(len(rows)) if index not in kept_out])
-    return train, rows.select(sorted(kept_out))
+    kept_out = np.arange(held_out) * len(rows) // max(held_out, 1)
+    return rows.select(np.delete(np.arange(len(rows)), kept_out)), rows.select(kept_out)
 
 
 def training_arguments(
@@ -213,8 +213,9 @@ def train(
             "or choose another --output"
         )
     training_rows, held = split(rows, settings.held_out)
-    base = list(model.parameters())
-    before = bit_sums(base)
+    # Names only: parameters that are held here would stay whole where others are sharded.
+    base = [name for name, _ in model.named_parameters()]
+    before = bit_sums(map(model.get_parameter, base))
     data: dict[str, Any] = {
         "num_anchors": settings.num_anchors or method.num_anchors,
         "max_length": settings.max_length,
@@ -222,8 +223,8 @@ def train(
     }  # fmt: skip
     prompts = [list(ids) for ids in held["prompt_ids"][: settings.served_prompts]]
     with attached(model, adapter_config, in_float32=True) as peft_model:
-        for parameter in base if adapter_config.trains_base else ():
-            parameter.requires_grad_(True)
+        for name in base if adapter_config.trains_base else ():
+            model.get_parameter(name).requires_grad_(True)
         if start is not None:
             take_over(model, adapter_config, start)
         else:
@@ -240,12 +241,13 @@ def train(
         last = last_whole(folder)
         result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
         record: dict[str, Any] = {}
+        state = trainer.whole_state()
         if trainer.is_world_process_zero():
             if adapter_config.trains_base:
                 save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])
-            elif bit_sums(base) != before:
+            elif bit_sums(state[f"base_model.model.{name}"] for name in base) != before:
                 raise RuntimeError("training changed the base model; the adapter is not saved")
-            save_adapter(peft_model, output, method.name, settings.options)
+            save_adapter(peft_model, output, method.name, settings.options, state)
             record = _record(trainer, method, settings, adapter_config, result, provenance)
             write_atomically(output / RECORD, json.dumps(record, indent=1))
             plot_history(record["history"], output)
@@ -333,7 +335,7 @@ def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -
         tokens.copy_(common_tokens(answers, len(tokens), vocab_size(model)))
 
 
-def bit_sums(parameters: Sequence[torch.Tensor]) -> str:
+def bit_sums(parameters: Iterable[torch.Tensor]) -> str:
     """A hash of parameters bit by bit; that of a base model must survive training."""
     digest = hashlib.sha256()
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

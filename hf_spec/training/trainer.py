@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import Trainer
 
 from hf_spec.adapters.active import find_active
@@ -37,6 +38,12 @@ class SpecTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
         self.trains_base = bool(getattr(config, "trains_base", False))
+        if parse_flag_from_env("ACCELERATE_USE_FSDP") and not self.is_fsdp_enabled:
+            raise ValueError(
+                f"accelerate was told to use FSDP, and runs {self.args.world_size} process(es) on "
+                f"{self.args.device.type!r} without it: it shards over several accelerators only. "
+                "Launch it without FSDP, or where there are accelerators."
+            )
         # Sharded parameters cannot be decoded with one process at a time: there is no tau.
         self.sharded: bool = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.sharded and self.args.metric_for_best_model in ("tau", "eval_tau"):
@@ -99,6 +106,18 @@ class SpecTrainer(Trainer):
         adapter = find_active(self._base, config.type_name) if names else None
         weights: dict[str, Any] = {} if adapter is None else adapter.weights()
         return {name: weights[name] for name in weights if name in names}
+
+    def whole_state(self) -> dict[str, Any]:
+        """The model's state dict with whole tensors; all processes call this.
+
+        Of sharded parameters only the first process gets them.
+        """
+        state: dict[str, Any]
+        if self.sharded:
+            state = self.accelerator.get_state_dict(self.model)
+        else:
+            state = self.accelerator.unwrap_model(self.model).state_dict()
+        return state
 
     @property
     def _base(self) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +28,18 @@ from transformers.cli.serving.response import ResponseHandler
 from modeling_patches.serving.front import Front, explanation
 from modeling_patches.serving.turns import Generation, TurnManager, current
 
-#: Called as ``check(model, generation_config, continuous)``, the last being whether batching is
-#: continuous; raises a ValueError on what cannot be done.
-Check = Callable[[Any, GenerationConfig, bool], None]
+#: Called as ``prepare(model, continuous)`` when the server starts: with its only model, or None if
+#: it loads what requests name, and whether batching is continuous.
+Prepare = Callable[[Any, bool], None]
+#: Called as ``settle(model, generation_config, given, continuous)`` with the configuration of a
+#: request, which it may change, and the options that the request gives; raises a ValueError on
+#: what cannot be done.
+Settle = Callable[[Any, GenerationConfig, Collection[str], bool], None]
 
 
 def patch(
-    check: Check,
+    prepare: Prepare,
+    settle: Settle,
     moved: Callable[[Generation, str | None], None],
     metrics: Callable[[], tuple[bytes, str]],
     grace: int,
@@ -41,15 +47,17 @@ def patch(
     """Have requests take turns, checked before they do, and the server stop in time.
 
     Args:
-        check: what must hold for a request.
+        prepare: readies the model of a server that has only one.
+        settle: completes and checks a request.
         moved: told of each request's states; see :class:`Generation`.
         metrics: content and media type of the answer at ``/metrics``.
         grace: seconds that requests have to finish after SIGTERM or SIGINT.
     """
     utils.GenerateManager = functools.partial(
-        TurnManager, lambda model, config: check(model, config, False)
+        TurnManager, lambda model, config: settle(model, config, current.get().given, False)
     )
-    _check_continuous(lambda model, config: check(model, config, True))
+    _check_continuous(lambda model, config: settle(model, config, current.get().given, True))
+    _prepare(prepare)
     _explain_bodies()
     for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler):
         _answer_early(handler)
@@ -78,6 +86,18 @@ def patch(
     library.Config = functools.partial(uvicorn.Config, timeout_graceful_shutdown=grace)
 
 
+def _prepare(prepare: Prepare) -> None:
+    init = ModelManager.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        loaded = [timed.model for timed in self.loaded_models.values()]
+        prepare(loaded[0] if loaded else None, bool(kwargs.get("continuous_batching")))
+
+    ModelManager.__init__ = __init__
+
+
 def _check_continuous(check: Callable[[Any, GenerationConfig], None]) -> None:
     manager = utils.CBGenerateManager
     streaming, whole = manager.generate_streaming, manager.generate_non_streaming
@@ -101,7 +121,7 @@ def _check_continuous(check: Callable[[Any, GenerationConfig], None]) -> None:
 
 
 def _explain_bodies() -> None:
-    """Answer what a body lacks or has wrong with 400; keep its seed until its turn."""
+    """Answer what a body lacks or has wrong with 400; keep its seed and options until its turn."""
     base = utils.BaseHandler
     build, parse = base._build_generation_config, base.get_processor_inputs_from_messages
     resolve = base._resolve_model
@@ -113,7 +133,10 @@ def _explain_bodies() -> None:
         if not use_cb and body.get("seed") is not None:
             current.get().seed = _seed(body["seed"])
             body = {**body, "seed": None}
-        return build(self, body, config, use_cb=use_cb)
+        built = build(self, body, config, use_cb=use_cb)
+        if body.get("generation_config") is not None:
+            current.get().given = frozenset(json.loads(body["generation_config"]))
+        return built
 
     @functools.wraps(parse)
     def get_processor_inputs_from_messages(messages: Any, *args: Any) -> Any:

@@ -43,6 +43,7 @@ class Generation:
     Attributes:
         state: one of the above; None until the request is understood.
         seed: of torch's random numbers, if the request gives one.
+        given: names of the generation options that the request gives.
         model: that it runs on.
         config: of the generation.
         prompt_tokens: tokens of its prompt.
@@ -54,6 +55,7 @@ class Generation:
     def __init__(self, moved: Callable[[Generation, str | None], None]):
         self.state: str | None = None
         self.seed: int | None = None
+        self.given: frozenset[str] = frozenset()
         self.model: Any = None
         self.config = GenerationConfig()
         self.prompt_tokens = self.tokens = 0
@@ -132,16 +134,16 @@ class TurnManager(utils.GenerateManager):
     """Generates like its base, one request at a time, and notes how each of them fares.
 
     Args:
-        check: called as ``check(model, generation_config)``, raises a ValueError on what cannot be
-            done.
+        settle: called as ``settle(model, generation_config)`` when a request arrives; may change
+            the configuration, raises a ValueError on what cannot be done.
     """
 
-    def __init__(self, check: Callable[[Any, GenerationConfig], None]):
+    def __init__(self, settle: Callable[[Any, GenerationConfig], None]):
         super().__init__()
-        self._check = check
+        self._settle = settle
 
     def _turn(self, model: Any, inputs: Any, config: GenerationConfig) -> _Turn:
-        self._check(model, config)
+        self._settle(model, config)
         generation = current.get()
         generation.wait(model, config, inputs["input_ids"].shape[-1])
         return _Turn(model, generation)

@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_checkpoint import make_model, make_tokenizer
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -318,22 +319,43 @@ def test_custom_criterion(tiny: Tiny, spec: Spec, eos: int | None) -> None:
             check_same(model, spec, **kwargs, stopping_criteria=criteria, eos_token_id=eos)
 
 
-def test_a_criterion_that_looks_for_other_rows_is_refused(tiny: Tiny, spec: Spec) -> None:
-    class LooksAtAll(StoppingCriteria):
-        def __init__(self, batch: int) -> None:
-            self.batch = batch
+class StopsAll(StoppingCriteria):
+    """Stops all rows once each has had a token divisible by the number, as lm-eval's does with
+    texts; records what it is shown."""
 
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
-            return bool((input_ids[list(range(self.batch)), -1] == EOS).all())
+    def __init__(self, number: int, rows: int) -> None:
+        self.number = number
+        self.had = [False] * rows
+        self.shown: list[tuple[list[list[int]], list[int]]] = []
 
-    check_same(
-        tiny(), spec, input_ids=prompt(), stopping_criteria=StoppingCriteriaList([LooksAtAll(1)])
-    )
-    with pytest.raises(ValueError, match="LooksAtAll cannot do with one row of a batch of 3"):
-        tiny().generate(
-            **ragged(), **GREEDY, **spec, eos_token_id=None,
-            stopping_criteria=StoppingCriteriaList([LooksAtAll(3)]),
-        )  # fmt: skip
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        last = input_ids[:, -1].tolist()
+        best = scores[-1].argmax(-1).tolist()
+        best = [best[row] if token != PAD else PAD for row, token in enumerate(last)]
+        self.shown.append((input_ids.tolist(), [len(scores), *best]))
+        self.had = [had or token % self.number == 0 for had, token in zip(self.had, last)]
+        return all(self.had)
+
+
+@pytest.mark.parametrize("eos", [None, EOS])
+def test_a_criterion_that_looks_at_the_whole_batch(tiny: Tiny, spec: Spec, eos: int | None) -> None:
+    """Rows get ahead of one another; the criterion sees the columns of plain generation."""
+    model, ends = tiny(), set()
+    inputs = ragged()
+    for number in (2, 3, 5, 9):
+        found = []
+        for strategy in ({}, spec):
+            criterion = StopsAll(number, len(inputs["input_ids"]))
+            out = model.generate(
+                **inputs, **GREEDY, **strategy, eos_token_id=eos, return_dict_in_generate=True,
+                output_scores=True, past_key_values=(cache := DynamicCache()),
+                stopping_criteria=StoppingCriteriaList([criterion, StopAt(23)]),
+            )  # fmt: skip
+            found.append((out.sequences.tolist(), criterion.shown, len(out.scores)))
+            found[-1] += (cache.get_seq_length(),)
+        assert found[1] == found[0]
+        ends.add(found[0][2])
+    assert len(ends) > 1 and min(ends) < 20  # it did stop them
 
 
 def test_criterion_is_called_token_by_token(tiny: Tiny, spec: Spec) -> None:

@@ -43,10 +43,7 @@ every_strategy = pytest.mark.parametrize(("name", "variant"), FIRST, ids=[n for 
 
 
 class StopRowAt(StoppingCriteria):
-    """Stops a row at a length that its prompt decides; knows EOS, so that finished rows are padded.
-
-    Criteria are called with one row at a time here and with all of them in plain generation.
-    """
+    """Stops a row at a length that its prompt decides; knows EOS, so that rows are padded."""
 
     eos_token_id = torch.tensor([-1])
 

@@ -10,7 +10,9 @@ import pytest
 from tiny_checkpoint import EOS, make_tokenizer
 from tokenizers import processors
 
+from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.dataset import read_answers, read_provenance
+from hf_spec.training.train import split
 
 pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
@@ -125,6 +127,80 @@ def test_tokens_go_before_texts(tmp_path: Path) -> None:
     rows = [{**ids, **text} for ids, text in zip(IDS, TEXTS)]
     write(tmp_path / "x.jsonl", rows)
     assert list(read_answers(tmp_path, make_tokenizer())) == rows
+
+
+def test_the_split_train_of_the_hubs_layout(tmp_path: Path) -> None:
+    for number, row in enumerate([*IDS, *IDS]):
+        write(tmp_path / "data" / f"train-{number:05}-of-00004.parquet", [row])
+    write(tmp_path / "data" / "test-00000-of-00001.parquet", IDS)
+    assert list(read_answers(tmp_path)) == [*IDS, *IDS]
+    (tmp_path / "data" / "train-00002-of-00004.parquet").unlink()
+    with pytest.raises(ValueError, match="lacks data/train-00002-of-00004.parquet: make it again"):
+        read_answers(tmp_path)
+    for path in tmp_path.glob("data/train-*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="holds the splits test: it must hold train"):
+        read_answers(tmp_path)
+
+
+def test_the_configs_of_a_readme(tmp_path: Path) -> None:
+    write(tmp_path / "en" / "train-00000-of-00001.parquet", IDS)
+    write(tmp_path / "en" / "test-00000-of-00001.parquet", IDS[:1])
+    write(tmp_path / "de" / "train-00000-of-00001.parquet", IDS[:1])
+    configs = [
+        {"config_name": name, "data_files": [{"split": "train", "path": f"{name}/train-*"}]}
+        for name in ("de", "en")
+    ]
+
+    def describe() -> None:
+        head = json.dumps({"configs": configs})
+        (tmp_path / "README.md").write_text(f"---\n{head}\n---\nabout", encoding="utf-8")
+
+    describe()
+    with pytest.raises(ValueError, match="cannot read the configs of .*: Config name is missing"):
+        read_answers(tmp_path)
+    configs[1]["default"] = True
+    describe()
+    assert list(read_answers(tmp_path)) == IDS
+    configs[1]["data_files"] = [{"split": "test", "path": "en/test-*"}]
+    describe()
+    with pytest.raises(ValueError, match="README.md names no files for the split train"):
+        read_answers(tmp_path)
+
+
+def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
+    """What Arrow allocates while an epoch is read stays far below what the data take."""
+    from accelerate.data_loader import prepare_data_loader
+    from torch.utils.data import DataLoader
+
+    count, length, shards = 6000, 500, 3
+    for shard in range(shards):
+        first = [[shard * count // shards + row] for row in range(count // shards)]
+        column = pyarrow.array(first, pyarrow.list_(pyarrow.int32()))
+        answer = pyarrow.array([[7] * length] * len(first), pyarrow.list_(pyarrow.int32()))
+        path = tmp_path / "data" / f"train-{shard:05}-of-{shards:05}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(pyarrow.table({"prompt_ids": column, "answer_ids": answer}), path)
+    del column, answer
+    size, before = count * length * 4, pyarrow.total_allocated_bytes()
+    rows, held_out = split(read_answers(tmp_path), 20)
+    most = pyarrow.total_allocated_bytes() - before
+    loader = DataLoader(AnswerDataset(rows, 4), 10, shuffle=True, collate_fn=collate)
+    seen: list[list[int]] = []
+    for process in range(2):
+        share = prepare_data_loader(
+            loader, num_processes=2, process_index=process, use_seedable_sampler=True,
+            data_seed=3, put_on_device=False,
+        )  # fmt: skip
+        seen.append([])
+        for batch in share:
+            seen[-1] += batch["input_ids"][:, 0].tolist()
+            most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < size / 20
+    one, two = map(set, seen)
+    assert not one & two and len(one) + len(two) == len(seen[0]) + len(seen[1])
+    kept_out = {ids[0] for ids in held_out["prompt_ids"]}
+    assert one | two | kept_out == set(range(count)) and len(kept_out) == 20
 
 
 # -------------------------------------------------------------------------------- what is refused

@@ -27,8 +27,10 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench import session
 from hf_spec.bench.contenders import Contender
 from hf_spec.training import distill as work
+from hf_spec.training.dataset import read_answers, read_provenance
 
 datasets = pytest.importorskip("datasets")
+parquet = pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("accelerate")
 
 NEW, BATCH = 12, 4
@@ -710,6 +712,27 @@ def test_units_that_cannot_be_read(
     part.unlink()
     assert distill(root, output) == 0
     assert rows_of(output) == oracle
+
+
+def test_many_answers_are_written_in_several_files(
+    root: Path, unfinished: Path, oracle: list[dict[str, Any]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of which each holds its share of the rows, in order; no more are in memory at once."""
+    monkeypatch.setattr(work, "SHARD_ROWS", 8)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    output = tmp_path / "out"
+    shutil.copytree(unfinished, output)
+    assert distill(root, output) == 0
+    files = sorted(path.name for path in (output / "data").iterdir())
+    assert files == [f"train-{number:05}-of-00003.parquet" for number in range(3)]
+    sizes = [parquet.read_metadata(output / "data" / name).num_rows for name in files]
+    assert sizes == [6, 6, 7]
+    assert list(read_answers(output)) == oracle
+    assert read_provenance(output)["rows"] == 19
+    (output / "data" / files[1]).unlink()
+    with pytest.raises(ValueError, match=f"lacks data/{files[1]}: make it again"):
+        read_answers(output)
 
 
 def test_units_that_hold_a_prompt_twice(root: Path, unfinished: Path, tmp_path: Path) -> None:

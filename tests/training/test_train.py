@@ -101,6 +101,32 @@ def test_the_adapter_that_is_written_is_the_one_of_largest_tau(tmp_path: Path) -
     assert ours.tolist() == plain.tolist()
 
 
+class Padding(TrainerCallback):
+    """Adds up the padding of an epoch."""
+
+    def on_train_begin(self, *args: Any, train_dataloader: Any, **kwargs: Any) -> None:
+        self.tokens = sum(int((batch["attention_mask"] == 0).sum()) for batch in train_dataloader)
+
+
+def test_batches_of_similar_length_have_less_padding(tmp_path: Path) -> None:
+    rows = answers(100, 60)
+    rows = rows.map(
+        lambda row, i: {"answer_ids": row["answer_ids"][: 4 + 11 * i % 56]}, with_indices=True
+    )
+    found = {}
+    for strategy in ("random", "group_by_length"):
+        settings = TrainSettings(
+            **{**SETTINGS, "max_steps": 1}, arguments={"train_sampling_strategy": strategy}
+        )
+        padding = Padding()
+        train(
+            make_model(), rows, "medusa", tmp_path / strategy, {"num_heads": 2}, settings,
+            callbacks=[padding],
+        )  # fmt: skip
+        found[strategy] = padding.tokens
+    assert found["group_by_length"] < found["random"]
+
+
 def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
     from hf_spec.training.served import Served
 

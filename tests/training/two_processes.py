@@ -44,11 +44,13 @@ def run_both(program: str, tmp_path: Path) -> tuple[Path, Path]:
     return one, two
 
 
-def assert_same_history(one: Path, two: Path, rel: float) -> None:
+def assert_same_history(
+    one: Path, two: Path, rel: float, keys: tuple[str, ...] = ("loss", "eval_loss", "eval_tau")
+) -> None:
     """Losses and served figures agree; sums in another order round differently in fp32."""
     histories: list[list[dict[str, Any]]] = [
         json.loads((folder / "training.json").read_text())["history"] for folder in (one, two)
     ]
-    for key in ("loss", "eval_loss", "eval_tau"):
+    for key in keys:
         first, second = ([row[key] for row in history if key in row] for history in histories)
         assert len(first) > 1 and first == pytest.approx(second, rel=rel), key
