@@ -14,9 +14,10 @@ import torch
 
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import Method, get_method, methods
+from hf_spec.training.plots import plot_history
 
-#: Files that training leaves in the adapter folder, beside the adapter.
-RECORD, LOSS_PLOT, TAU_PLOT = "training.json", "loss.png", "tau.png"
+#: Record of the training, in the adapter folder.
+RECORD = "training.json"
 
 
 @dataclass(frozen=True)
@@ -396,23 +397,3 @@ def _record(
         "device": str(arguments.device),
         "history": history,
     }  # fmt: skip
-
-
-def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Loss and tau over the steps as PNG files."""
-    from hf_spec.bench.figures import new_figure, plot_points, save_figure
-
-    for name, label, series in (
-        (LOSS_PLOT, "loss (nats)", {"loss": "training", "eval_loss": "held-out answers"}),
-        (TAU_PLOT, "tau (tokens per forward pass)", {"eval_tau": "held-out prompts, decoded"}),
-    ):
-        figure = new_figure(6, 4)
-        axes = figure.subplots()
-        for key, title in series.items():
-            points = [(row["step"], row[key]) for row in history if key in row]
-            style = "o-" if key.startswith("eval") else "-"
-            plot_points(axes, points, style, label=title)
-        axes.set(xlabel="step", ylabel=label)
-        axes.legend()
-        axes.grid(alpha=0.3)
-        save_figure(figure, folder / name)
