@@ -3,6 +3,7 @@
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
 #   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make docs      the documentation site, in site/
+#   make figures   its figures, and docs/tour.ipynb with its outputs
 #   make dist      wheel and sdist, in dist/; make dist-check also runs the demo from each of them
 #   make quality   linter, format, types and the site: exactly what CI runs
 PYTHON ?= python3
@@ -11,10 +12,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test sweep docs dist dist-check quality clean
+.PHONY: help venv demo test sweep docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 venv: $(STAMP)
 
@@ -36,6 +37,10 @@ sweep: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: $(STAMP)
+	$(BIN)/python docs/scripts/figures.py
+	$(BIN)/python docs/scripts/tour.py
 
 dist: $(STAMP)
 	rm -rf build dist

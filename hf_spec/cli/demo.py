@@ -49,8 +49,9 @@ def demo(
     from rich.console import Console
 
     from hf_spec.bench import report
-    from hf_spec.demo.demo import run_demo, write_chart
-    from hf_spec.demo.steps import coloured, pieces
+    from hf_spec.bench.figures import save_figure
+    from hf_spec.demo.demo import draw_chart, run_demo
+    from hf_spec.viewing.steps import coloured, pieces
 
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
@@ -61,7 +62,7 @@ def demo(
     results, chart = output / "results.json", output / "speed.png"
     report.write_results(results, result.bench, result.environment)
     if result.bench.measurements:
-        write_chart(chart, result.bench)
+        save_figure(draw_chart(result.bench), chart)
         given, written = (text.splitlines() for text in result.sample)
         console.rule("end of a prompt", align="left")
         console.print("\n".join(given[-SHOWN_LINES:]), markup=False)

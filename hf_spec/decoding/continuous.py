@@ -431,6 +431,9 @@ class _Rows:
     def stream(self) -> None:
         """Do nothing: results are returned as prompts finish."""
 
+    def show(self, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        """Do nothing: a batch takes no streamer."""
+
     # -- processors --------------------------------------------------------------------------
 
     @property
