@@ -20,11 +20,16 @@ help:
 venv: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_spec needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_spec needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
+	@echo 'One-time set-up of $(VENV), which takes minutes: PyTorch, Transformers and the tools for development.'
+	@echo 'They take 2 GB of disk with a PyTorch for CPUs; where pip chooses one for CUDA, several GB more.'
+	@echo '1/3 an empty environment'
+	@$(PYTHON) -m venv $(VENV)
+	@echo '2/3 the latest pip'
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo '3/3 about 150 packages, from PyPI or from the cache of pip'
+	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt -e '.[dev]'
+	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/hf-spec demo $(ARGS)
@@ -48,7 +53,8 @@ dist: $(STAMP)
 
 # Into empty environments, and from an empty folder: nothing of the repository is at hand.
 dist-check: dist
-	for file in dist/*.whl dist/*.tar.gz; do \
+	@for file in dist/*.whl dist/*.tar.gz; do \
+		echo "Installing $$file into an empty environment, which takes minutes"; \
 		rm -rf build/check && mkdir -p build/check/work && $(PYTHON) -m venv build/check/env && \
 		build/check/env/bin/pip install --quiet -c constraints.txt $$file && \
 		(cd build/check/work && ../env/bin/hf-spec demo --limit 1 --max-new-tokens 16) || exit 1; \

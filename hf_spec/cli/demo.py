@@ -58,6 +58,7 @@ def demo(
         result = run_demo(
             model, limit=limit, max_new_tokens=max_new_tokens, dtype=dtype,
             show_steps=show_steps, progress=progress,
+            status=lambda text: typer.echo(text, err=True),
         )  # fmt: skip
     results, chart = output / "results.json", output / "speed.png"
     report.write_results(results, result.bench, result.environment)

@@ -80,6 +80,7 @@ def run_demo(
     dtype: str = "bfloat16",
     show_steps: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
+    status: Callable[[str], Any] = lambda text: None,
 ) -> DemoResult:
     """Load a model and measure it, plainly and with each strategy.
 
@@ -90,6 +91,7 @@ def run_demo(
         dtype: dtype of the model.
         show_steps: whether to record which step emits which tokens after the sample prompt.
         progress: called as ``progress(done, total)`` with numbers of calls.
+        status: called with a line of text when the model is loaded.
 
     Raises:
         ValueError: the model cannot be loaded, or there are no prompts.
@@ -101,8 +103,12 @@ def run_demo(
     chosen = prompts if limit is None else prompts[:limit]
     if not chosen:
         raise ValueError("this Python has no sources of its standard library to take prompts from")
+    ways = lineup(model, adapters)
+    count = f"{len(chosen)} prompt{'s' * (len(chosen) != 1)}"
+    names = ", ".join(one.name for one in ways)
+    status(f"{count}, up to {max_new_tokens} new tokens each, plainly and with {names}")
     bench = run(
-        model, tokenizer, chosen, lineup(model, adapters),
+        model, tokenizer, chosen, ways,
         max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
     environment = report.environment(model, "demo model", None)

@@ -76,6 +76,7 @@ def test_demo_writes_table_chart_and_results(tmp_path, small_prompts, capsys):
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert "Every output equals plain generate's." in printed.out
+    assert "3 prompts, up to 24 new tokens each, plainly and with prompt_lookup\n" in printed.err
     assert "prompt_lookup" in printed.out and "speedup" in printed.out
     data = json.loads((output / "results.json").read_text())
     everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
