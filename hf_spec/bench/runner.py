@@ -1,7 +1,8 @@
-"""Measure strategies against plain ``generate``; knows nothing of files, tables or the terminal.
+"""Measures strategies against plain ``generate``; knows no files, tables or terminals.
 
-For every batch of prompts all contenders generate one after the other, in an order that rotates
-from batch to batch, so that drift of the machine hits all alike. Comparing outputs is not timed.
+All contenders generate each batch of prompts one after the other, in an order that rotates from
+batch to batch, so that changes in the machine's speed affect all alike. Comparing outputs is not
+timed.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats, synchronize
 
-#: New tokens of a warm-up call: enough for several steps of every strategy.
+#: New tokens of a warm-up call: several steps of every strategy.
 WARMUP_TOKENS = 16
-#: Times that a call is repeated until it compiles nothing more: the policy tries sizes.
+#: Most repetitions of a call that still compiles something, as the policy tries tree sizes.
 MOST_COMPILING = 16
-#: Stands for a category where all are measured together.
+#: Category of measurements over all categories together.
 ALL_CATEGORIES = "mixed"
-#: What a model's own generation config may say about sampling; greedy runs drop it.
+#: Sampling fields of a model's generation config, which greedy runs clear.
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
@@ -45,13 +46,19 @@ SAMPLING_FIELDS = (
 
 @dataclass
 class Measurement:
-    """One call of ``generate``: one contender on one batch.
+    """One contender on one batch: a call of ``generate``, or several that are counted together.
 
     Attributes:
-        rows: new tokens per row, up to and including the first EOS.
-        row_steps: forward passes of the model, counted per unfinished row.
-        agreement: per row; ``None`` where outputs cannot be compared (sampling).
-        baseline: the strategy that speed and output are compared with.
+        strategy: name of the contender.
+        batch_size: the nominal batch size; a category's last batch may be smaller.
+        prompts: indices of the prompts.
+        category: their category.
+        seconds: wall-clock time of the call.
+        rows: the new tokens of each sequence, up to and including the first EOS.
+        row_steps: forward passes of the model, counted once per unfinished sequence.
+        stats: statistics of the call; None for stock contenders.
+        agreement: one per sequence; None if outputs cannot be compared, as under sampling.
+        baseline: name of the plain contender that speed and output are compared with.
     """
 
     strategy: str
@@ -72,7 +79,17 @@ class Measurement:
 
 @dataclass
 class BenchResult:
-    """All measurements of a run, and what should be told beside them."""
+    """All measurements of a run.
+
+    Attributes:
+        prompts: the prompts that were asked for.
+        contenders: the contenders.
+        settings: the settings, as JSON types.
+        measurements: one per batch and contender.
+        notes: remarks for the reader of the results.
+        truncated_prompts: number of prompts that were cut to fit the context.
+        interrupted: whether the run was interrupted.
+    """
 
     prompts: list[Prompt]
     contenders: list[Contender]
@@ -83,11 +100,19 @@ class BenchResult:
     interrupted: bool = False
 
     def runs(self) -> list[dict[str, Any]]:
-        """One row per batch size, strategy and task, as in ``results.json``."""
+        """One entry per batch size, strategy and task; see :func:`hf_spec.bench.report.rows`."""
         return report.rows(self.measurements)
 
     def overall(self, strategy: str, batch_size: int | None = None) -> dict[str, Any]:
-        """The row ``"task": "all"`` of a strategy, of the first batch size unless told."""
+        """The entry of a strategy over all tasks.
+
+        Args:
+            strategy: name of the contender.
+            batch_size: the batch size; None for the first one.
+
+        Raises:
+            KeyError: there is no such measurement.
+        """
         for row in self.runs():
             wanted = batch_size in (None, row["batch_size"])
             if wanted and (row["strategy"], row["task"]) == (strategy, report.ALL):
@@ -113,25 +138,31 @@ def run(
 ) -> BenchResult:
     """Generate with plain decoding and every strategy, and compare.
 
-    Args:
-        model: a causal language model, in evaluation mode, on its device.
-        prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
-        strategies: names, or contenders made by :func:`hf_spec.bench.contenders.contenders`.
-        batch_sizes: the whole benchmark is done once for each.
-        strategy_kwargs: options by strategy name; for names only.
-        generate_kwargs: passed to every ``generate``, plain included; greedy without ``do_sample``.
-        compiled: all take part a second time, with a static cache and steps that this backend of
-            ``torch.compile`` has compiled. Calls that compiled are counted apart, and repeated.
-        throughput: one measurement of all prompts for each batch size, batch after batch in their
-            order; strategies take part a second time, with prompts that join a running batch.
-        seed: of the sampling of each batch; contenders start a batch with the same seed.
-        progress: called as ``progress(calls_done, calls_in_all)``.
-
-    On ``KeyboardInterrupt`` the batches that all contenders have finished are returned, and
+    On ``KeyboardInterrupt``, the batches that all contenders have finished are returned, and
     ``interrupted`` is set.
 
+    Args:
+        model: a causal language model in evaluation mode, on its device.
+        tokenizer: its tokenizer.
+        prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
+        strategies: names, or contenders from :func:`hf_spec.bench.contenders.contenders`.
+        batch_sizes: the benchmark runs once for each.
+        max_new_tokens: limit for each prompt, from 1.
+        strategy_kwargs: options by strategy name, for strategies given as names.
+        generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
+            ``do_sample`` is among them.
+        seed: seed for the sampling of the first batch; the next batches count up from it. All
+            contenders start a batch with the same seed.
+        warmup: whether each contender makes a short call first, which is not measured.
+        compiled: a backend of ``torch.compile``, with which contenders take part a second time,
+            with a static cache and compiled steps; None for none. Calls that compile are repeated
+            and counted apart.
+        throughput: whether all prompts make up one measurement per batch size; strategies then take
+            part a second time, with prompts that join a running batch.
+        progress: called as ``progress(done, total)`` with numbers of calls.
+
     Raises:
-        ValueError: a strategy is unknown, or refuses this model or these options.
+        ValueError: a strategy is unknown, or does not support this model or these options.
     """
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
@@ -215,14 +246,15 @@ def run(
 
 
 def _plain_options(contender: Contender) -> dict[str, Any]:
-    """A contender's keywords as JSON types: models and tokenizers are left out."""
+    """A contender's keyword arguments of JSON types; models and tokenizers are left out."""
     allowed = (str, int, float, bool, list, dict, type(None))
     return {key: value for key, value in contender.kwargs.items() if isinstance(value, allowed)}
 
 
 @contextmanager
 def own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[None]:
-    """For the block, a generation config without a strategy and, if greedy, without sampling."""
+    """Within the block, the model's default generation config names no strategy and, if greedy, no
+    sampling."""
     saved = model.generation_config
     config = copy.deepcopy(saved)
     for name in ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens"):
@@ -252,13 +284,15 @@ def _eos_ids(config: Any) -> list[int]:
 
 @dataclass
 class Session:
-    """The model with what all calls share.
+    """The model, and what all calls share.
 
     Attributes:
-        managed: some contender has an adapter, so that adapters are switched before every call;
-            otherwise those that the caller may have activated are left alone.
-        unmerged: contenders whose adapter could not be merged into the weights, with the reason.
-        compiling: calls of a contender that compiled something, and their seconds.
+        model: the model.
+        options: keyword arguments of every call.
+        managed: whether adapters are switched before every call, as some contender has one.
+            Otherwise the caller's active adapters stay active.
+        unmerged: by contender, why its adapter could not be merged into the weights.
+        compiling: by contender, the number of calls that compiled something, and their seconds.
     """
 
     model: Any
@@ -268,7 +302,7 @@ class Session:
     compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def activate(self, contender: Contender) -> None:
-        """Switch to the contender's adapter, or to the bare model."""
+        """Activate the contender's adapters, or none."""
         if not self.managed:
             return
         if not contender.adapters:
@@ -276,13 +310,13 @@ class Session:
         else:
             self.model.enable_adapters()
             self.model.set_adapter(list(contender.adapters))
-            try:  # updates of the weights go into them, as for serving, where that is possible
+            try:  # updates are merged into the weights, as for serving, where that is possible
                 hf_spec.merge_adapter(self.model)
             except ValueError as error:
                 self.unmerged.setdefault(contender.name, str(error))
 
     def close(self) -> None:
-        """Take merged updates out of the weights again."""
+        """Unmerge updates from the weights."""
         if self.managed:
             hf_spec.unmerge_adapter(self.model)
 
@@ -291,7 +325,11 @@ class Session:
         plan: Sequence[tuple[int, list[Contender], list[int]]],
         token_ids: Sequence[list[int]],
     ) -> None:
-        """A short call of each contender, which also shows early what cannot work."""
+        """Make a short call of each contender, which also fails early.
+
+        Raises:
+            ValueError: a contender does not work.
+        """
         first = {size: (lineup, indices[:size]) for size, lineup, indices in reversed(plan)}
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
         for lineup, indices in first.values():
@@ -304,7 +342,17 @@ class Session:
     def generate(
         self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """Seconds, new tokens per row, row-steps and statistics of one timed call."""
+        """One timed call.
+
+        Args:
+            contender: the contender.
+            prompts: token ids of each prompt.
+            overrides: keyword arguments for ``generate``.
+
+        Returns:
+            Seconds, new tokens of each sequence, forward passes counted once per unfinished
+            sequence, and statistics (None for a stock contender).
+        """
         self.activate(contender)
         model = self.model
         inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
@@ -312,7 +360,7 @@ class Session:
         random = torch.get_rng_state()
         for _ in range(MOST_COMPILING):
             torch.set_rng_state(random)
-            known = counters["stats"]["unique_graphs"]  # by Transformers; we count our own
+            known = counters["stats"]["unique_graphs"]  # of Transformers; hf_spec counts its own
             seconds, sequences, forwards, stats = self._timed(contender, inputs, kwargs)
             made = counters["stats"]["unique_graphs"] - known
             made += 0 if stats is None else stats.details.get("compiled", {}).get("made", 0)
@@ -324,7 +372,7 @@ class Session:
         eos = set(_eos_ids(model.generation_config))
         rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
         if stats is None:
-            # A finished row waits for the others; its forward passes end with its last token.
+            # The forward passes of a sequence end with its last token, not with the batch.
             most = sequences.shape[1] - width if forwards is None else forwards
             return seconds, rows, sum(min(most, len(row)) for row in rows), None
         return seconds, rows, stats.num_row_steps, stats
@@ -332,7 +380,7 @@ class Session:
     def stream(
         self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """As :meth:`generate`, for any number of prompts, of which so many run at a time."""
+        """Like :meth:`generate`, for any number of prompts, ``batch_size`` at a time."""
         if contender.joining:
             return self._joining(contender, prompts, batch_size)
         starts = range(0, len(prompts), batch_size)
@@ -360,7 +408,7 @@ class Session:
     def _timed(
         self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]
     ) -> tuple[float, torch.Tensor, int | None, SpecStats | None]:
-        """Seconds, sequences, and forwards of a stock contender or the statistics of ours."""
+        """Seconds, sequences, and either forward passes (stock contenders) or statistics."""
         model, forwards = self.model, 0
         before = hf_spec.last_stats(model)
 
@@ -368,8 +416,8 @@ class Session:
             nonlocal forwards
             forwards += 1
 
-        # Our own strategies count for themselves: they may call the model to draft, too. Compiled
-        # code has no hooks, and a forward for each token.
+        # hf_spec's strategies count their own, as some call the model to draft, too. Compiled code
+        # runs no hooks, and makes one forward pass per token.
         counts = contender.stock and not contender.compiled
         hook = model.register_forward_hook(count) if counts else None
         try:
@@ -394,7 +442,7 @@ class Session:
         token_ids: Sequence[list[int]],
         lineup: Sequence[Contender],
     ) -> None:
-        """Fill in every measurement's ``agreement`` with its baseline, plain decoding."""
+        """Set the ``agreement`` of every measurement with its baseline."""
         default = self.model.generation_config.repetition_penalty
         penalty = self.options.get("repetition_penalty", default)
         plains = {item.name: item for item in lineup if item.name == item.baseline}
@@ -410,7 +458,7 @@ class Session:
 def pad_left(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Rows as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
+    """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
     width = max(map(len, rows))
     ids = [[pad] * (width - len(row)) + [*row] for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
@@ -421,6 +469,6 @@ def pad_left(
 
 
 def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
-    """The row up to and including its first EOS; what follows is padding."""
+    """The sequence up to and including its first EOS; what follows is padding."""
     end = next((index for index, token in enumerate(row) if token in eos), len(row))
     return list(row[: end + 1])

@@ -14,7 +14,7 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
 from hf_spec.model.loading import load_model
 
-#: What stands in place of a method for a part that an adapter can get later.
+#: Value of ``METHOD`` that adds a transition to an existing adapter.
 TRANSITION = "transition"
 
 
@@ -128,7 +128,7 @@ def train(
         raise ValueError("give --model, --data and --output")
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
-    # A wrong value is told before anything is loaded.
+    # Invalid values are refused before anything is loaded.
     if adapter is None:
         adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
     else:
@@ -180,10 +180,10 @@ def train(
 
 
 def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> dict[str, Any]:
-    """Options such as ``--num-mask-tokens 4`` or ``--num-mask-tokens=4`` as config fields.
+    """Config fields from options such as ``--num-mask-tokens 4`` or ``--num-mask-tokens=4``.
 
     Raises:
-        ValueError: an option is no field, or has no value.
+        ValueError: an option is not a field, or has no value.
     """
     config: dict[str, Any] = {}
     left = iter(arguments)
@@ -199,6 +199,6 @@ def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> d
         config[name] = value if equals else next(left, None)
         if config[name] is None:
             raise ValueError(f"{option} needs a value")
-        with suppress(json.JSONDecodeError):  # a word is none
+        with suppress(json.JSONDecodeError):  # a word is no JSON
             config[name] = json.loads(config[name])
     return config

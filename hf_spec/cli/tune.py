@@ -100,7 +100,7 @@ def tune(
 
 
 def _print(entry: dict[str, Any], path: Path) -> None:
-    """Accuracies, and for each setting the size chosen beside a few others."""
+    """Print accuracies and, for each setting, the chosen size among a few others."""
     from rich.console import Console
 
     from hf_spec.bench.report import new_table

@@ -1,7 +1,6 @@
-"""Folders of prompts and answers as tokens, and how they are read.
+"""Reads folders of prompts and answers: those of ``hf-spec distill``, and the user's own.
 
-``hf-spec distill`` writes such folders; data of the user's own works as well. Knows tokenizers;
-knows no model.
+This module knows tokenizers, but no models.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from hf_spec.hub.folder import read_json
 if TYPE_CHECKING:
     from datasets import Dataset
 
-#: A finished folder of ``hf-spec distill`` holds these two, an unfinished one the folder of parts.
+#: Files of a finished folder of ``hf-spec distill``, and the subfolder of an unfinished one.
 DATA, PROVENANCE, PARTS = "data/train-00000-of-00001.parquet", "provenance.json", "parts"
-#: Tokens, and the texts that they can be made from.
+#: Columns of token ids, and of texts.
 ID_COLUMNS, TEXT_COLUMNS = ("prompt_ids", "answer_ids"), ("prompt", "answer")
-#: What is read, by the end of the files' names.
+#: Name of the format in ``datasets`` by file suffix.
 FORMATS = {"parquet": "parquet", "jsonl": "json"}
 
 
 def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
-    """The prompts and answers in a folder.
+    """Read the prompts and answers in a folder.
 
     Args:
-        folder: what ``hf-spec distill`` wrote; or parquet or JSON lines files of your own, there or
-            in its subfolder ``data``, with columns ``prompt_ids`` and ``answer_ids`` (lists of
-            token ids; an answer ends with EOS unless it was cut off), or texts ``prompt`` and
-            ``answer``.
-        tokenizer: makes tokens of texts: the prompt as a chat turn where there is a chat template,
-            the answer without BOS and with EOS behind it. Not needed where there are tokens.
+        folder: a folder of ``hf-spec distill``, or your own with parquet or JSON lines files in it
+            or in its subfolder ``data``. They have columns ``prompt_ids`` and ``answer_ids`` (lists
+            of token ids; an answer ends with EOS unless it was cut off), or ``prompt`` and
+            ``answer`` (texts).
+        tokenizer: tokenizes texts: the prompt as a user's turn if there is a chat template, the
+            answer without BOS and with EOS at the end. Not needed for token ids.
 
     Returns:
-        ``prompt_ids``, ``answer_ids`` and all other columns that the files have.
+        ``prompt_ids``, ``answer_ids`` and all other columns of the files.
 
     Raises:
-        ValueError: there is no such folder, it is unfinished or lacks files, or a column is not
-            there, holds something else or has an empty row.
+        ValueError: there is no such folder, it is unfinished, files or columns are missing, or a
+            column holds other values or is empty somewhere.
     """
     folder = Path(folder)
     data = _load(_files(folder), folder)
@@ -61,7 +60,7 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
-    """How ``hf-spec distill`` made a folder; empty for a folder of the user's own data.
+    """How ``hf-spec distill`` generated a folder; empty for the user's own data.
 
     Raises:
         ValueError: there is no such folder, or it is unfinished.
@@ -83,7 +82,7 @@ def _check_finished(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with the data, all of one format."""
+    """The data files of a folder, all of one format."""
     _check_finished(folder)
     if (folder / PROVENANCE).is_file():
         if not (folder / DATA).is_file():
@@ -107,7 +106,7 @@ def _load(files: Sequence[Path], folder: Path) -> Dataset:
 
     kind = FORMATS[files[0].suffix.removeprefix(".")]
     verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it all
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says enough
     data: Any = []
     try:
         names = [str(path) for path in files if _holds_something(path)]
@@ -124,7 +123,7 @@ def _load(files: Sequence[Path], folder: Path) -> Dataset:
 
 
 def _holds_something(path: Path) -> bool:
-    """False for files in which load_dataset would stumble over there being nothing."""
+    """Whether a file has any data; load_dataset fails on files without."""
     import pyarrow.parquet as parquet
 
     if path.suffix == ".parquet":
@@ -139,9 +138,9 @@ def _tokenised(tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _check(data: Dataset, columns: Sequence[str], folder: Path) -> None:
-    """Raise unless the columns hold tokens, or texts, and at least one in each row.
+    """Raise a ValueError unless each entry of the columns holds tokens or text, and is not empty.
 
-    Nothing could be learned from an empty answer, nor from one to an empty prompt.
+    Nothing can be learned from an empty answer or an empty prompt.
     """
     import pyarrow.compute as compute
     from pyarrow import types

@@ -1,4 +1,4 @@
-"""Draws a search from its ``search.json``; imports matplotlib where it is used."""
+"""Draws a search from its ``search.json``; matplotlib is imported when drawing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_search(folder: Path) -> dict[str, Any]:
     """The ``search.json`` of a folder.
 
     Raises:
-        ValueError: there is none, or it is no search.
+        ValueError: there is no such file, or it is no result of ``hf-spec search``.
     """
     path = folder / SEARCH_FILE
     if not path.is_file():

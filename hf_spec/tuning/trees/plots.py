@@ -21,7 +21,7 @@ def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
     """The entry of a device whose name contains ``device``; None for the latest entry.
 
     Raises:
-        ValueError: there is none, listing those there are.
+        ValueError: there is none; the message lists the known devices.
     """
     entries: list[dict[str, Any]] = data["devices"]
     for entry in reversed(entries):
@@ -73,7 +73,7 @@ def draw_trees(entry: dict[str, Any], setting: int) -> Any:
 
 
 def positions(tree: TokenTree) -> Array:
-    """``(nodes,)`` where nodes stand from left to right: leaves in order, parents above them."""
+    """``(nodes,)`` horizontal positions: leaves at 0, 1, ..., parents above their children."""
     children: list[list[int]] = [[] for _ in range(len(tree))]
     for node in range(1, len(tree)):
         children[tree.parents[node]].append(node)
