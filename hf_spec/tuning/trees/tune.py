@@ -123,12 +123,12 @@ class TreeTuner:
         if limit is not None and longest + 2 * drafter.distances + 1 > limit:
             raise ValueError(
                 f"a context of {longest} tokens, with a tree behind it, does not fit the model's "
-                f"of {limit}; lower it"
+                f"context of {limit}; lower it"
             )
         if settings.max_size <= drafter.per_distance:
             raise ValueError(
                 f"max_size={settings.max_size}: a step that predicts one token has "
-                f"{1 + drafter.per_distance} rows with this adapter; raise it"
+                f"{1 + drafter.per_distance} step tokens with this adapter; raise it"
             )
         self.prompts, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.answers: list[list[int]] = []
