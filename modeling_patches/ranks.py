@@ -79,11 +79,13 @@ def tensor_parallel_size(model: Any) -> int:
 
 
 def own_share(factor: Tensor, size: int, dim: int, module: nn.Module) -> Tensor:
-    """The part of ``factor`` along ``dim`` that goes with this rank's part of a module.
+    """The part of ``factor`` along ``dim`` that belongs to this rank's part of a module.
 
     Args:
-        factor: for the whole module.
-        size: features that this rank has; all of them where nothing is split.
+        factor: a factor of the whole module.
+        size: number of features of this rank; all of them if the module is not split.
+        dim: the dimension of features.
+        module: the module.
     """
     if factor.shape[dim] == size:
         return factor
@@ -93,7 +95,7 @@ def own_share(factor: Tensor, size: int, dim: int, module: nn.Module) -> Tensor:
 
 
 def summed(partial: Tensor, module: nn.Module) -> Tensor:
-    """The sum over the ranks of a module, of what each made of its part of the input."""
+    """The sum of the partial results of all ranks of a module."""
     total = partial.contiguous()
     distributed.all_reduce(total, group=_mesh(module).get_group())
     return total

@@ -1,7 +1,7 @@
-"""The places where ``transformers serve`` is changed; in this process, for every server in it.
+"""Patches of ``transformers serve``, for every server in this process.
 
-The server itself lets errors of a request and of ``generate()`` end in a bare 500, or, where it
-streams, in the middle of a response that has begun well.
+Without them, errors of a request and of ``generate()`` end in a bare 500, or break off a stream
+that has begun with status 200.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from modeling_patches.serving.front import Front, explanation
 from modeling_patches.serving.turns import Generation, TurnManager, current
 
 #: Called as ``check(model, generation_config, continuous)``, the last being whether batching is
-#: continuous; raises a ValueError on what cannot be done.
+#: continuous; raises a ValueError if the request cannot be fulfilled.
 Check = Callable[[Any, GenerationConfig, bool], None]
 
 
@@ -38,12 +38,12 @@ def patch(
     metrics: Callable[[], tuple[bytes, str]],
     grace: int,
 ) -> None:
-    """Have requests take turns, checked before they do, and the server stop in time.
+    """Let requests take turns, check them first, and let the server stop in time.
 
     Args:
-        check: what must hold for a request.
-        moved: told of each request's states; see :class:`Generation`.
-        metrics: content and media type of the answer at ``/metrics``.
+        check: checks a request; see `Check`.
+        moved: called at each change of a request's state; see :class:`Generation`.
+        metrics: returns content and media type of the answer at ``/metrics``.
         grace: seconds that requests have to finish after SIGTERM or SIGINT.
     """
     utils.GenerateManager = functools.partial(
@@ -73,7 +73,7 @@ def patch(
         return app
 
     server.build_server = with_front
-    # Its command line makes the configuration, and has no option for this.
+    # The command line builds uvicorn's configuration and has no option for this.
     library: Any = uvicorn
     library.Config = functools.partial(uvicorn.Config, timeout_graceful_shutdown=grace)
 
@@ -101,7 +101,7 @@ def _check_continuous(check: Callable[[Any, GenerationConfig], None]) -> None:
 
 
 def _explain_bodies() -> None:
-    """Answer what a body lacks or has wrong with 400; keep its seed until its turn."""
+    """Answer invalid or incomplete bodies with 400; keep a request's seed until its turn."""
     base = utils.BaseHandler
     build, parse = base._build_generation_config, base.get_processor_inputs_from_messages
     resolve = base._resolve_model
@@ -141,7 +141,7 @@ def _explain_bodies() -> None:
 
 
 def _list_models() -> None:
-    """List the one model of a server that has one, and none where nothing was ever downloaded."""
+    """List the model of a server with a fixed one, and none if nothing was ever downloaded."""
     cached = ModelManager.get_gen_models
 
     def get_gen_models(self: Any, *args: Any) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ def _seed(value: Any) -> int:
 
 
 def _answer_early(handler: Any) -> None:
-    """Begin an answer when its first token is there, so that an error before it has a status."""
+    """Begin an answer with its first token, so that earlier errors still set the status."""
     handle = handler.handle_request
 
     @functools.wraps(handle)
@@ -171,7 +171,7 @@ def _answer_early(handler: Any) -> None:
             if handler is ChatCompletionHandler:
                 body.setdefault("messages", None)
             if self.model_manager.force_model is None:
-                # Others go on while a model is loaded; below it is there.
+                # Loads the model in a thread, so that other requests continue.
                 await asyncio.to_thread(self._resolve_model, dict(body))
             response = await handle(self, body, request_id)
             if isinstance(response, StreamingResponse):
