@@ -3,6 +3,7 @@
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
 #   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make docs      the documentation site, in site/
+#   make figures   its figures, and docs/tour.ipynb with its outputs
 #   make dist      wheel and sdist, in dist/; make dist-check also runs the demo from each of them
 #   make quality   linter, format, types and the site: exactly what CI runs
 PYTHON ?= python3
@@ -11,19 +12,24 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test sweep docs dist dist-check quality clean
+.PHONY: help venv demo test sweep docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 venv: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_spec needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_spec needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
+	@echo 'One-time set-up of $(VENV), which takes minutes: PyTorch, Transformers and the tools for development.'
+	@echo 'They take 2 GB of disk with a PyTorch for CPUs; where pip chooses one for CUDA, several GB more.'
+	@echo '1/3 an empty environment'
+	@$(PYTHON) -m venv $(VENV)
+	@echo '2/3 the latest pip'
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo '3/3 about 150 packages, from PyPI or from the cache of pip'
+	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt -e '.[dev]'
+	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/hf-spec demo $(ARGS)
@@ -37,13 +43,18 @@ sweep: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+figures: $(STAMP)
+	$(BIN)/python docs/scripts/figures.py
+	$(BIN)/python docs/scripts/tour.py
+
 dist: $(STAMP)
 	rm -rf build dist
 	$(BIN)/python -m build
 
 # Into empty environments, and from an empty folder: nothing of the repository is at hand.
 dist-check: dist
-	for file in dist/*.whl dist/*.tar.gz; do \
+	@for file in dist/*.whl dist/*.tar.gz; do \
+		echo "Installing $$file into an empty environment, which takes minutes"; \
 		rm -rf build/check && mkdir -p build/check/work && $(PYTHON) -m venv build/check/env && \
 		build/check/env/bin/pip install --quiet -c constraints.txt $$file && \
 		(cd build/check/work && ../env/bin/hf-spec demo --limit 1 --max-new-tokens 16) || exit 1; \

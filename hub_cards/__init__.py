@@ -1,1 +1,1 @@
-"""Files that go into adapter repositories: the card's template and the custom_generate shim."""
+"""Templates of files in adapter repositories: the card and the ``custom_generate`` shim."""

@@ -30,7 +30,7 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
-    """Add the patch to `changes`; gives `set_positions(query_positions, key_positions)`.
+    """Add the patch to `changes` and return `set_positions(query_positions, key_positions)`.
 
     Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
     additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
@@ -94,15 +94,15 @@ def _patch_bloom(transformer: Any, positions: Positions, changes: Changes) -> No
 
 
 def _patch_falcon(transformer: Any, positions: Positions, changes: Changes) -> None:
-    # Falcon builds ALiBi in a function of its module, out of an instance's reach, from a 2-D mask.
-    # So for a tree that mask is all ones, the blocks get the bias itself, and a mask that has it
-    # written in (Falcon's own recipe) in place of what the model makes of them.
+    # Falcon builds ALiBi from a 2-D mask in a module-level function, which an instance cannot
+    # change. So for a tree, that mask is all ones, and the blocks receive the bias itself and a
+    # mask that contains it (as Falcon does) instead of what the model computes.
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     config = transformer.config
     heads = config.num_attention_heads
     scale = math.sqrt(config.hidden_size // heads)
-    # Falcon multiplies in bf16 whatever the model's dtype; so must we, to round as it does.
+    # Falcon multiplies in bf16 whatever the model's dtype; the rounding must be the same here.
     slopes = build_alibi_tensor(_two_tokens(transformer), heads, torch.bfloat16)[:, 0, 1]
     tree: dict[str, Tensor] = {}  # what the blocks get while a tree runs
 
@@ -153,7 +153,7 @@ def _patch_mpt(transformer: Any, positions: Positions, changes: Changes) -> None
 
 
 def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`MptAttention.forward` that also takes a bias per batch row; the original requires 3-D."""
+    """`MptAttention.forward` that also takes a 4-D bias, one per sequence."""
     stock = plain(attention, "forward")
 
     def forward(

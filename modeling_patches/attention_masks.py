@@ -74,7 +74,7 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
 
 
 class _Attention:
-    """An attention function of Transformers that runs the call's instead, if there is one."""
+    """An attention function of Transformers that runs the call's own one instead, if any."""
 
     def __init__(self, name: str, plain: Callable[..., Any]):
         self.name, self.plain = name, plain

@@ -1,9 +1,9 @@
 """Rotary frequencies that follow the longest position of a forward, token by token.
 
 Dynamic NTK and LongRoPE (the 128k Phi models) choose their frequencies by the largest position id
-of a forward. So plain generation rotates a token with the frequencies of the length that the batch
-has in the token's step: its *reach*. A forward over several tokens, or over rows of different
-lengths, would use the frequencies of the longest for all.
+of a forward. Plain generation thus rotates a token with the frequencies of the batch's length in
+the step of the token: its *reach*. A forward over several tokens, or over sequences of different
+lengths, would use the frequencies of the longest one for all.
 
 Here the caller provides every token's reach, and copies of the rotary modules run once per set of
 frequencies; copies, because some modules store the longest length seen. Such modules are detected
@@ -25,21 +25,21 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-#: No sequence is as long.
+#: A length that no sequence has.
 _NEVER = 2**62
 
 
 class Reach:
-    """The reach of one call's tokens; knows the rotary modules as they are when it is made.
+    """The reach of the tokens of one call; copies the rotary modules in their current state.
 
     Args:
         model: a causal language model with :func:`followers`.
-        lead: for each row of the batch, the reach of its first token. It is more than 1 where other
-            rows are longer.
-        forgets: see :func:`forgets_at`; None if rows are beyond that already.
+        lead: for each sequence, the reach of its first token: more than 1 if another sequence is
+            longer.
+        forgets: see :func:`forgets_at`; None if the sequences are already longer.
 
     Attributes:
-        least: reach of all tokens at least, while a forward is part of a longer one.
+        least: smallest reach of all tokens, while a forward is part of a longer one.
     """
 
     def __init__(self, model: Any, lead: Sequence[int], forgets: int | None = None):
@@ -54,16 +54,21 @@ class Reach:
         self._ends = [self._ends[row] for row in rows]
 
     def next(self, lengths: Sequence[int]) -> list[int]:
-        """Reach of the token after the first ``lengths`` of each row."""
+        """Reach of the next token of each sequence after this many tokens."""
         return [max(length + lead, self.least) for length, lead in zip(lengths, self.lead)]
 
     def room(self, lengths: Sequence[int]) -> list[int]:
-        """How much deeper than the token after the first ``lengths`` each row's tokens may be;
-        negative if the row must be recomputed before that token."""
+        """How much deeper than the next token the candidates of each sequence may be.
+
+        Negative if the sequence must be recomputed before its next token.
+
+        Args:
+            lengths: number of tokens of each sequence.
+        """
         return [end - reach for end, reach in zip(self._ends, self.next(lengths))]
 
     def renewed(self, lengths: Sequence[int]) -> None:
-        """Called after rows without room have been recomputed."""
+        """Called after sequences without room have been recomputed."""
         self._ends = [end if room >= 0 else _NEVER
                       for end, room in zip(self._ends, self.room(lengths))]  # fmt: skip
 
@@ -71,8 +76,14 @@ class Reach:
         self, function: Callable[..., Any], lengths: Sequence[int], depths: Tensor, deepest: int,
         **inputs: Any,
     ) -> Any:  # fmt: skip
-        """``function(**inputs)``, a forward of tokens at ``depths`` (batch, rows), up to
-        ``deepest``, behind the first ``lengths`` of each row; for a context of its own."""
+        """Run a forward with the reach of each token; to be called in a context of its own.
+
+        Args:
+            function: the forward, called with ``inputs``.
+            lengths: number of tokens of each sequence before the forward.
+            depths: ``(batch, tokens)`` depth of each token below the next one.
+            deepest: the largest depth.
+        """
         first = [length + lead for length, lead in zip(lengths, self.lead)]
         reach = torch.tensor(first, device=depths.device)[:, None] + depths
         bounds = min(self.next(lengths)), max(self.next(lengths)) + deepest
@@ -80,7 +91,7 @@ class Reach:
         return function(**inputs)
 
     def rotated(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """A module's output for each token as in its own step; None for other modules."""
+        """The output of a rotary module, for each token as in its own step; None for others."""
         frozen = self._modules.get(module)
         current = _current.get()
         if frozen is None or current is None:
@@ -90,7 +101,7 @@ class Reach:
         last, *earlier = reversed(frozen.last_of_each(low, high, given.get("layer_type")))
         made = frozen.run(last, given)
         for last in earlier:
-            within = (reach <= last)[..., None]  # (batch, rows, 1)
+            within = (reach <= last)[..., None]  # (batch, tokens, 1)
             made = _map(partial(_where, within), frozen.run(last, given), made)
         return made
 
@@ -106,7 +117,7 @@ def _rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
 
 
 class _Frozen:
-    """A rotary module in the state in which it was found.
+    """A copy of a rotary module in its original state.
 
     Attributes:
         names: names of its inputs.
@@ -118,7 +129,7 @@ class _Frozen:
         self._answers: dict[tuple[str | None, int], list[Tensor]] = {}
 
     def run(self, reach: int, given: dict[str, Any]) -> Any:
-        """Its output in a forward whose longest position is ``reach - 1``."""
+        """The output in a forward whose largest position is ``reach - 1``."""
         ids = given["position_ids"]
         longest = torch.full_like(ids[..., :1], reach - 1)
         # A token's position is below its reach, so clamped positions belong to other reaches.
@@ -128,7 +139,7 @@ class _Frozen:
         return _map(lambda one: one[..., :-1, :], made)
 
     def last_of_each(self, low: int, high: int, kind: str | None) -> list[int]:
-        """The reach in ``low .. high`` up to which each set of frequencies holds, ascending.
+        """For each set of frequencies, the largest reach in ``low .. high`` that has it, ascending.
 
         Args:
             kind: the type of layer, if the module has several.
@@ -146,7 +157,7 @@ class _Frozen:
         return all(map(torch.equal, self._answer(one, kind), self._answer(other, kind)))
 
     def _answer(self, reach: int, kind: str | None) -> list[Tensor]:
-        """Its rotation of two positions, computed on the CPU to avoid a synchronisation."""
+        """The rotation of two positions, computed on the CPU to avoid a synchronisation."""
         if (kind, reach) not in self._answers:
             ids = torch.tensor([[0, 1]])
             given: dict[str, Any] = {self.names[0]: torch.zeros(1, 1, 2, 8), "position_ids": ids}
@@ -189,7 +200,7 @@ _found: weakref.WeakKeyDictionary[Any, list[nn.Module]] = weakref.WeakKeyDiction
 
 
 def followers(model: Any) -> list[nn.Module]:
-    """The modules of a model whose output depends on a forward's longest position."""
+    """The modules of a model whose output depends on the largest position of a forward."""
     if model not in _found:
         text = model.config.get_text_config(decoder=True)
         kinds = sorted(set(getattr(text, "layer_types", None) or [])) or [None]
@@ -203,7 +214,7 @@ def followers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def as_before(model: Any) -> Iterator[None]:
-    """After the block, restore what these modules have stored about positions they have seen."""
+    """After the block, restore what :func:`followers` have stored about earlier positions."""
     states = {module: _copy(module) for module in followers(model)}
     try:
         yield
@@ -214,7 +225,7 @@ def as_before(model: Any) -> Iterator[None]:
 
 def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
     names = _names(module)
-    # As everywhere in Transformers: what to rotate, whose values play no role, and positions.
+    # In Transformers, the inputs are states, whose values do not matter, and positions.
     if names[1:2] != ["position_ids"] or any(True for _ in module.parameters()):
         return False
     frozen = _Frozen(module)
@@ -222,7 +233,7 @@ def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
     for kind in kinds if "layer_type" in names else [None]:
         try:
             found = found or not frozen.same(2, far, kind)
-        except Exception:  # nothing for layers of this type, or not to be asked like this
+        except Exception:  # no such layers, or another signature
             continue
     return found
 

@@ -99,7 +99,13 @@ class _Narrowing:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def begin(self, batch: int, rows: int, kept: Tensor | None) -> None:
-        """Begin a forward over ``rows`` query tokens that keeps these indices, (batch, kept)."""
+        """Begin a forward.
+
+        Args:
+            batch: batch size.
+            rows: number of query tokens.
+            kept: ``(batch, kept)`` indices of the tokens to keep; None for all.
+        """
         self._size, self.rows, self._made = (batch, rows), kept, {}
 
     def __call__(self, value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Dispatch of ``generate()`` to a decoding function of one's own, chosen by a generation option.
+"""Adds a generation mode to Transformers, which a generation option selects.
 
-Transformers picks a decoding method by looking the generation mode up in a table. ``register``
-adds a mode to that table, a method to ``GenerationMixin`` and an attribute to ``GenerationConfig``;
-a configuration that leaves the attribute at None is treated as if none of this existed.
+Transformers looks up the decoding method of a generation mode in a table. ``register`` adds a mode
+to that table, a method to ``GenerationMixin`` and attributes to ``GenerationConfig``. With the
+attributes at None, ``generate`` is unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation import utils as generation_utils
 
-#: Called as ``validate(model, generation_config, mode_kwargs)`` before anything is prepared.
+#: Called as ``validate(model, generation_config, mode_kwargs)`` before inputs are prepared.
 Validate = Callable[[Any, GenerationConfig, dict[str, Any]], None]
 
 
@@ -26,15 +26,17 @@ def register(
     validate: Validate,
     loaded: Callable[[GenerationConfig, str], None],
 ) -> None:
-    """Route ``generate()`` to ``decode`` whenever the first attribute is set. Idempotent.
+    """Let ``generate()`` call ``decode`` whenever the first attribute is set. Idempotent.
 
     Args:
-        name: value of the new generation mode, also the name of the method.
-        attributes: names to accept as generation options (default None); the first one decides.
+        name: value of the new generation mode, and name of the method.
+        attributes: names of new generation options, None by default; the first one selects the
+            mode.
         decode: called like ``GenerationMixin._sample``, with the model as first argument.
-        validate: raises on what ``decode`` cannot do; runs before any input is prepared.
-        loaded: called with a configuration that was loaded with the first attribute set, and with
-            the folder or repository it came from.
+        validate: raises an error if ``decode`` does not support a call; runs before inputs are
+            prepared.
+        loaded: called with each loaded configuration that has the first attribute set, and its
+            folder or repository.
     """
     method = f"_{name}"
     mixin: Any = generation_utils.GenerationMixin
@@ -50,8 +52,8 @@ def register(
 
     @functools.wraps(original_init)
     def __init__(self: GenerationConfig, **kwargs: Any) -> None:
-        # Stock Transformers drops unknown fields from a saved configuration that was once derived
-        # from a model's; ours would be lost without a word when a model is saved and loaded.
+        # Transformers drops unknown fields of a saved configuration that was derived from a
+        # model's. The attributes would get lost when a model is saved and loaded.
         given = {name: kwargs.pop(name) for name in attributes if name in kwargs}
         original_init(self, **kwargs)
         for name, value in given.items():
@@ -69,7 +71,7 @@ def register(
     @functools.wraps(original_load)
     def from_pretrained(cls: Any, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
         found = original_load(cls, pretrained_model_name, *args, **kwargs)
-        config = found[0] if isinstance(found, tuple) else found  # with keywords that are left
+        config = found[0] if isinstance(found, tuple) else found  # with unused keywords
         if is_chosen(config):
             loaded(config, str(pretrained_model_name))
         return found

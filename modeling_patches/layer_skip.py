@@ -2,8 +2,8 @@
 
 A skipped sublayer computes nothing, writes nothing to the KV cache and adds nothing to the residual
 stream: the model behaves as if the sublayer's output projection were zero. That is the drafting
-model of self-speculative decoding (Draft & Verify, Zhang et al. 2024). The modelling code stays as
-it is; other forwards of the model, in other threads too, run whole.
+model of self-speculative decoding (Draft & Verify, Zhang et al., 2023). The modelling code is not
+changed, and other forwards of the model, also in other threads, run in full.
 
 This module knows neither caches nor decoding. Transformers takes a cache's length from its first
 layer, so callers that skip the attention of layer 0 must pass `position_ids` and masks that do not
@@ -73,7 +73,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a causal language model, also inside a `PeftModel` or compiled model.
 
     Raises:
-        ValueError: an encoder-decoder model, or no single list of `num_hidden_layers` modules with
+        ValueError: the model has an encoder, or no unique list of `num_hidden_layers` modules with
             an attention submodule.
     """
     model = _unwrap(model)
@@ -111,7 +111,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def sublayers(layer: nn.Module) -> list[list[nn.Module]]:
     """The modules of a decoder layer's attention, and those of its MLP, dense or shared.
 
-    Routed experts are left out: each sees some of the rows.
+    Routed experts are left out, as each of them sees only some of the tokens.
     """
     attention = _child(layer, _ATTENTION_NAMES)
     inline = [getattr(layer, name) for name in _INLINE_MLP if hasattr(layer, name)]
@@ -122,26 +122,26 @@ def sublayers(layer: nn.Module) -> list[list[nn.Module]]:
 
 
 def num_layers(model: nn.Module) -> int:
-    """Number of decoder layers; raises ValueError as `decoder_layers` does."""
+    """Number of decoder layers; raises the errors of `decoder_layers`."""
     return len(decoder_layers(model))
 
 
 class LayerSkipper:
     """Skips sublayers of `model`: `skipper.changes.run(model, ...)`.
 
-    Build a new one after modules of the model were replaced (a LoRA loaded into OPT's `fc1`).
+    Build a new one after modules of the model were replaced, such as OPT's `fc1` by a LoRA.
 
     Args:
         model: a decoder-only model of Transformers, or a `PeftModel` around one.
-        skip_attention: layer indices whose attention is left out.
-        skip_mlp: layer indices whose MLP is left out.
+        skip_attention: indices of the layers whose attention is skipped.
+        skip_mlp: indices of the layers whose MLP is skipped.
 
     Attributes:
         replaced: the modules that do not run.
 
     Raises:
-        ValueError: an index that is not an integer in `0 .. num_layers - 1` or comes twice; an
-            architecture whose layers or sublayers cannot be found, or are compiled.
+        ValueError: an index is duplicate or not an integer in `0 .. num_layers - 1`, or the layers
+            or sublayers cannot be found, or are compiled.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ def _child(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
 
 
 def _checked(name: str, indices: Sequence[int], count: int) -> tuple[int, ...]:
-    """`indices`, sorted; ValueError naming the first that is wrong."""
+    """`indices`, sorted; a ValueError names the first invalid one."""
     rule = (
         f"{name} must list distinct layer indices from 0 to {count - 1} "
         f"(the model has {count} layers)"
@@ -212,7 +212,7 @@ def _checked(name: str, indices: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _refuse_shared_cache(model: Any) -> None:
-    """Layers that read another layer's KV (gemma3n) would miss what a skipped one left out."""
+    """Refuse models with layers that read another layer's KV (gemma3n), which may be skipped."""
     config = model.config.get_text_config(decoder=True)
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     if shared:
@@ -231,7 +231,7 @@ def _missing(layer: nn.Module, index: int, what: str, names: Sequence[str]) -> V
 
 
 def _norms(layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Norms serving only (attention, MLP); None when the layer's norms are of no known kind."""
+    """Norms that serve only the attention and only the MLP; None if the norms are unknown."""
     if any(getattr(layer, name, None) is value for name, value in _NORM_IN_RESIDUAL.items()):
         return None
     names = (n for n, m in layer.named_children() if "norm" in type(m).__name__.lower())
@@ -239,10 +239,10 @@ def _norms(layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether the layer is attention, MLP and norms of a known kind and nothing else with weights.
+    """Whether the layer has only attention, MLP and known norms.
 
-    Only then does leaving out both sublayers leave the hidden states as they are. Cross-attention,
-    Mamba branches, per-layer embeddings and scales make a layer more than that.
+    Only then do hidden states stay the same when both sublayers are skipped. Cross-attention, Mamba
+    branches, per-layer embeddings and scales are examples of further parts.
     """
     if _norms(layer) is None or [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
         return False
@@ -287,7 +287,7 @@ def _mlp_stubs(layer: nn.Module, index: int) -> list[tuple[nn.Module, _Stub]]:
 
 
 def _same(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Hidden states in, the same out; further arguments (caches, masks) are ignored."""
+    """Return the hidden states unchanged; further arguments (caches, masks) are ignored."""
     return args[0] if args else kwargs["hidden_states"]
 
 
@@ -296,7 +296,7 @@ def _zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _nothing(sublayer: nn.Module) -> Callable[..., torch.Tensor]:
-    """A stub contributing nothing: zeros, or the residual where the sublayer adds that itself."""
+    """A stub that contributes nothing: zeros, or the residual if the sublayer adds that itself."""
     parameters = list(inspect.signature(type(sublayer).forward).parameters)
     if "residual" not in parameters:
         return _zeros
@@ -313,10 +313,10 @@ def _with_none(stub: Callable[..., torch.Tensor]) -> _Stub:
 
 
 class _EmptyLayer:
-    """Stands in for a whole decoder layer: hidden states in, the same hidden states out.
+    """Replaces a whole decoder layer and returns the hidden states unchanged.
 
-    Layers return a tensor, or a tuple that starts with one; which of them depends on architecture
-    and release of Transformers. So the first call runs the emptied layer and looks.
+    Depending on architecture and release of Transformers, layers return a tensor, or a tuple that
+    starts with one. So the first call runs the emptied layer and checks.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -326,7 +326,7 @@ class _EmptyLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._learnt:
-            # The class's forward: an accelerate hook would fetch weights that nothing needs.
+            # The class's forward, as a hook of accelerate would fetch weights that are not needed.
             output = type(self._layer).forward(self._layer, *args, **kwargs)
             self._rest = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
             self._learnt = True

@@ -29,7 +29,7 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
-    """Add the patch to `changes`; gives `set_positions(query_positions, key_positions)`.
+    """Add the patch to `changes` and return `set_positions(query_positions, key_positions)`.
 
     Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
     additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no

@@ -1,13 +1,13 @@
-"""Add low-rank updates to linear modules: y + scale * B(A(x)) (Hu et al., "LoRA", 2021, eq. (3)).
+"""Adds low-rank updates to linear modules: y + scale * B(A(x)) (Hu et al., "LoRA", 2021, eq. (3)).
 
-PEFT's own LoRA layers replace the modules that they update, and are saved under a type of their
-own. Here a module stays what and where it is: it carries a forward hook while its update is
-attached, or is updated in the forwards of one call only. Of a module only input and output are
-used: quantised linear modules work as plain ones do.
+PEFT's LoRA layers replace the modules that they update, and are saved as a PEFT type of their own.
+Here modules are not replaced: a module has a forward hook while its update is attached, or is
+updated only in the forwards of one call. Only a module's input and output are used, so quantised
+linear modules work like plain ones.
 
-Updates can also be merged into the weights of plain modules, and be taken out again bit for bit;
-or into copies of these weights, for the forwards of some calls (`MergedCopies`).
-This file knows neither adapters nor files: where the factors come from is the caller's business.
+Updates can also be merged into the weights of plain modules, and unmerged bit for bit; or merged
+into copies of these weights, for the forwards of some calls (`MergedCopies`). This module knows no
+adapters or files; the caller provides the factors.
 """
 
 import inspect
@@ -27,22 +27,22 @@ from modeling_patches.layer_skip import decoder_layers, sublayers
 from modeling_patches.per_call import Changes, plain
 from modeling_patches.ranks import own_share, summed
 
-#: PEFT's word for the linear modules of all decoder layers.
+#: PEFT's name for the linear modules of all decoder layers.
 ALL_LINEAR = "all-linear"
-#: Attributes that hold the numbers of input and output features: torch's linear module and most
-#: quantised ones, Transformers' `Conv1D`, GPTQ's.
+#: Attributes with the numbers of input and output features: of torch's linear module and most
+#: quantised ones, of Transformers' `Conv1D`, and of GPTQ.
 _FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
 #: Integers as wide as the entries of a weight, to compare bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: Numbers of a tensor that are looked at to see whether it has changed.
+#: Number of entries that are compared to detect changes of a tensor.
 _SAMPLED = 64
 
-#: Characters of a pattern of names, and seconds that it may take to try it on all of a model's.
+#: Most characters of a pattern of names, and most seconds for matching all names of a model.
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
 
 Targets = str | Sequence[str] | None
-#: Gives how many rows a forward has, and how many of them, the last, are updated.
+#: Returns the number of tokens of a forward, and how many of the last ones are updated.
 Gate = Callable[[], tuple[int, int]]
 
 
@@ -61,7 +61,7 @@ class Factors(NamedTuple):
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """Input and output features of a linear module, None for any other module."""
+    """Numbers of input and output features of a linear module; None for other modules."""
     for names in _FEATURES:
         inputs, outputs = (getattr(module, name, None) for name in names)
         if isinstance(inputs, int) and isinstance(outputs, int):
@@ -70,19 +70,19 @@ def features(module: nn.Module) -> tuple[int, int] | None:
 
 
 def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Module]:
-    """Linear modules of a causal language model, by their names in it.
+    """Linear modules of a causal language model, by name.
 
-    A module that PEFT has wrapped is found inside the wrapper, under the name it had before.
+    A module that PEFT has wrapped is found inside the wrapper, under its original name.
 
     Args:
         model: the model itself, not a `PeftModel` around it.
-        targets: which ones, as PEFT's `target_modules` says it: names, or ends of names behind a
-            dot; or one string, a regular expression that matches whole names. None, or
-            "all-linear", takes those inside the decoder layers, attention and MLP alike.
+        targets: the modules to find, like PEFT's `target_modules`: a list of names, or of ends of
+            names after a dot; or a regular expression that matches whole names. None and
+            "all-linear" stand for all linear modules inside the decoder layers.
 
     Raises:
-        ValueError: nothing matches, or one of several names matches nothing; or a pattern is none,
-            or takes too long.
+        ValueError: nothing matches, a name in the list matches nothing, or the regular expression
+            is invalid or takes too long.
     """
     everything = {name: m for name, m in _walk(model) if _is_linear(m)}
     if targets is None or targets == ALL_LINEAR:
@@ -109,13 +109,16 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
 
 
 def output_projections(model: nn.Module) -> dict[str, nn.Module]:
-    """The last linear module of each attention and MLP: what they add to the residual stream.
+    """The last linear module of each attention and MLP, which writes to the residual stream.
 
     Args:
         model: a causal language model.
 
+    Returns:
+        The modules by name.
+
     Raises:
-        ValueError: nothing is found.
+        ValueError: there is none.
     """
     hidden = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
     names = {id(module): name for name, module in _walk(model)}
@@ -134,10 +137,10 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled(pattern: str) -> regex.Pattern[str]:
-    """A regular expression of module names.
+    """Compile a regular expression of module names.
 
     Raises:
-        ValueError: it is none, or too long.
+        ValueError: it is invalid or too long.
     """
     shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}...")
     if len(pattern) > PATTERN_LENGTH:
@@ -154,7 +157,7 @@ def compiled(pattern: str) -> regex.Pattern[str]:
 def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The modules whose whole names match.
 
-    `re` cannot be interrupted, and some patterns take it longer than the world is old.
+    This uses the package `regex`: some patterns take exponential time, and `re` has no timeout.
     """
     expression, end = compiled(pattern), time.monotonic() + PATTERN_SECONDS
     try:
@@ -171,7 +174,8 @@ def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Mo
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it has features and returns its product; routers of experts return more."""
+    """Whether a module has features and returns only their product; routers of experts return
+    more."""
     returns = str(inspect.signature(type(module).forward).return_annotation)
     return features(module) is not None and "tuple" not in returns.lower()
 
@@ -181,7 +185,7 @@ def _ends(name: str, end: str) -> bool:
 
 
 def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their names; an adapter's wrapper is skipped for what it stands in for."""
+    """All modules with their names; a PEFT wrapper is replaced by the module that it wraps."""
     wrapped = getattr(module, "base_layer", None)
     if isinstance(wrapped, nn.Module):
         yield from _walk(wrapped, name)
@@ -192,15 +196,15 @@ def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 class LowRank:
-    """Low-rank updates of some modules: while attached, or as `changes` of a call.
+    """Low-rank updates of some modules: in all calls while attached, or in those of a `Changes`.
 
-    A model with updates attached can be copied (deeply) and pickled if `factors` can.
+    A model with updates attached can be deep-copied and pickled if `factors` can.
 
     Args:
-        modules: the modules, by name.
-        factors: `factors(name)` gives the update of a module, or None for none. It is asked at
-            every call of the module, so that it may follow a state that changes; gradients reach
-            what it gives. Factors may be of another floating-point type than the module.
+        modules: the modules by name.
+        factors: `factors(name)` returns the update of a module, or None. It is called in every
+            forward of the module, so the update can change over time; gradients flow to the
+            factors. They may have another floating-point dtype than the module.
     """
 
     def __init__(
@@ -209,11 +213,11 @@ class LowRank:
         self.modules: dict[str, Any] = dict(modules)
         self.factors = factors
         self._handles: list[Any] = []
-        # While merged: weights as they were, and a sum over the bits of what replaced them.
+        # While merged: the original weights, and a sum over the bits of the merged ones.
         self._originals: dict[str, tuple[Tensor, int]] = {}
 
     def attach(self) -> None:
-        """Let the modules' calls be updated from now on."""
+        """Update all calls of the modules from now on."""
         if not self._handles:
             self._handles = [
                 module.register_forward_hook(_Hook(self, name))
@@ -222,21 +226,22 @@ class LowRank:
 
     @property
     def attached(self) -> bool:
-        """Whether all calls of the modules are updated, or were before the updates were merged."""
+        """Whether :meth:`attach` is in effect; merging does not change that."""
         return bool(self._handles)
 
     def detach(self) -> None:
-        """Take off what `attach` put on; merged weights stay merged."""
+        """Undo `attach`; merged weights stay merged."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def add_to(self, changes: Changes, gate: Gate | None = None) -> None:
-        """Let the modules' calls be updated where `changes` run.
+        """Update the modules' calls that run with `changes`.
 
         Args:
-            changes: what this is added to.
-            gate: which rows of a forward are updated, asked at every call of a module; None: all.
+            changes: the changes that this is added to.
+            gate: determines the updated tokens of a forward, called in every forward of a module;
+                None for all.
         """
         for name, module in self.modules.items():
             hook = _Hook(self, name)
@@ -246,20 +251,20 @@ class LowRank:
 
     @property
     def merged(self) -> bool:
-        """Whether the updates stand in the weights; calls are then left alone."""
+        """Whether the updates are merged into the weights; calls are then not updated."""
         return bool(self._originals)
 
     @torch.no_grad()
     def merge(self, model: nn.Module, check_finite: bool = False) -> None:
-        """Add the updates to the modules' weights; what these were is kept for `unmerge`.
+        """Add the updates to the modules' weights, and keep the original ones for `unmerge`.
 
         Args:
             model: the model that the modules belong to.
-            check_finite: refuse results that are not finite.
+            check_finite: whether to refuse results that are not finite.
 
         Raises:
-            ValueError: a module cannot be merged into, since it is quantised, offloaded, or shares
-                its weight with another module; or a result is not finite. Nothing is merged then.
+            ValueError: a module is quantised, offloaded or shares its weight with another one, or a
+                result is not finite. No weight is changed then.
         """
         if self.merged:
             return
@@ -282,10 +287,10 @@ class LowRank:
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Put back the weights that `merge` has replaced, exactly as they were.
+        """Restore the weights that `merge` has replaced, bit for bit.
 
         Raises:
-            ValueError: weights have been changed since; restoring would undo that, too.
+            ValueError: weights were changed after the merge, which restoring would undo, too.
         """
         for name, (_, bits) in self._originals.items():
             if _bit_sum(self.modules[name].weight.data) != bits:
@@ -303,7 +308,7 @@ class LowRank:
 
 
 class _Hook:
-    """A module's forward hook; no closure, so that the model can be pickled."""
+    """A module's forward hook; a class, as closures cannot be pickled with the model."""
 
     def __init__(self, owner: LowRank, name: str) -> None:
         self.owner = owner
@@ -323,15 +328,15 @@ class _Hook:
 
 
 class MergedCopies:
-    """Lets modules compute with weights of their own, W + scale BA, where ``changes`` run.
+    """Lets modules compute with copies of their weights, W + scale BA, where ``changes`` run.
 
-    The modules keep their weights; a module that has no plain one (it is quantised, offloaded, or
-    split over ranks) has its output updated. The copies are made when they are first needed, and
-    all calls share them until a weight or a factor is another one, or the update goes.
+    The modules keep their weights. If a module has no plain one, as it is quantised, offloaded or
+    split over ranks, its output is updated instead. Copies are made when they are first needed; all
+    calls share them until a weight or a factor changes or the update is deleted.
 
     Args:
         update: the update.
-        changes: what this is added to.
+        changes: the changes that this is added to.
     """
 
     def __init__(self, update: LowRank, changes: Changes) -> None:
@@ -347,7 +352,7 @@ class MergedCopies:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """The copies by the names of their modules, shaped as these have them."""
+        """The copies by name of module, in the shape of the originals."""
         modules = {name: self._update.modules[name] for name in self._factors}
         factors = [part for one in self._factors.values() for part in (one.down, one.up)]
         with _COPYING, torch.inference_mode(False), torch.no_grad():
@@ -355,7 +360,7 @@ class MergedCopies:
             kept = _COPIES.get(self._update)
             if kept is not None and kept[0] == made_of and torch.equal(kept[1], sample):
                 return kept[2]
-            _COPIES.pop(self._update, None)  # frees them before others are made
+            _COPIES.pop(self._update, None)  # frees them before new ones are allocated
             del kept
             copies = {name: _merged(modules[name], factors)
                       for name, factors in self._factors.items()}  # fmt: skip
@@ -364,7 +369,7 @@ class MergedCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copies; 0 while they are not needed."""
+        """Bytes of the copies; 0 while they are not needed."""
         made: dict[str, Tensor] = vars(self).get("weights", {})
         return sum(weight.nbytes for weight in made.values())
 
@@ -382,8 +387,8 @@ class _Forward:
         return nn.functional.linear(inputs, weight, self.module.bias)
 
 
-#: The copies of each update, with what they were made of. They are no attribute of it: a model is
-#: copied and pickled without them.
+#: The copies of each update, and what identifies their sources. They are not an attribute of the
+#: update, so models are copied and pickled without them.
 _COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, Tensor, dict[str, Tensor]]] = (
     WeakKeyDictionary()
 )
@@ -391,10 +396,10 @@ _COPYING = threading.Lock()
 
 
 def _seen(weights: Sequence[Tensor], factors: Sequence[Tensor]) -> tuple[Hashable, Tensor]:
-    """What tells these tensors from others, and from themselves with other numbers in them.
+    """A key that changes when one of the tensors is replaced or written to.
 
-    Where they are and how often they were written to; and some of the weights' numbers, since what
-    is written through `.data` is not counted, and PEFT merges so.
+    It consists of their addresses and version counters, and of some entries of the weights: writes
+    through `.data`, as PEFT merges, are not counted.
     """
     if not weights:
         return (), torch.empty(0)
@@ -407,7 +412,7 @@ def _seen(weights: Sequence[Tensor], factors: Sequence[Tensor]) -> tuple[Hashabl
 
 
 def _copyable(module: Any, factors: Factors) -> bool:
-    """Whether a module does no more than multiply with a plain weight, which is whole."""
+    """Whether a module only multiplies with a plain weight that is not split."""
     runs = getattr(plain(module, "forward"), "__func__", None)
     shape = factors.up.shape[0], factors.down.shape[1]
     if isinstance(module, Conv1D):
@@ -420,11 +425,11 @@ def _copyable(module: Any, factors: Factors) -> bool:
 
 
 class _Gated:
-    """A module's hook that updates the last rows of a forward; the others stay bit for bit."""
+    """A module's hook that updates the last tokens of a forward; the others stay bit for bit."""
 
     def __init__(self, hook: _Hook, gate: Gate) -> None:
         self.hook, self.gate = hook, gate
-        #: A and B as they are multiplied with, made once: this is in every step of a call.
+        #: A and B in the dtype of the computation, cached for all steps of a call.
         self._ready: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
@@ -435,7 +440,7 @@ class _Gated:
         if last == rows:
             return self.hook(None, args, output)
         whole = output
-        if output.ndim == 2:  # some models flatten (batch, rows, features) before a module
+        if output.ndim == 2:  # some models flatten (batch, tokens, features) before a module
             inputs, whole = (x.unflatten(0, (-1, rows)) for x in (inputs, output))
         if whole.shape[1] != rows:
             raise ValueError(
@@ -446,7 +451,7 @@ class _Gated:
         inputs, tail = inputs[:, -last:], whole[:, -last:]
         if self._ready is None:
             self._ready = self._prepared(inputs, output)
-        if self._ready is None:  # this rank's share of a module, or gradients are wanted
+        if self._ready is None:  # the module is split over ranks, or gradients are needed
             updated = self.hook(None, (inputs,), tail)
             if updated is not None:
                 tail.copy_(updated)
@@ -473,9 +478,9 @@ def _updated(
 ) -> Tensor:
     """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features).
 
-    Of a module that is split (tensor parallelism) either may be this rank's share.
+    If a module is split (tensor parallelism), either may be this rank's share.
     """
-    # Both are no-ops but for models spread over devices and factors more precise than the model.
+    # No-ops unless the model is spread over devices, or the factors have a higher precision.
     down, up = down.to(output.device), up.to(output.device)
     whole = down.shape[1]
     down = own_share(down, inputs.shape[-1], 1, module)
@@ -499,7 +504,7 @@ def _merged(module: Any, factors: Factors) -> Tensor:
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    """Ids of the weights that several modules have."""
+    """Ids of the weights that several modules share."""
     seen: set[int] = set()
     shared: set[int] = set()
     for _, module in _walk(model):
@@ -509,11 +514,11 @@ def _shared_weights(model: nn.Module) -> set[int]:
 
 
 def _unmergeable(module: Any) -> str:
-    """Why the module's weight is no plain one; nothing if it is."""
+    """Why updates cannot be merged into a module; empty if they can."""
     weight = getattr(module, "weight", None)
     if not isinstance(module, (nn.Linear, Conv1D)):
         return f"is a {type(module).__name__}"
-    # Quantisers' parameters are of classes of their own, or hold integers.
+    # Quantised parameters are tensor subclasses or integers.
     if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
         return f"is quantised ({type(weight).__name__} of {getattr(weight, 'dtype', None)})"
     if weight.dtype.itemsize < 2:
@@ -522,7 +527,7 @@ def _unmergeable(module: Any) -> str:
 
 
 def _check_mergeable(name: str, module: Any, shared: set[int]) -> None:
-    """Raise unless the module's weight is a plain one of its own."""
+    """Raise a ValueError unless the module has a plain weight that it does not share."""
     reason = _unmergeable(module)
     if not reason and id(module.weight) in shared:
         reason = "shares its weight with another module"
@@ -534,6 +539,6 @@ def _check_mergeable(name: str, module: Any, shared: set[int]) -> None:
 
 
 def _bit_sum(weight: Tensor) -> int:
-    """A sum over the bits of a weight, which a change is unlikely to keep."""
+    """A checksum of the bits of a weight."""
     bits = weight.contiguous().view(_BITS[weight.element_size()])
     return int(bits.sum(dtype=torch.int64))

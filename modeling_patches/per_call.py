@@ -1,11 +1,11 @@
-"""What one call changes of a model that it shares with others.
+"""Changes to a shared model that apply to one call only.
 
-Nothing is put on a model for a call and taken off again: another thread would meet it, an interrupt
-would leave it there. Instead a module gets *dispatchers*, once: a hook, or a method of its own,
-that asks the running call's :class:`Changes` what to do. Which call runs is a context variable, so
-that for all other calls, in other threads too, there is none, and dispatchers do what the module
-would have done without them. They stay on the model, and survive copying and pickling it; code that
-``torch.compile`` traces goes without them.
+Hooks are not attached for a call and removed afterwards: other threads would run them, and an
+interrupt would leave them behind. Instead, a module gets permanent *dispatchers*: a hook, or a
+method of the instance, that asks the running call's :class:`Changes` what to do. The running call
+is in a context variable. In all other calls, also in other threads, there is none, and dispatchers
+do what the module does without them. They stay on the model when it is copied or pickled. Code that
+``torch.compile`` traces skips them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from weakref import ref
 import torch
 from torch import nn
 
-#: ``hook(args, kwargs)`` -> both, changed; None leaves them as they are.
+#: ``hook(args, kwargs)`` returns both, changed, or None to keep them.
 Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
-#: ``hook(args, kwargs, output)`` -> another output; None leaves it as it is.
+#: ``hook(args, kwargs, output)`` returns another output, or None to keep it.
 After = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 _installing = threading.Lock()
 
 
 class Changes:
-    """What the modules of a model do otherwise while :meth:`run` runs.
+    """What the modules of a model do differently within :meth:`run`.
 
-    Made once per call and used for all of its forwards; what is added works from the next one on.
+    One object serves all forwards of a call; additions take effect from the next forward on.
     """
 
     def __init__(self) -> None:
@@ -39,21 +39,21 @@ class Changes:
         self._instead: dict[tuple[Any, str], Callable[..., Any]] = {}
 
     def before(self, module: nn.Module, hook: Before) -> None:
-        """Call ``hook`` with a module's inputs, behind those that were added earlier."""
+        """Call ``hook`` with a module's inputs, after the hooks that were added earlier."""
         with _installing:
             if _dispatch_before not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_dispatch_before, with_kwargs=True)
         self._before.setdefault(module, []).append(hook)
 
     def after(self, module: nn.Module, hook: After) -> None:
-        """Call ``hook`` with a module's output, behind those that were added earlier."""
+        """Call ``hook`` with a module's output, after the hooks that were added earlier."""
         with _installing:
             if _dispatch_after not in module._forward_hooks.values():
                 module.register_forward_hook(_dispatch_after, with_kwargs=True)
         self._after.setdefault(module, []).append(hook)
 
     def instead(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
-        """Call ``function`` where a method of this module (``forward``, ...) would be called."""
+        """Call ``function`` instead of a method of this module, such as ``forward``."""
         with _installing:
             own = vars(module).get(method)
             if not isinstance(own, _Method):
@@ -61,11 +61,11 @@ class Changes:
         self._instead[module, method] = function
 
     def replace_function(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let :func:`replaced` give ``function``, for functions that are no module's."""
+        """Let :func:`replaced` return ``function``, for functions that are not methods."""
         self._instead[owner, name] = function
 
     def update(self, other: Changes) -> Changes:
-        """Add what ``other`` has, behind what is here already."""
+        """Add the changes of ``other`` after these; returns self."""
         for module, before in other._before.items():
             self._before.setdefault(module, []).extend(before)
         for module, after in other._after.items():
@@ -73,18 +73,18 @@ class Changes:
         self._instead.update(other._instead)
         return self
 
-    @torch.compiler.disable  # compiled code would leave the changes out
+    @torch.compiler.disable  # compiled code would skip the changes
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` with these changes, and those that run already.
+        """Call a function with these changes in addition to those already running.
 
-        In a context of its own, which ends with the call however that ends.
+        The call has a context of its own, so the changes end with it, also after an error.
         """
         running = (*_running.get(), self)
         return copy_context().run(_run, running, function, args, kwargs)
 
     @torch.compiler.disable
     def run_alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`run`, but without the changes that run already."""
+        """Like :meth:`run`, but without the changes already running."""
         return copy_context().run(_run, (self,), function, args, kwargs)
 
 
@@ -97,7 +97,7 @@ def _run(running: tuple[Changes, ...], function: Callable[..., Any], args: Any, 
 
 
 def replaced(owner: Any, name: str) -> Callable[..., Any] | None:
-    """What the running call has instead of a function; None where there is no such call."""
+    """The running call's replacement of a function; None if there is none."""
     if torch.compiler.is_compiling():
         return None
     for changes in reversed(_running.get()):
@@ -108,7 +108,7 @@ def replaced(owner: Any, name: str) -> Callable[..., Any] | None:
 
 
 def plain(module: nn.Module, method: str) -> Callable[..., Any]:
-    """A method of a module as it is without any call's changes."""
+    """A method of a module without the changes of any call."""
     own = vars(module).get(method)
     if isinstance(own, _Method):
         return own.plain
@@ -117,19 +117,20 @@ def plain(module: nn.Module, method: str) -> Callable[..., Any]:
 
 
 def eager(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward that runs dispatchers, also where ``model.compile()`` was called."""
+    """The model's forward that runs dispatchers, even after ``model.compile()``."""
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     return model._call_impl if compiled else model
 
 
 def refuse_compiled(model: nn.Module, what: str) -> None:
-    """Raise unless the modules inside a model run dispatchers.
+    """Check that the modules inside a model run dispatchers.
 
     Args:
-        what: needs them, for the error.
+        model: the model.
+        what: the feature that needs them, for the error.
 
     Raises:
-        ValueError: some were compiled by themselves.
+        ValueError: some modules are compiled separately.
     """
     for name, module in model.named_modules():
         if name and getattr(module, "_compiled_call_impl", None) is not None:
@@ -140,7 +141,7 @@ def refuse_compiled(model: nn.Module, what: str) -> None:
 
 
 def foreign_hooks(model: nn.Module) -> set[str]:
-    """Names of the forward hooks on a model's modules that are not of this package."""
+    """Names of the forward hooks on a model's modules that do not belong to this package."""
     hooks = [
         hook
         for module in model.modules()
@@ -182,8 +183,10 @@ class _Method:
     """A module's method that runs the call's function instead, if there is one.
 
     Args:
-        module: the module; weakly held, so that it is freed as soon as nobody needs it.
-        own: what the instance had in place of its class's method, such as a hook of accelerate's.
+        module: the module, held by a weak reference.
+        name: name of the method.
+        own: the instance's replacement of its class's method, such as a hook of accelerate; None if
+            there is none.
     """
 
     def __init__(self, module: nn.Module, name: str, own: Callable[..., Any] | None):

@@ -1,7 +1,7 @@
-"""The processes among which a model is split (tensor parallelism), which must choose alike.
+"""The ranks of a model with tensor parallelism, which must make the same choices.
 
-Each runs the same calls on its share of the weights. Whatever they choose by a clock or at random
-is chosen by the first one's clock and random numbers; else their forwards would differ in shape.
+Each rank runs the same calls on its share of the weights. Choices by time or random numbers are
+those of the first rank; otherwise the shapes of their forwards would differ.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, distributed, nn
 
 
 class Ranks:
-    """Those of one model; a single one where it is not split.
+    """The ranks of a model; a single one if it is not split.
 
     Args:
         model: a causal language model.
 
     Attributes:
-        size: how many there are.
+        size: number of ranks.
     """
 
     def __init__(self, model: Any):
@@ -35,11 +35,11 @@ class Ranks:
 
     @property
     def index(self) -> int:
-        """Which of them this one is, from 0."""
+        """Index of this rank, from 0."""
         return distributed.get_rank(self._group) if self.size > 1 else 0
 
     def same(self, numbers: Sequence[float]) -> list[float]:
-        """The first rank's numbers, of which all ranks have as many."""
+        """The first rank's numbers; all ranks call this with equally many."""
         if self.size == 1:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -47,7 +47,7 @@ class Ranks:
         return values.tolist()
 
     def share_random_state(self) -> None:
-        """Let all draw the random numbers that the first one would draw."""
+        """Set the random state of all ranks to that of the first."""
         if self.size == 1:
             return
         on_cpu = self._device.type == "cpu"
@@ -62,7 +62,8 @@ class Ranks:
         """This rank's share of learned states, ``(kv_heads, slots, head_dim)``.
 
         Args:
-            heads: key-value heads that it has.
+            states: the states of all heads.
+            heads: number of key-value heads of this rank.
         """
         if self.size == 1 or states.shape[0] != self.size * heads:
             return states
@@ -70,7 +71,7 @@ class Ranks:
 
 
 def tensor_parallel_size(model: Any) -> int:
-    """Processes among which the layers of a model are split; 1 if they are not."""
+    """Number of ranks that the layers of a model are split over; 1 if they are not."""
     return getattr(model, "_tp_size", None) or 1
 
 
@@ -78,11 +79,13 @@ def tensor_parallel_size(model: Any) -> int:
 
 
 def own_share(factor: Tensor, size: int, dim: int, module: nn.Module) -> Tensor:
-    """The part of ``factor`` along ``dim`` that goes with this rank's part of a module.
+    """The part of ``factor`` along ``dim`` that belongs to this rank's part of a module.
 
     Args:
-        factor: for the whole module.
-        size: features that this rank has; all of them where nothing is split.
+        factor: a factor of the whole module.
+        size: number of features of this rank; all of them if the module is not split.
+        dim: the dimension of features.
+        module: the module.
     """
     if factor.shape[dim] == size:
         return factor
@@ -92,7 +95,7 @@ def own_share(factor: Tensor, size: int, dim: int, module: nn.Module) -> Tensor:
 
 
 def summed(partial: Tensor, module: nn.Module) -> Tensor:
-    """The sum over the ranks of a module, of what each made of its part of the input."""
+    """The sum of the partial results of all ranks of a module."""
     total = partial.contiguous()
     distributed.all_reduce(total, group=_mesh(module).get_group())
     return total

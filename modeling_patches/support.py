@@ -1,4 +1,4 @@
-"""Which models can be decoded with a tree, told before any work is done."""
+"""Checks whether a model can be decoded with trees, before any work is done."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 
 
 def sliding_windows(model: Any) -> list[int | None]:
-    """Attention window of each layer, None for full attention."""
+    """Size of each layer's attention window in tokens; None for full attention."""
     text = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=text).layers
     windows = [
         layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers
     ]
-    # Layers that read an earlier one's keys keep none, and see what others of their type do.
+    # Layers that read an earlier layer's keys store none; their windows are those of their type.
     keeps = [type(layer).__name__ != "DummyLayer" for layer in layers]
     types = getattr(text, "layer_types", None) or []
     own = {kind: window for kind, window, kept in zip(types, windows, keeps) if kept}
@@ -40,9 +40,9 @@ def sliding_windows(model: Any) -> list[int | None]:
 
 
 def context_ends(model: Any) -> list[int]:
-    """Positions behind which a model may do something else: the contexts that its config names.
+    """Positions after which a model may compute differently: context lengths in its config.
 
-    The end of a table of positions is none of them: nothing can stand behind it.
+    The end of a table of positions is not among them, as no token can follow it.
     """
     found: set[int] = set()
 
@@ -56,15 +56,15 @@ def context_ends(model: Any) -> list[int]:
     tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     sizes = {table.num_embeddings for table in tables}
     sizes |= {size for buffer in model.buffers() for size in buffer.shape}
-    # Some tables have a few rows before the first position.
+    # Some tables have a few entries before the first position.
     return sorted(end for end in found if sizes.isdisjoint(range(end, end + 8)))
 
 
 def check_model(model: Any) -> None:
-    """Raise unless the model is a decoder whose cache can be rolled back token by token.
+    """Check that a model is a decoder whose cache can be rolled back token by token.
 
     Raises:
-        ValueError: naming the architecture and what is in the way.
+        ValueError: it is not; the message names the architecture and the reason.
     """
     obstacle = next(_obstacles(model), None)
     if obstacle is not None:
@@ -73,7 +73,7 @@ def check_model(model: Any) -> None:
 
 
 def _obstacles(model: Any) -> Iterator[str]:
-    """What is in the way, as an error says it behind the model's name."""
+    """Reasons against a model, worded to follow its name in an error."""
     if model.config.is_encoder_decoder:
         yield " is an encoder-decoder model: strategies decode decoder-only models"
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
@@ -95,10 +95,14 @@ def _obstacles(model: Any) -> Iterator[str]:
 
 
 def check_length(model: Any, length: int) -> None:
-    """Raise if the model cannot be decoded exactly up to so many tokens, the prompt's among them.
+    """Check that a model can be decoded exactly up to a number of tokens.
+
+    Args:
+        model: the model.
+        length: number of tokens, those of the prompt included.
 
     Raises:
-        ValueError: naming the limit.
+        ValueError: it cannot; the message names the limit.
     """
     keep = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
     if keep is not None and length > keep:
@@ -111,13 +115,13 @@ def check_length(model: Any, length: int) -> None:
 
 @torch.no_grad()
 def kv_shape(model: Any) -> tuple[int, int, int]:
-    """Layers, key-value heads and head dimension of the model's cache, by running one token.
+    """Layers, key-value heads and head dimension of the model's cache, found by running one token.
 
-    A model that is all on the meta device tells, too.
+    It also works for a model that is entirely on the meta device.
 
     Raises:
-        ValueError: if some weights are not loaded, a layer keeps no keys, or layers or keys and
-            values differ in shape.
+        ValueError: some weights are not loaded, a layer stores no keys, or the shapes of layers, or
+            of keys and values, differ.
     """
     check_model(model)
     name = type(model).__name__
@@ -145,13 +149,13 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
 
 
 def quantised_as(model: Any) -> str | None:
-    """How the model's weights are quantised, in a word; None if they are plain floating point."""
+    """Name of the quantisation of a model's weights; None if they are plain floating point."""
     given = getattr(model.config, "quantization_config", None)
     if given is not None:
         method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
         return str(getattr(method, "value", method))
     for parameter in model.parameters():
-        # Quantisers' parameters are of classes of their own, or hold small numbers.
+        # Quantised parameters are tensor subclasses, or have a small dtype.
         foreign = not type(parameter).__module__.startswith("torch.")
         if foreign or not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"{type(parameter).__name__}, {parameter.dtype}"
@@ -159,14 +163,15 @@ def quantised_as(model: Any) -> str | None:
 
 
 def check_unquantised(model: Any, what: str, remedy: str) -> None:
-    """Raise unless the model's weights can be changed.
+    """Check that a model's weights can be changed.
 
     Args:
-        what: what would change them, for the error.
-        remedy: what else to choose.
+        model: the model.
+        what: the feature that changes them, for the error.
+        remedy: the alternative, for the error.
 
     Raises:
-        ValueError: they are quantised.
+        ValueError: the weights are quantised.
     """
     found = quantised_as(model)
     if found is not None:

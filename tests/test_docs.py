@@ -41,7 +41,7 @@ def test_the_example_method_of_the_docs_works(
 
 def test_every_relative_link_of_the_docs_exists() -> None:
     pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
-    for page in pages:
+    for page in [*pages, *DOCS.rglob("*.ipynb")]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -55,8 +55,29 @@ def test_every_strategy_has_a_page_with_a_picture() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    listed = re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
-    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    listed = re.findall(r"(\S+\.(?:md|ipynb))$", navigation, re.MULTILINE)
+    pages = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in pages)
+
+
+def test_a_notebook_is_a_page_of_its_cells_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "scripts")
+    site = importlib.import_module("site_hooks")
+    printed = {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]}
+    drawn = {
+        "output_type": "execute_result",
+        "data": {"image/png": "aGk=\n", "text/plain": "<Figure>"},
+    }
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "Text"]},
+        {"cell_type": "code", "source": ["x = 1"], "outputs": [printed, drawn]},
+    ]
+    assert list(site.blocks({"cells": cells})) == [
+        "# Title\nText",
+        "```python\nx = 1\n```",
+        "```text\n1\n2\n```",
+        '<p><img alt="" src="data:image/png;base64,aGk="></p>',
+    ]
 
 
 def test_every_public_name_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:

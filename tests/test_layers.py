@@ -2,7 +2,8 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``demo``, ``engines``, ``serving``, ``startup`` -> ``cli``.
+``tuning``, ``bench``, ``hub``, ``viewing``, ``demo``, ``engines``, ``serving``, ``startup`` ->
+``cli``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LAYERS: list[set[str]] = [
     {
         "hf_spec.training",
         "hf_spec.tuning",
+        "hf_spec.viewing",
         "hf_spec.bench",
         "hf_spec.hub",
         "hf_spec.demo",

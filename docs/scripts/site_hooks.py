@@ -1,4 +1,5 @@
-"""What MkDocs asks while it builds the site: generated parts of pages, and a check of docstrings.
+"""What MkDocs asks while it builds the site: generated parts of pages, notebooks as pages, and a
+check of docstrings.
 
 A page has a line ``<!-- generated: NAME ARGUMENT -->`` where something is put in:
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import logging
 import re
 import types
@@ -20,6 +22,7 @@ from typing import Any
 
 import click
 import typer
+from mkdocs.structure.files import File, Files
 
 import hf_spec
 from hf_spec.cli.main import app
@@ -35,6 +38,36 @@ MARKER = re.compile(r"<!-- generated: (\w+) ?(\w*) -->")
 def on_pre_build(config: Any) -> None:
     for name in undocumented():
         log.warning("public name without documentation: %s", name)
+
+
+class Notebook(File):
+    """A notebook, which becomes a page under its own name."""
+
+    def is_documentation_page(self) -> bool:
+        return True
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        page = Notebook(file.src_uri, file.src_dir, file.dest_dir, file.use_directory_urls)
+        page.content_string = "\n\n".join(blocks(json.loads(file.content_string)))
+        files.remove(file)
+        files.append(page)
+    return files
+
+
+def blocks(notebook: dict[str, Any]) -> Iterator[str]:
+    """The cells and outputs of a notebook as Markdown; of outputs, text and PNG images."""
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        for output in cell.get("outputs", ()):
+            shown = output.get("data", {"text/plain": output.get("text", ())})
+            if "image/png" in shown:
+                image = "".join(shown["image/png"].split())
+                yield f'<p><img alt="" src="data:image/png;base64,{image}"></p>'
+            else:
+                yield f"```text\n{''.join(shown['text/plain']).rstrip()}\n```"
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:

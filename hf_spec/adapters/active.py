@@ -1,4 +1,4 @@
-"""Which adapter of a type is active on a model; what drafters, training and tuning read."""
+"""Finds the active adapter of a type on a model, for drafters, training and tuning."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
     Args:
         model: a `PeftModel`, the base model inside one, or a model that has loaded adapters itself;
             compiled or not.
-        peft_type: "LAYER_SKIP".
+        peft_type: the PEFT type, such as "LAYER_SKIP".
 
     Raises:
         ValueError: several adapters of the type are active, or the weights of the active one have
@@ -37,7 +37,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
     layer: Any = layer_of(base, f"{peft_type.lower()}_")
     if layer is None or layer.disable_adapters:
         return None
-    # The base's dictionary holds the configs of all types; ours is told by the layer's containers.
+    # `peft_config` has the adapters of all types; the layer's containers name those of this type.
     available = layer._get_available_adapters()
     active = [name for name in layer.active_adapters if name in available]
     if len(active) > 1:

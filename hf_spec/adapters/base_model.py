@@ -70,17 +70,17 @@ def fingerprint(model: Any) -> str | None:
 def _base_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
     """The base's floating-point parameters under the names that they have without adapters.
 
-    Tied parameters come under each of their names, so that a tie that is broken changes nothing.
+    Tied parameters come under each of their names, so untying them changes nothing.
     """
     for kind, attribute in WRAPPED:
         if isinstance(module, kind):
-            # Layers of ours wrap nothing.
+            # hf_spec's layers wrap nothing.
             inner = getattr(module, attribute, None)
             if inner is not None:
                 yield from _base_parameters(inner, prefix)
             return
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        # Quantisers' parameters have another dtype, or are tensors of a class of their own.
+        # Quantised parameters have another dtype or are tensor subclasses.
         if type(parameter) is nn.Parameter and parameter.dtype in DTYPES:
             yield prefix + name, parameter
     for name, child in module.named_children():
@@ -118,15 +118,16 @@ def facts_of(model: Any) -> dict[str, Any]:
 
 
 def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model: Any) -> None:
-    """Raise unless `model` has the facts of the base that an adapter was made for.
+    """Check that a model has the shape of the base that an adapter was trained for.
 
     Args:
-        adapter: the adapter's type, "BITA".
+        adapter: the adapter's type, such as "BITA".
         made_for: facts of its base; those that the model's config lacks are skipped.
-        base: the base's name.
+        base: name of its base.
+        model: the model.
 
     Raises:
-        ValueError: naming the first fact that differs.
+        ValueError: a fact differs; the message names the first one.
     """
     found = facts_of(model)
     for name, value in made_for.items():
@@ -141,7 +142,7 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
 
 @functools.cache  # once per adapter and model, however often they meet
 def warn_of_other_weights(adapter: str, base: str | None, made_for: str, found: str) -> None:
-    """Log that a base of the right shape has other weights."""
+    """Log that a base model of the right shape has other weights."""
     logger.warning(
         "this %s adapter was trained on other weights than this model has (%s: fingerprint %s, "
         "here %s; quantised and float16 weights count as others): candidates may be accepted less "

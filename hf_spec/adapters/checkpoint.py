@@ -18,25 +18,25 @@ from typing import Any, NamedTuple
 import torch
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-#: What PEFT puts before the names of an adapter's tensors on disk.
+#: Prefix of the names of an adapter's tensors on disk.
 PEFT_PREFIX = "base_model.model."
 #: Types that weights are stored in, under safetensors' names; loading casts them.
 FLOATS = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
-#: Largest number of complaints shown per kind; a foreign file has one per tensor.
+#: Most complaints shown of each kind; an unrelated file has one per tensor.
 SHOWN = 3
 
 
 class TensorFacts(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """Shape and dtype of a tensor, known without reading it."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
-    """The facts of tensors in memory, by their names on disk without PEFT's prefix."""
+    """The facts of tensors in memory, by name on disk without PEFT's prefix."""
     return {
         name.removeprefix(PEFT_PREFIX): TensorFacts(
             tuple(tensor.shape), FLOATS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
@@ -47,11 +47,11 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Where weights come from.
+    """The weights in an adapter's folder or repository.
 
     Attributes:
-        place: a folder, or a repository of the Hub.
-        download: more arguments of `huggingface_hub.hf_hub_download`: subfolder, revision, token.
+        place: a folder, or a repository on the Hub.
+        download: other arguments of `huggingface_hub.hf_hub_download`: subfolder, revision, token.
     """
 
     place: str
@@ -61,10 +61,10 @@ class StoredWeights:
         return f"in {self.place!r}"
 
     def read(self) -> dict[str, TensorFacts] | None:
-        """The facts of the tensors in the safetensors file, None if there is no such file.
+        """The facts of the tensors in the safetensors file; None if there is no such file.
 
         Raises:
-            ValueError: the file cannot be read as safetensors: cut off, or something else.
+            ValueError: the file is no safetensors file, or is truncated.
             OSError: the Hub cannot be reached, or refuses.
         """
         if self._path is None:
@@ -79,7 +79,7 @@ class StoredWeights:
             }
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors with their names, one by one; for a file that can be read."""
+        """The names and tensors, one by one; only for a file that :meth:`read` accepts."""
         with self._opened() as file:
             for name in file.keys():  # noqa: SIM118
                 yield name.removeprefix(PEFT_PREFIX), file.get_tensor(name)
@@ -103,7 +103,7 @@ class StoredWeights:
             ) from error
 
     def has_pickle(self) -> bool:
-        """Whether weights are stored there as a pickle."""
+        """Whether there are weights as a pickle."""
         if os.path.isdir(self.place):
             return (self._folder() / PICKLE).is_file()
         from huggingface_hub import file_exists
@@ -113,7 +113,7 @@ class StoredWeights:
         return bool(file_exists(self.place, name, **options))
 
     def absent(self) -> ValueError:
-        """The error to raise if there is no safetensors file."""
+        """The error for a missing safetensors file."""
         return ValueError(
             f"{self.place!r} holds no {WEIGHTS}: weights of hf_spec's adapters are read from "
             f"safetensors only, never from a pickle such as {PICKLE}, which can run code. Save the "
@@ -124,7 +124,7 @@ class StoredWeights:
         return Path(self.place, self.download.get("subfolder") or "")
 
     def find(self, name: str, ask: bool = True) -> Path | None:
-        """The file of this name there, downloaded if need be; None if there is none.
+        """The local path of a file, downloaded if needed; None if there is no such file.
 
         Args:
             name: the file's name.
@@ -176,10 +176,11 @@ class GivenWeights:
 def check_fit(
     adapter: str, stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]
 ) -> None:
-    """Raise unless the stored tensors are those that an adapter of this type and config has.
+    """Check that the stored tensors are those of an adapter of this type and config.
 
     Raises:
-        ValueError: naming the tensors that are missing, unknown, or of another shape or type.
+        ValueError: tensors are missing, unknown, or of another shape or dtype; the message names
+            them.
     """
     found = complaints(stored, expected)
     if found:
@@ -217,9 +218,9 @@ def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorF
 def check_numbers(
     adapter: str, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> None:
-    """Raise unless all values of an adapter are finite in the model's dtype.
+    """Check that all values of an adapter are finite in the model's dtype.
 
-    Checks the minimum and maximum of each tensor, with a single synchronisation.
+    It reads the minimum and maximum of each tensor, with a single synchronisation.
 
     Args:
         adapter: the adapter's name for errors.
@@ -227,7 +228,7 @@ def check_numbers(
         dtype: the model's dtype.
 
     Raises:
-        ValueError: naming the tensors.
+        ValueError: some are not; the message names the tensors.
     """
     ends = {
         name: torch.stack(tensor.detach().aminmax()).to(dtype)
@@ -247,5 +248,5 @@ def check_numbers(
 
 
 def _dtype_name(name: str) -> str:
-    """Safetensors' name of an integer type as torch spells it."""
+    """The name of a dtype in torch, from its name in safetensors."""
     return {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}.get(name, name)

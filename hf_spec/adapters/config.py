@@ -1,4 +1,4 @@
-"""Base of the configs of our adapters: what is saved as `adapter_config.json`, and its checks."""
+"""Base class of hf_spec's adapter configs, which are saved as `adapter_config.json`."""
 
 import os
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights
 from hf_spec.adapters.repo_files import write_companions
 from modeling_patches.support import check_model
 
-#: Newest layout of adapter_config.json and weights this release reads and the one it writes.
+#: Version of adapter_config.json and weights that this release writes, and the newest it reads.
 FORMAT_VERSION = 1
 
 
 class SpecPeftType(str):
-    """Name of one of our PEFT types: a string with the `name` and `value` of an enum member.
+    """Name of a PEFT type of hf_spec: a string with the `name` and `value` of an enum member.
 
     PEFT and Transformers read `.value`, compare with strings and write JSON. A real enum would have
-    to list all methods here, or could not be pickled.
+    to list all methods here, or it could not be pickled.
     """
 
     __slots__ = ()
@@ -43,17 +43,17 @@ class SpecPeftType(str):
 
 @dataclass
 class SpecPeftConfig(PeftConfig):
-    """Base of our adapter configs: a dataclass whose fields all have defaults that work.
+    """Base of hf_spec's adapter configs: a dataclass whose defaults all work.
 
     Subclasses set `type_name`, validate in `__post_init__` (calling this one) and may override
     `check_base`.
     """
 
-    #: PEFT type, in capitals: "BITA".
+    #: PEFT type in capitals, such as "BITA".
     type_name: ClassVar[str] = ""
-    #: The strategy that decodes with such adapters; set when its method is registered.
+    #: The strategy that uses such adapters; set when its method is registered.
     strategy: ClassVar[str | None] = None
-    #: Whether the model computes something else while an adapter is active.
+    #: Whether an active adapter changes the model's output.
     changes_model: ClassVar[bool] = False
 
     format_version: int = field(
@@ -67,8 +67,8 @@ class SpecPeftConfig(PeftConfig):
         default=None, metadata={"help": "Hash of the base model's weights (recorded)."}
     )
 
-    # Not fields, so they are not saved: where a config was read from, which files were found there,
-    # and under which name it was attached.
+    # Not fields, so they are not saved: the folder or repository of a config, the files found
+    # there, and the name under which it is attached.
     _source = None  # type: StoredWeights | GivenWeights | None
     _home = None  # type: StoredWeights | None
     _downloaded = None  # type: dict[str, Path | None] | None
@@ -81,7 +81,7 @@ class SpecPeftConfig(PeftConfig):
                 f"adapters of type {name} are for causal language models, got task_type="
                 f"{self.task_type!r}. Leave it out."
             )
-        self.task_type: Any = "CAUSAL_LM"  # what AutoPeftModelForCausalLM looks for
+        self.task_type: Any = "CAUSAL_LM"  # for AutoPeftModelForCausalLM
         super().__post_init__()
         if self.peft_type not in (None, name):
             raise ValueError(
@@ -99,24 +99,24 @@ class SpecPeftConfig(PeftConfig):
                 )
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise ValueError if the adapter does not fit `model`; runs before anything is attached.
+        """Raise a ValueError if the adapter does not fit `model`; runs before it is attached.
 
-        Facts about the base that the saved config should carry are recorded here, too; those of
-        `base_facts` have been checked and recorded before.
+        Overrides also record facts about the base that the saved config needs. Those of
+        `base_facts` are already checked and recorded.
         """
         if isinstance(model, GenerationMixin):
             check_model(model)
 
     @property
     def trains_base(self) -> bool:
-        """Whether training changes the base model's own weights, which are then saved, too."""
+        """Whether training changes the base model's weights, which are then saved, too."""
         return False
 
     def training_defaults(self) -> dict[str, Any]:
         """Fields of `TrainingArguments` that differ from the defaults of the adapter's method.
 
         Raises:
-            ValueError: there is nothing to train with this config.
+            ValueError: the config leaves nothing to train.
         """
         return {}
 
@@ -125,18 +125,18 @@ class SpecPeftConfig(PeftConfig):
         return {}
 
     def untrained(self, progress: float) -> frozenset[str]:
-        """Parameters, by the names that `build` gives them, that are not trained yet.
+        """Names (as in `build`) of the parameters that are not trained yet.
 
         Args:
-            progress: share of the optimiser's steps that are done, from 0.
+            progress: share of the optimiser's steps that are done, from 0 to 1.
         """
         return frozenset()
 
     def match_base(self, model: nn.Module) -> None:
-        """Raise ValueError if `model` has another shape than the base the adapter was made for.
+        """Raise a ValueError if `model` has another shape than the base of the adapter.
 
-        Other weights of the same shape are allowed (a fine-tuned base) and only logged. A config
-        that has not been trained yet records missing facts.
+        Other weights of the same shape, such as those of a fine-tuned base, are allowed and logged.
+        A config that is not trained yet records missing facts.
         """
         base, name = self.base_model_name_or_path, type(self).type_name
         check_facts(name, self.base_facts or {}, base, model)
@@ -151,10 +151,10 @@ class SpecPeftConfig(PeftConfig):
             warn_of_other_weights(name, base, self.base_fingerprint, weights)
 
     def take_source(self) -> "StoredWeights | GivenWeights | None":
-        """The weights that will be loaded; None for an adapter that starts fresh.
+        """The weights that will be loaded; None for a new adapter.
 
         Raises:
-            ValueError: there are none to load, they are a pickle, or cannot be read.
+            ValueError: the weights are missing, are a pickle, or cannot be read.
         """
         source: Any = self._source
         self._source = None
@@ -164,13 +164,13 @@ class SpecPeftConfig(PeftConfig):
             self._home = source
         if source.read() is not None:
             return source
-        # A config read from a folder without weights may serve for a fresh adapter.
+        # A config from a folder without weights can start a new adapter.
         if self.inference_mode or source.has_pickle():
             raise source.absent()
         return None
 
     def file_beside(self, name: str, ask: bool = True) -> Path | None:
-        """A file in the place that the adapter was loaded from; None if there is none.
+        """A file in the adapter's folder or repository; None if there is none.
 
         A local folder is searched each time; the Hub is asked once. Without ``ask``, only files
         already downloaded are found.
@@ -190,9 +190,8 @@ class SpecPeftConfig(PeftConfig):
         return known[name]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Write `adapter_config.json`, and beside it what makes `SpecConfig` and
-        `custom_generate` work: the strategy with its default options, unless the folder names one.
-        """
+        """Write `adapter_config.json`, and the files for `SpecConfig` and `custom_generate`: the
+        strategy with its default options, unless the folder already names a strategy."""
         super().save_pretrained(str(save_directory), **kwargs)
         # PeftModel saves an adapter not named "default" into a folder of that name, which neither
         # custom_generate nor push_to_hub looks into.

@@ -1,4 +1,4 @@
-"""The layer under the base model that holds an adapter's parameters.
+"""The layer that holds an adapter's parameters on the base model.
 
 It replaces no module of the base model: it is added to it as `spec_modules`, and drafters read it
 (:mod:`hf_spec.adapters.active`). The base model's outputs do not change, unless the type overrides
@@ -35,7 +35,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     renaming (`spec_modules.type_bita.bita_masks.default` in the model, without `.default` on disk).
     """
 
-    # BaseTunerLayer's read them off a wrapped layer; there is none, and Transformers asks.
+    # Those of BaseTunerLayer come from a wrapped layer. There is none, but Transformers reads them.
     weight = None
     bias = None
 
@@ -43,8 +43,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         super().__init__()
         self.prefix = prefix
         self.adapter_layer_names: tuple[str, ...] = ()  # containers of weights
-        # An adapter without weights saves this one number; otherwise no safetensors file would be
-        # written, and loading would fail.
+        # An adapter without weights saves this number: without any tensor, no safetensors file is
+        # written, and loading fails.
         marker = f"{prefix}format"
         self.other_param_names: tuple[str, ...] = (marker,)
         self.add_module(marker, BufferDict(persistent=True))
@@ -62,7 +62,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         return {}
 
     def weights(self, adapter_name: str) -> dict[str, torch.Tensor]:
-        """The parameters of an adapter under the names that `build` gave them."""
+        """The parameters of an adapter, by their names in `build`."""
         attributes = (*self.adapter_layer_names, *self.other_param_names)
         containers = ((n.removeprefix(self.prefix), getattr(self, n)) for n in attributes)
         return {
@@ -94,9 +94,9 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
             source: the weights that will be loaded into it, if any.
 
         Raises:
-            ValueError: they do not fit, or are not finite.
+            ValueError: the weights do not fit, or are not finite.
         """
-        with torch.device("meta"):  # nothing is allocated before it is known to fit
+        with torch.device("meta"):  # nothing is allocated before the weights are known to fit
             shapes = self.build(config, model)
         for name in shapes:
             if not name.isidentifier() or self.prefix in name or name == "format":
@@ -131,12 +131,12 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         return set(BaseTunerLayer._all_available_adapter_names(self))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Nothing to do: a LoRA beside us is being merged (ours goes through `merge_into`)."""
+        """Do nothing: PEFT is merging a LoRA on the same model. See `merge_into`."""
 
     def unmerge(self) -> None:
-        """Nothing to do."""
+        """Do nothing; see `unmerge_from`."""
 
-    # A type whose adapters change what the base computes overrides these four.
+    # Types whose adapters change the base model's output override these four.
 
     def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         """Install an attached adapter's changes to `model`. Does nothing by default.
@@ -146,7 +146,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         """
 
     def disconnect(self, keep_merged: bool = False) -> None:
-        """Remove the changes of `connect`, and merged ones, before the layer is removed."""
+        """Undo `connect`, and merges, before the layer is removed."""
 
     def merge_into(
         self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
@@ -186,7 +186,7 @@ def layer_of(model: Any, prefix: str) -> SpecAdapterLayer | None:
 
 
 def layers_of(base: Any) -> list[Any]:
-    """Our layers on a base model, one per type."""
+    """hf_spec's layers on a base model, one per PEFT type."""
     return list(getattr(base, CONTAINER, nn.ModuleDict()).values())
 
 

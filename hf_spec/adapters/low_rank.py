@@ -23,7 +23,7 @@ DOWN, UP = "down__", "up__"
 
 
 def check_settings(prefix: str, rank: Any, alpha: Any, target_modules: Any) -> None:
-    """Raise a ValueError unless these fields of a config, named ``<prefix>rank`` ..., are right."""
+    """Raise a ValueError unless these fields of a config (``<prefix>rank`` etc.) are valid."""
     check_count(f"{prefix}rank", rank, high=MAX_RANK)
     check_range(f"{prefix}alpha", alpha, 0.0, MAX_ALPHA, open_low=True)
     names = target_modules

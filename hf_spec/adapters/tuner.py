@@ -1,4 +1,4 @@
-"""Registers adapters as PEFT types of our own; the only module that touches `peft.mapping`.
+"""Registers hf_spec's adapters as PEFT types; the only module that changes `peft.mapping`.
 
 PEFT's own registration refuses types outside its enum, so this module writes PEFT's tables itself.
 A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`SpecAdapterLayer`) whose
@@ -8,8 +8,8 @@ A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`Spec
 External input is checked before anything is attached, however it is loaded: keys of the config, the
 base model, names and shapes of the stored weights, which are safetensors.
 
-Importing this costs what importing peft costs: 0.2 s on top of torch and transformers, which take
-3 s on the same machine, so `import hf_spec` can register eagerly.
+Importing this module takes as long as importing peft: 0.2 s in addition to the 3 s of torch and
+transformers on the same machine. So `import hf_spec` registers eagerly.
 """
 
 import functools
@@ -51,7 +51,7 @@ from hf_spec.adapters.layer import (
     placement,
 )
 
-#: ``objective(base model, adapter, **batch)``: what training minimises, {"loss": scalar, ...}.
+#: ``objective(base model, adapter, **batch)`` returns the training loss, {"loss": scalar, ...}.
 Objective = Callable[..., dict[str, torch.Tensor]]
 
 
@@ -97,8 +97,8 @@ class SpecTuner(BaseTuner):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base model's forward; with ``anchors`` among the inputs, the training loss.
 
-        Through here a loss is part of `PeftModel.forward`, where wrappers for several devices
-        (accelerate, DDP, FSDP) look for it.
+        The loss is thus part of `PeftModel.forward`, as wrappers for several devices (accelerate,
+        DDP, FSDP) require.
         """
         if "anchors" not in kwargs:
             return super().forward(*args, **kwargs)
@@ -110,7 +110,7 @@ class SpecTuner(BaseTuner):
             raise ValueError(f"no adapter of type {name} is active: call set_adapter first.")
         # PeftModel passes on every argument of a forward, most of them None.
         given = {key: value for key, value in kwargs.items() if value is not None}
-        # Trainer's count of tokens: our losses are means over sequences.
+        # Trainer's number of tokens is not needed: the losses are means over sequences.
         given.pop("num_items_in_batch", None)
         return self.objective(self.model, adapter, *args, **given)
 
@@ -135,11 +135,11 @@ class SpecTuner(BaseTuner):
     def merge_adapter(
         self, adapter_names: list[str] | None = None, safe_merge: bool = False
     ) -> None:
-        """Merge our adapter, and no other; refused by types that change nothing of the base."""
+        """Merge hf_spec's adapter only; an error for types that do not change the base."""
         self._own_layer.merge_into(self.model, safe_merge, adapter_names)
 
     def unmerge_adapter(self) -> None:
-        """Undo `merge_adapter` exactly; a merged LoRA beside us is unmerged, too."""
+        """Undo `merge_adapter` exactly; a merged LoRA on the same model is unmerged, too."""
         self._own_layer.unmerge_from(self.model)
         super().unmerge_adapter()
 
@@ -173,15 +173,16 @@ def register_type(
     adapter_class: type[SpecAdapterLayer],
     objective: Objective | None = None,
 ) -> None:
-    """Make `config_class.type_name` a PEFT type. Doing it again with the same classes is harmless.
+    """Make `config_class.type_name` a PEFT type; registering the same classes again does nothing.
 
     Args:
-        config_class: its config.
-        adapter_class: its parameters.
-        objective: its training loss, which `PeftModel.forward` gives for batches with ``anchors``.
+        config_class: class of the config.
+        adapter_class: class of the layer with the parameters.
+        objective: the training loss, which `PeftModel.forward` returns for batches with
+            ``anchors``.
 
     Raises:
-        ValueError: a name that is not in capitals, is taken, or would confuse PEFT's key mapping.
+        ValueError: the name is not in capitals, is taken, or breaks PEFT's mapping of keys.
     """
     name = config_class.type_name
     prefix = f"{name.lower()}_"
@@ -215,11 +216,11 @@ def register_type(
 
 
 # ------------------------------------------------------------------------------------- the ways in
-# What PEFT and Transformers offer no hook for; other adapters pass through untouched.
+# PEFT and Transformers have no hooks for these; other adapters pass through unchanged.
 
 
 def _enter(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method `name` of `owner` by `wrap` of it, unless this was already done."""
+    """Wrap the method `name` of `owner`, unless it is already wrapped."""
     owner = next(cls for cls in owner.__mro__ if name in vars(cls))
     found = vars(owner)[name]
     original = getattr(found, "__func__", found)
@@ -231,7 +232,7 @@ def _enter(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def _note_source(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftConfig.from_pretrained`: remember where the weights beside a config will be found."""
+    """`PeftConfig.from_pretrained`: record the folder or repository of the weights."""
 
     def from_pretrained(
         cls: Any, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any
@@ -254,7 +255,7 @@ def _check_keys(original: Callable[..., Any]) -> Callable[..., Any]:
             check_version(found.type_name, kwargs.get("format_version", FORMAT_VERSION))
             known = inspect.signature(found.__init__).parameters
             unknown = sorted(kwargs.keys() - known.keys())
-            # A later PEFT may have fields for all configs; then its warning says enough.
+            # Unknown keys may be fields of a later PEFT; PEFT then warns.
             later = Version(kwargs.get("peft_version") or "0") > Version(peft_version)
             if unknown and not later:
                 raise ValueError(
@@ -268,7 +269,7 @@ def _check_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_before_reload(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.load_adapter`: check weights for an adapter that is attached already."""
+    """`PeftModel.load_adapter`: check weights for an adapter that is already attached."""
 
     def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         config = self.peft_config.get(adapter_name)
@@ -286,7 +287,7 @@ def _check_before_reload(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_given(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PreTrainedModel.load_adapter`: weights that are given with a config, rather than a place."""
+    """`PreTrainedModel.load_adapter`: record weights that are passed with a config."""
     signature = inspect.signature(original)
 
     def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -313,12 +314,12 @@ _enter(PeftAdapterMixin, "load_adapter", _note_given)
 
 
 def _stored(place: Any, kwargs: dict[str, Any]) -> StoredWeights:
-    """Weights at `place`; of the keywords, those that downloading takes."""
+    """The weights in a folder or repository, with the keyword arguments for downloading."""
     return StoredWeights(str(place), PeftConfig._split_kwargs(kwargs)[0])
 
 
 def _own(config_class: type[SpecPeftConfig]) -> set[str]:
-    """The keys that a config has beyond PEFT's."""
+    """The fields of a config besides those of PEFT."""
     keys = inspect.signature(config_class.__init__).parameters.keys() - {"self"}
     return set(keys - inspect.signature(PeftConfig.__init__).parameters.keys())
 
@@ -328,14 +329,14 @@ def _attach(model: nn.Module, prefix: str, layer: SpecAdapterLayer) -> None:
         model.add_module(CONTAINER, nn.ModuleDict())
     layer.train(model.training)
     getattr(model, CONTAINER)[container_key(prefix)] = layer
-    # Loading puts tensors that the map of a model spread over devices does not name on the CPU.
+    # Loading puts tensors that a device map does not name on the CPU.
     device_map = getattr(model, "hf_device_map", None)
     if device_map and "" not in device_map:
         device_map[CONTAINER] = str(placement(model)[0])
 
 
 def _forget(tuner: SpecTuner, model: nn.Module, adapter_name: str) -> None:
-    """Leave no trace of an adapter that could not be attached, so that the next try finds order."""
+    """Remove all traces of an adapter that could not be attached, so that the next one can be."""
     tuner.peft_config.pop(adapter_name, None)
     if not getattr(model, "peft_config", None):
         # Transformers' add_adapter sets this before it attaches anything.

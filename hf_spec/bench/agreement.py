@@ -1,4 +1,4 @@
-"""Do two greedy outputs agree, and if not, was it a tie? Knows nothing of strategies or timing."""
+"""Compares greedy outputs and tells ties from real differences. Knows no strategies, no times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIE_ULPS = 4
 
 
 class Agreement(StrEnum):
-    """How a row's output compares with plain ``generate``'s."""
+    """How the output for one prompt compares with that of plain ``generate``."""
 
     IDENTICAL = "identical"
     DIVERGED_AT_TIE = "diverged_at_tie"
@@ -29,19 +29,19 @@ class Agreement(StrEnum):
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """Distance between neighbouring numbers of ``dtype`` at the magnitude of ``value``."""
+    """Unit in the last place: distance between neighbouring numbers of ``dtype`` near ``value``."""
     info = torch.finfo(dtype)
     magnitude = max(abs(value), info.tiny)
     return info.eps * 2.0 ** math.floor(math.log2(magnitude))
 
 
 def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> bool:
-    """Whether both tokens are within rounding of the best one.
+    """Whether the logits of both tokens are within `TIE_ULPS` of the largest one.
 
     Args:
-        scores: next-token logits, after the logits processors, ``(vocab,)``.
-        ours, plain: the two tokens chosen.
-        dtype: what the model computes in.
+        scores: ``(vocab,)`` next-token logits after the logits processors.
+        ours, plain: the two tokens that were chosen.
+        dtype: the dtype that the model computes in.
     """
     best = scores.max().item()
     worse = min(scores[ours].item(), scores[plain].item())
@@ -61,10 +61,17 @@ def classify(
     plain: Sequence[int],
     repetition_penalty: float | None = None,
 ) -> Agreement:
-    """Compare one row's new tokens with plain ``generate``'s.
+    """Compare the new tokens for one prompt with those of plain ``generate``.
 
-    At the first difference the model's logits are computed again by one forward over the prompt and
-    plain's tokens up to there. An output that merely ends earlier or later is never a tie.
+    At the first difference, one forward pass over the prompt and the tokens both have in common
+    gives the logits that decide whether it is a tie. An output that merely ends earlier or later is
+    never a tie.
+
+    Args:
+        model: a causal language model, with the adapters of plain generation active.
+        prompt: token ids of the prompt, without padding.
+        ours, plain: the new tokens of both.
+        repetition_penalty: the penalty that both were generated with; None for none.
     """
     index = first_difference(ours, plain)
     if index is None:
@@ -81,7 +88,8 @@ def classify(
 
 
 def next_token_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits after ``input_ids`` ``(1, seq)``, widened as ``generate`` does: ``(vocab,)``."""
+    """Next-token logits ``(vocab,)`` after ``input_ids`` ``(1, seq)``, as ``generate`` sees them:
+    float32, or float64 if the model computes in it."""
     # Without it a long prefix would need seq x vocab logits.
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with torch.no_grad():

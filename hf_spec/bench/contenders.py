@@ -1,8 +1,9 @@
-"""What takes part in a benchmark: our strategies, stock ones, adapters. Measures nothing."""
+"""The contenders of a benchmark: strategies, stock ones, adapters. Measures nothing."""
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +16,14 @@ from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import get_method
 
 PLAIN_NAME = "plain"
-#: Ends the name of a contender whose steps are compiled.
+#: Suffix of a contender whose steps are compiled.
 COMPILED = "+compiled"
-#: Ends the name of one whose prompts join a running batch.
+#: Suffix of a contender whose prompts join a running batch.
 JOINING = "+joining"
 STOCK_LOOKUP = "transformers:prompt_lookup"
 STOCK_ASSISTED = "transformers:assisted="
-#: ``transformers:prompt_lookup`` unless ``--strategy-kwargs`` says otherwise: the number of
-#: candidate tokens that transformers' documentation uses.
+#: Candidates of ``transformers:prompt_lookup`` unless ``--strategy-kwargs`` sets them: as in the
+#: documentation of Transformers.
 STOCK_LOOKUP_TOKENS = 10
 
 
@@ -31,14 +32,15 @@ class Contender:
     """One way to generate.
 
     Attributes:
-        name: as it stands in the results.
-        kwargs: keywords for ``generate``.
+        name: its name in the results.
+        kwargs: keyword arguments for ``generate``.
         adapters: names of the loaded adapters to activate.
-        stock: Transformers' own, so that it reports no :class:`~hf_spec.SpecStats`.
-        single_row: works with a batch size of one only.
+        stock: whether it is a feature of Transformers, which reports no
+            :class:`~hf_spec.SpecStats`.
+        single_row: whether it works only with batch size 1.
         baseline: name of the plain contender that it is compared with.
-        compiled: its steps are.
-        joining: of many prompts, the next one takes the place of one that has finished.
+        compiled: whether its steps are compiled.
+        joining: whether waiting prompts take the places of finished ones in a running batch.
     """
 
     name: str
@@ -60,15 +62,17 @@ PLAIN = Contender(PLAIN_NAME, stock=True)
 
 
 def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> list[Contender]:
-    """The contenders, and each of them with a static cache and compiled steps; stock assistants,
-    whose caches are dynamic, only as they are.
+    """The contenders, each followed by a copy with a static cache and compiled steps.
+
+    Stock assistants get no copy, as their caches are dynamic.
 
     Args:
-        backend: of ``torch.compile``.
-        longest: prompt and new tokens of the longest call: Transformers compiles for one size.
+        backend: backend of ``torch.compile``.
+        longest: tokens of the longest call, prompt and new ones: the size that stock calls are
+            compiled for.
     """
     config = CompileConfig(backend=backend)
-    config._compile_all_devices = True  # Transformers' own calls, on a CPU, too
+    config._compile_all_devices = True  # stock calls, too, also on a CPU
     kwargs = {"cache_implementation": "static", "compile_config": config}
     result = []
     for one in lineup:
@@ -81,7 +85,7 @@ def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> li
 
 
 def with_joining(lineup: Iterable[Contender]) -> list[Contender]:
-    """The contenders, and each strategy of ours once more, with prompts that join."""
+    """The contenders, each of hf_spec's strategies followed by a copy whose prompts join."""
     result = []
     for one in lineup:
         result.append(one)
@@ -95,7 +99,12 @@ class Adapter:
     """An adapter folder or repository, with the strategy and options stored beside its weights.
 
     Attributes:
-        changes_model: whether it fine-tunes the base, so that plain decoding must have it, too.
+        path: the folder or repository.
+        name: its name on the model.
+        strategy: the strategy that uses it.
+        options: the strategy's options.
+        changes_model: whether it fine-tunes the base model. If so, its baseline is plain decoding
+            with the adapter.
     """
 
     path: str
@@ -106,9 +115,12 @@ class Adapter:
 
 
 def parse_names(names: str | Iterable[str]) -> list[str]:
-    """Check strategy names, without loading anything; ``plain`` and repetitions are dropped.
+    """Check strategy names without loading anything; drop ``plain`` and repetitions.
 
-    A strategy may take part several times, under ``strategy:label``, with options for each.
+    A strategy can take part several times as ``strategy:label``, with its own options each time.
+
+    Args:
+        names: the names, or one string with commas between them.
 
     Raises:
         ValueError: a name is unknown.
@@ -157,11 +169,13 @@ def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
     """Load each adapter into ``model`` under its name.
 
     Raises:
-        ValueError: one does not load.
+        ValueError: an adapter cannot be loaded.
     """
     for adapter in adapters:
         try:
-            model.load_adapter(adapter.path, adapter_name=adapter.name)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")
+                model.load_adapter(adapter.path, adapter_name=adapter.name)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             reason = first_line(error)
             raise ValueError(f"cannot load adapter {adapter.path!r}: {reason}") from error
@@ -173,14 +187,14 @@ def contenders(
     adapters: Sequence[Adapter] = (),
     assistants: Mapping[str, dict[str, Any]] | None = None,
 ) -> list[Contender]:
-    """Put together who takes part.
+    """The contenders for strategy names and adapters.
 
     Args:
-        names: checked strategy names.
-        options: by strategy; they override those stored with an adapter.
-        adapters: an adapter is used by the strategy that its config names; a strategy with several
+        names: strategy names from :func:`parse_names`.
+        options: options by name; they override those stored with an adapter.
+        adapters: adapters, each for the strategy that its config names; a strategy with several
             adapters takes part once with each.
-        assistants: keywords for ``generate`` of each ``transformers:assisted=`` name.
+        assistants: keyword arguments for ``generate`` for each ``transformers:assisted=`` name.
 
     Raises:
         ValueError: an option is wrong, or an adapter's strategy does not take part.
@@ -221,7 +235,7 @@ def contenders(
 
 
 def _others(strategy: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Strategies whose adapters one uses besides its own."""
+    """Strategies whose adapters a strategy uses besides its own."""
     return get_method(strategy).parse_options(dict(options)).other_adapters
 
 
@@ -229,7 +243,7 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     """The adapters that a contender uses besides its own.
 
     Raises:
-        ValueError: there is none for a strategy, or there are several.
+        ValueError: for one of these strategies there is no adapter, or more than one.
     """
     found = []
     for strategy in _others(kwargs["assistant_strategy"], kwargs.get("assistant_kwargs", {})):
@@ -244,7 +258,7 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
 
 
 def _changes_model(path: str, strategy: str) -> bool:
-    """What the adapter's config says of it; it is read only where adapters of a type differ."""
+    """Whether an adapter fine-tunes its base; the config is read only if its type allows both."""
     known = getattr(get_method(strategy).adapter_config, "changes_model", False)
     if isinstance(known, bool):
         return known
@@ -264,10 +278,10 @@ def _baseline(adapter: Adapter) -> Contender:
 
 
 def ours(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Keywords for ``generate`` of a strategy of ours.
+    """Keyword arguments for ``generate`` for one of hf_spec's strategies.
 
     Raises:
         ValueError: an option is wrong.
     """
-    hf_spec.SpecConfig(assistant_strategy=name, assistant_kwargs=options)  # refuses bad options
+    hf_spec.SpecConfig(assistant_strategy=name, assistant_kwargs=options)  # checks options
     return {"assistant_strategy": name, **({"assistant_kwargs": options} if options else {})}

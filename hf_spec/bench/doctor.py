@@ -1,4 +1,4 @@
-"""What works here: versions, devices, and strategies on a model."""
+"""Checks an installation: versions, devices, and which strategies work on a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_spec.methods.registry import Method, methods
 from hf_spec.policy.devices import cpu_name, device_name
 
 PACKAGES = ("hf_spec", "torch", "transformers", "peft", "huggingface_hub", "safetensors")
-#: Name of the adapter that is lent to a model for a trial.
+#: Name of the adapter that a model gets for a trial.
 LENT = "hf_spec_doctor"
 
 
 def surroundings() -> dict[str, Any]:
-    """Versions, devices and optional extras; a missing extra lists the packages that it needs."""
+    """Versions, devices, and the missing packages of optional extras."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else accelerator
     return {
@@ -37,7 +37,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def missing() -> dict[str, list[str]]:
-    """Packages of each extra that are not installed."""
+    """By extra, its packages that are not installed; extras that lack none are left out."""
     try:
         wanted = importlib.metadata.requires("hf_spec") or []
         extras = importlib.metadata.metadata("hf_spec").get_all("Provides-Extra") or []
@@ -54,10 +54,10 @@ def missing() -> dict[str, list[str]]:
 
 
 def supported(model: Any) -> dict[str, str | None]:
-    """Each strategy with what is in its way on this model; None if it works.
+    """By strategy, why it does not work on a model; None if it does.
 
-    A few tokens are generated with each; a strategy with an adapter gets an untrained one, unless
-    the model has one that is active.
+    Each strategy generates a few tokens. One that needs an adapter gets an untrained one, unless an
+    adapter of its type is active.
 
     Args:
         model: a causal language model; its active adapters stay active.

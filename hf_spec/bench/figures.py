@@ -1,4 +1,4 @@
-"""What is shared by all that draws; matplotlib is imported when something is drawn."""
+"""Helpers of all plots; matplotlib is imported when drawing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from hf_spec.files import replacing
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches, which belongs to nobody else: nothing has to be closed."""
+    """An empty matplotlib figure, independent of pyplot, so that it need not be closed.
+
+    Args:
+        width, height: in inches.
+    """
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def plot_points(axes: Any, points: Sequence[tuple[float, float]], *style: Any, **look: Any) -> None:
-    """Draw pairs of x and y; without any, the legend names them all the same."""
+    """Draw a line through (x, y) pairs; without any, the legend still has its entry."""
     x, y = zip(*points) if points else ((), ())
     axes.plot(x, y, *style, **look)
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write a PNG in one step, without frames around what is drawn."""
+    """Write a figure as PNG, atomically, without the top and right spines of its axes."""
     for axes in figure.get_axes():
         axes.spines[["top", "right"]].set_visible(False)
     with replacing(path) as temporary:

@@ -1,7 +1,7 @@
-"""How far figures over prompts may be off: bootstrap intervals, paired where two are compared.
+"""Confidence intervals of figures that sum over prompts, by the bootstrap.
 
-Other prompts of the same kind would have given other figures. Resampling the prompts that were
-measured, with what all contenders made of each, tells by how much (Efron & Tibshirani, "An
+Other prompts of the same kind would give other figures. Resampling the measured prompts, together
+with the results of all contenders on each, estimates by how much (Efron & Tibshirani, "An
 Introduction to the Bootstrap", 1993, chapters 8 and 13).
 """
 
@@ -10,29 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: Of samples as many as this share lie within an interval.
+#: Share of the resampled figures that lie within an interval.
 CONFIDENCE = 0.95
-#: Fewer units tell nothing of how much they differ.
+#: Fewest units that an interval is computed from.
 FEWEST = 5
 RESAMPLES = 2000
 
-#: Low and high end.
+#: Lower and upper end.
 Interval = tuple[float, float]
 
 
 def interval(
     figure: Callable[..., Any], *columns: Sequence[float], seed: int = 0
 ) -> Interval | None:
-    """Where a figure of sums over prompts lies in 95 of 100 samples of such prompts.
+    """The 95% percentile interval of a figure that is computed from sums over prompts.
 
     Args:
-        figure: made of the columns' sums, arrays of equal shape.
-        columns: a number for each unit that was measured (a prompt, or a batch of them), in the
-            same order in all.
-        seed: of the resampling.
+        figure: computes the figure from the sum of each column; the sums are arrays of equal shape.
+        columns: one number per measured unit (a prompt or a batch), in the same order in all.
+        seed: seed of the resampling.
 
     Returns:
-        None if there are fewer than `FEWEST` units.
+        Lower and upper end; None if there are fewer than `FEWEST` units.
     """
     from scipy.stats import bootstrap
 

@@ -1,7 +1,7 @@
-"""Prompt files and their tokens; knows nothing of strategies.
+"""Prompt files and their tokens; knows no strategies.
 
-A prompt file is JSON lines; each line holds ``turns`` (the first is taken), ``prompt`` or
-``question``, and optionally ``category``, ``question_id`` and a reference answer: ``answer``,
+A prompt file has one JSON object per line, with ``turns`` (the first is taken), ``prompt`` or
+``question``, and optionally ``category``, ``question_id`` and a reference answer in ``answer``,
 ``completion`` or ``reference``.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 #: Fields that may hold the prompt, in order of preference.
 TEXT_FIELDS = ("turns", "prompt", "question")
-#: Fields that may hold a reference answer; of a list (Spec-Bench) the first counts.
+#: Fields that may hold a reference answer; of a list (Spec-Bench), the first one is taken.
 REFERENCE_FIELDS = ("answer", "completion", "reference")
 DEFAULT_CATEGORY = "default"
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
@@ -25,9 +25,13 @@ NO_LIMIT = 10**9
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; ``question_id`` is the line number where the file gives none.
+    """A prompt.
 
-    ``reference`` is the answer that stands beside it, if one does.
+    Attributes:
+        text: the prompt as text, without a chat template.
+        category: its category; results are reported for each.
+        question_id: its id; the line number if the file gives none.
+        reference: the reference answer; None if there is none.
     """
 
     text: str
@@ -40,7 +44,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompt file.
 
     Raises:
-        ValueError: the file cannot be read, or a line breaks the rules; names the line.
+        ValueError: the file cannot be read, or a line is invalid; the message names the line.
     """
     try:
         # Not splitlines(), which also splits at characters that JSON texts may hold.
@@ -100,10 +104,11 @@ def _reference(row: dict[str, Any]) -> str | None:
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """At most ``limit`` prompts, shared out evenly over the categories; the same ones every time.
+    """At most ``limit`` prompts, divided evenly among the categories.
 
-    Categories take turns until the limit is reached, so that small ones are used up and large ones
-    fill the rest; within a category the prompts are evenly spaced. File order is kept.
+    The choice is deterministic. Categories take turns until the limit is reached, so small ones may
+    be used up while large ones fill the rest. Within a category, the chosen prompts are evenly
+    spaced. The order of the file is kept.
     """
     if limit is None or limit >= len(prompts):
         return list(prompts)
@@ -127,7 +132,7 @@ def _by_category(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def context_limit(model: Any, tokenizer: Any) -> int | None:
-    """Positions that the model has, or ``None`` if neither model nor tokenizer names a limit."""
+    """The model's context length in tokens; ``None`` if neither model nor tokenizer names one."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
@@ -138,7 +143,7 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of one prompt, as a chat turn where the tokenizer has a chat template."""
+    """Token ids of a prompt, as a user's turn if the tokenizer has a chat template."""
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": text}]
         encoded = tokenizer.apply_chat_template(
@@ -150,20 +155,20 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_answer(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of an answer, without BOS and with EOS behind it."""
+    """Token ids of an answer, without BOS and with EOS at the end."""
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     eos = tokenizer.eos_token_id
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
 def encode_within(tokenizer: Any, text: str, limit: int | None) -> tuple[list[int], bool]:
-    """Token ids in at most ``limit`` tokens, and whether the text had to be cut.
+    """At most ``limit`` token ids, and whether the text had to be cut.
 
-    The *text* is cut at its beginning, before the chat template is applied, so that a cut prompt is
-    still a well-formed chat turn and keeps its end, where questions tend to stand.
+    The *text* is cut at its beginning, before the chat template is applied. A cut prompt is thus
+    still a well-formed chat turn, and it keeps its end, where the question usually is.
 
     Raises:
-        ValueError: not even the template fits.
+        ValueError: the template alone is longer than ``limit``.
     """
     ids, cut = encode(tokenizer, text), False
     while limit is not None and len(ids) > limit:
@@ -172,7 +177,7 @@ def encode_within(tokenizer: Any, text: str, limit: int | None) -> tuple[list[in
                 f"the chat template alone takes {len(ids)} tokens, but the model's context leaves "
                 f"{limit} beside the new tokens; lower --max-new-tokens"
             )
-        # Drop the share of characters that the excess has of the tokens, at least one.
+        # Drop the same share of characters as of tokens, at least one.
         text = text[max(1, len(text) * (len(ids) - limit) // len(ids)) :]
         ids, cut = encode(tokenizer, text), True
     return ids, cut
@@ -181,10 +186,13 @@ def encode_within(tokenizer: Any, text: str, limit: int | None) -> tuple[list[in
 def encode_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[list[int]], int]:
-    """Token ids of prompts that leave room for new tokens in the model's context.
+    """Token ids of prompts, short enough to leave room for new tokens in the model's context.
+
+    Args:
+        new_tokens: number of new tokens to leave room for.
 
     Returns:
-        The ids of each prompt, and how many had to be cut; see :func:`encode_within`.
+        The ids of each prompt, and the number of prompts that were cut (:func:`encode_within`).
 
     Raises:
         ValueError: there is no room for a prompt.
@@ -201,9 +209,9 @@ def encode_prompts(
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
-    """Indices of consecutive prompts, ``size`` at a time, never across categories.
+    """Indices of the prompts of each batch, at most ``size`` per batch and from one category.
 
-    The time of a batch then belongs to one category; a category's last batch may be smaller.
+    The time of a batch thus belongs to one category. A category's last batch may be smaller.
     """
     for indices in _by_category(prompts):
         for start in range(0, len(indices), size):

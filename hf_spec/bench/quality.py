@@ -1,7 +1,7 @@
-"""How good are the answers? For adapters that fine-tune the model, and for lossy acceptance.
+"""Quality of answers, for adapters that fine-tune the model and for lossy acceptance rules.
 
-An exact strategy gives plain decoding's output, so its quality is that of the model it runs. What
-is measured here is what may differ from the base model: see :func:`measured`.
+An exact strategy has the output of plain decoding, and so the quality of its model. Only contenders
+that may differ from the base model are scored; see :func:`measured`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
 from hf_spec.bench.session import Session, own_generation_config
 
-#: Numbers as answers to sums end with them: 1,234.50.
+#: A number such as 1,234.50, as answers to arithmetic problems end with.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What one contender scores.
+    """The scores of one contender.
 
     Attributes:
-        strategy: as in a benchmark; ``plain@ADAPTER`` is the fine-tuned model.
-        perplexity: of the reference answers, given the prompts: exp of the mean negative log
-            probability per token, EOS included.
-        chrf: chrF2 of the greedy answers against the references, 0 to 100 (sacrebleu).
-        last_number: share of the references with a number whose last one is also the answer's
-            last; None where no reference has one.
-        identical: share of the answers that equal the base model's.
+        strategy: its name, as in a benchmark; ``plain@ADAPTER`` is the fine-tuned model.
+        prompts: number of prompts.
+        perplexity: perplexity of the reference answers given the prompts: exp of the mean negative
+            log-probability per token, EOS included.
+        chrf: chrF2 of the greedy answers against the references, from 0 to 100 (sacrebleu).
+        last_number: among the references that contain a number, the share whose last number is also
+            the last one of the answer, from 0 to 1; None if no reference contains a number.
+        identical: share of the answers that equal those of the base model, from 0 to 1.
     """
 
     strategy: str
@@ -46,7 +47,8 @@ class Quality:
 
 
 def measured(lineup: Sequence[Contender]) -> list[Contender]:
-    """Who can differ from the base model: plain decoding of fine-tuned ones, lossy strategies."""
+    """The contenders that may differ from the base model, after plain decoding of the base model:
+    plain decoding of fine-tuned models, and lossy strategies."""
     return [PLAIN, *(one for one in lineup if one.lossy or one.name == one.baseline)]
 
 
@@ -59,12 +61,17 @@ def quality(
     batch_size: int = 8,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> list[Quality]:
-    """Score everyone in ``lineup`` on prompts with reference answers.
+    """Score contenders on prompts with reference answers.
 
     Args:
-        model: in evaluation mode, on its device, with the adapters loaded.
-        prompts: those without a reference are refused.
-        lineup: such as :func:`measured` gives; the first is who the others are compared with.
+        model: a causal language model in evaluation mode, with the adapters loaded.
+        tokenizer: its tokenizer.
+        prompts: prompts, each with a reference.
+        lineup: the contenders, as :func:`measured` returns them; ``identical`` compares with the
+            answers of the first.
+        max_new_tokens: limit for each answer.
+        batch_size: prompts per call of ``generate``.
+        progress: called as ``progress(done, total)`` with numbers of batches.
 
     Raises:
         ValueError: a prompt has no reference, or does not fit the model's context.
@@ -112,7 +119,7 @@ def quality(
 
 @torch.no_grad()
 def _loss(model: Any, prompt: list[int], answer: list[int]) -> float:
-    """Sum of the answer's negative log probabilities."""
+    """Negative log-probability of the answer given the prompt, in nats."""
     ids = torch.tensor([prompt + answer], device=model.device)
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     target = torch.tensor(answer, device=logits.device)

@@ -1,4 +1,4 @@
-"""From measurements to rows, table and ``results.json``. Measures nothing and loads no model."""
+"""Turns measurements into a table and ``results.json``. Measures nothing and loads no model."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ if TYPE_CHECKING:
 
     from hf_spec.bench.runner import BenchResult, Measurement
 
-#: Columns below which the table would lose figures; a narrower terminal wraps its lines instead.
+#: Least width of the table in characters; a narrower terminal wraps its lines.
 TABLE_WIDTH = 132
 PHASES = ("draft", "forward", "verify", "other")
 ALL = "all"
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """One row per batch size, strategy and task, in order of first appearance; ``all`` comes last.
+    """One entry per batch size, strategy and task, in order of appearance; task ``all`` comes last.
 
-    ``speedup`` compares tokens per second with plain decoding's on the same prompts; ``tau`` is new
-    tokens per forward pass and unfinished row, prefill included; ``speedup_interval`` and
-    ``tau_interval`` are where they lie in 95 of 100 samples of such prompts (``None``: too few were
-    measured; see :mod:`hf_spec.bench.intervals`); ``identical``, ``diverged_at_tie`` and
-    ``diverged`` count batch rows, and are ``None`` under sampling.
+    Returns:
+        The entries of ``runs`` in ``results.json``. ``speedup`` is the ratio of tokens per second
+        to those of the baseline on the same prompts. ``tau`` is the number of new tokens per
+        forward pass and unfinished sequence, the prefill included. ``speedup_interval`` and
+        ``tau_interval`` are 95% intervals (:mod:`hf_spec.bench.intervals`), None for too few
+        measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count sequences; they are
+        None under sampling.
     """
     groups: dict[tuple[int, str, str], list[Measurement]] = {}
     for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
@@ -94,10 +96,10 @@ def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
 
 
 def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
-    """The summed statistics, with the share of wall-clock time that each phase took.
+    """The summed statistics, with the share of wall-clock time of each phase.
 
-    ``share["generate"]`` is what ``generate`` spent before and after our loop. Plain decoding and
-    stock strategies have no phases: only their counts are known.
+    ``share["generate"]`` is the share that ``generate`` spends before and after the decoding loop.
+    Plain decoding and stock strategies have only counts, no phases.
     """
     total = SpecStats()
     for item in group:
@@ -114,7 +116,7 @@ def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    """A table without rows, with columns of words and, behind them, of numbers."""
+    """An empty table: columns of words first, then columns of numbers, aligned right."""
     from rich.table import Table
 
     table = Table(*words, title=title)
@@ -124,7 +126,7 @@ def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table
 
 
 def print_table(result: BenchResult, console: Console) -> None:
-    """The results, the share of time in each phase, and the notes, for people."""
+    """Print the results, the share of time in each phase, and the notes."""
     data = result.runs()
     lossy = {item.name for item in result.contenders if item.lossy}
     tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
@@ -135,7 +137,7 @@ def print_table(result: BenchResult, console: Console) -> None:
     title = f"{result.settings['max_new_tokens']} new tokens per prompt at most"
     table = new_table(title, ("strategy", "task"), heads)
     for row in data:
-        # With a single task its row repeats the row "all".
+        # A single task has the same figures as "all".
         if row["task"] != ALL and len(tasks) == 2:
             continue
         counts = [row[kind.value] for kind in Agreement]
@@ -166,7 +168,12 @@ def _shown(found: Interval | None) -> str:
 
 
 def grid(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, float]]:
-    """A figure of the rows ``all`` by strategy and batch size."""
+    """A figure over all tasks, by strategy and batch size.
+
+    Args:
+        runs: entries from :func:`rows`.
+        figure: key of the figure.
+    """
     found: dict[str, dict[int, float]] = {}
     for row in runs:
         if row["task"] == ALL:
@@ -175,7 +182,7 @@ def grid(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, flo
 
 
 def _print_grid(data: Sequence[dict[str, Any]], lossy: set[str], console: Console) -> None:
-    """Speedup and tau by strategy and batch size; of plain decoding the speed itself."""
+    """Print speedup and tau by strategy and batch size; for plain decoding, tokens per second."""
     sizes = sorted({row["batch_size"] for row in data})
     plain = {row["baseline"] for row in data}
     speeds, speedups, taus = (grid(data, name) for name in ("tokens_per_second", "speedup", "tau"))
@@ -191,7 +198,13 @@ def _print_grid(data: Sequence[dict[str, Any]], lossy: set[str], console: Consol
 
 
 def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:
-    """Write ``results.json``, in one step, so that no reader ever sees half a file."""
+    """Write ``results.json`` atomically.
+
+    Args:
+        path: the file.
+        result: the measurements.
+        environment: see :func:`environment`.
+    """
     environment = {
         **environment,
         "settings": result.settings,
@@ -208,7 +221,7 @@ def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) 
 
 
 def _calls(result: BenchResult) -> list[dict[str, Any]]:
-    """What was measured, call by call: who compares other figures finds the prompts paired."""
+    """The measurements of each call, so that other figures can be compared prompt by prompt."""
     return [
         {
             "strategy": one.strategy, "batch_size": one.batch_size, "prompts": one.prompts,
@@ -219,7 +232,13 @@ def _calls(result: BenchResult) -> list[dict[str, Any]]:
 
 
 def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
-    """Where and on what a run was made: versions, machine, model, prompts, command line."""
+    """The environment of a run: versions, machine, model, prompts, command line.
+
+    Args:
+        model: the model.
+        model_name: its name, as the user gave it.
+        prompt_file: the prompt file; None if there is none.
+    """
     device = model.device
     prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
     return {
@@ -241,7 +260,7 @@ def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> 
 
 
 def package_version(distribution: str) -> str | None:
-    """Version of an installed package, or ``None``."""
+    """Version of an installed package; ``None`` if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -249,10 +268,10 @@ def package_version(distribution: str) -> str | None:
 
 
 def _git_revision() -> str | None:
-    """Commit of the checkout that hf_spec runs from, ``-dirty`` if changed; ``None`` elsewhere.
+    """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes.
 
-    An installed copy may lie inside some other repository (a virtual environment in a project), so
-    the package's own file must be tracked.
+    None outside a checkout. An installed copy may lie inside another repository, such as in the
+    virtual environment of a project, so the package's own file must be tracked.
     """
     source = Path(hf_spec.__file__).parent
 

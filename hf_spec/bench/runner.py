@@ -1,7 +1,8 @@
-"""Measure strategies against plain ``generate``; knows nothing of files, tables or the terminal.
+"""Measures strategies against plain ``generate``; knows no files, tables or terminals.
 
-For every batch of prompts all contenders generate one after the other, in an order that rotates
-from batch to batch, so that drift of the machine hits all alike. Comparing outputs is not timed.
+All contenders generate each batch of prompts one after the other, in an order that rotates from
+batch to batch, so that changes in the machine's speed affect all alike. Comparing outputs is not
+timed.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ ALL_CATEGORIES = "mixed"
 
 @dataclass
 class Measurement:
-    """One call of ``generate``: one contender on one batch.
+    """One contender on one batch: a call of ``generate``, or several that are counted together.
 
     Attributes:
-        rows: new tokens per row, up to and including the first EOS.
-        row_steps: forward passes of the model, counted per unfinished row.
-        agreement: per row; ``None`` where outputs cannot be compared (sampling).
-        baseline: the strategy that speed and output are compared with.
+        strategy: name of the contender.
+        batch_size: the nominal batch size; a category's last batch may be smaller.
+        prompts: indices of the prompts.
+        category: their category.
+        seconds: wall-clock time of the call.
+        rows: the new tokens of each sequence, up to and including the first EOS.
+        row_steps: forward passes of the model, counted once per unfinished sequence.
+        stats: statistics of the call; None for stock contenders.
+        agreement: one per sequence; None if outputs cannot be compared, as under sampling.
+        baseline: name of the plain contender that speed and output are compared with.
     """
 
     strategy: str
@@ -60,7 +67,17 @@ class Measurement:
 
 @dataclass
 class BenchResult:
-    """All measurements of a run, and what should be told beside them."""
+    """All measurements of a run.
+
+    Attributes:
+        prompts: the prompts that were asked for.
+        contenders: the contenders.
+        settings: the settings, as JSON types.
+        measurements: one per batch and contender.
+        notes: remarks for the reader of the results.
+        truncated_prompts: number of prompts that were cut to fit the context.
+        interrupted: whether the run was interrupted.
+    """
 
     prompts: list[Prompt]
     contenders: list[Contender]
@@ -71,11 +88,19 @@ class BenchResult:
     interrupted: bool = False
 
     def runs(self) -> list[dict[str, Any]]:
-        """One row per batch size, strategy and task, as in ``results.json``."""
+        """One entry per batch size, strategy and task; see :func:`hf_spec.bench.report.rows`."""
         return report.rows(self.measurements)
 
     def overall(self, strategy: str, batch_size: int | None = None) -> dict[str, Any]:
-        """The row ``"task": "all"`` of a strategy, of the first batch size unless told."""
+        """The entry of a strategy over all tasks.
+
+        Args:
+            strategy: name of the contender.
+            batch_size: the batch size; None for the first one.
+
+        Raises:
+            KeyError: there is no such measurement.
+        """
         for row in self.runs():
             wanted = batch_size in (None, row["batch_size"])
             if wanted and (row["strategy"], row["task"]) == (strategy, report.ALL):
@@ -101,25 +126,31 @@ def run(
 ) -> BenchResult:
     """Generate with plain decoding and every strategy, and compare.
 
-    Args:
-        model: a causal language model, in evaluation mode, on its device.
-        prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
-        strategies: names, or contenders made by :func:`hf_spec.bench.contenders.contenders`.
-        batch_sizes: the whole benchmark is done once for each.
-        strategy_kwargs: options by strategy name; for names only.
-        generate_kwargs: passed to every ``generate``, plain included; greedy without ``do_sample``.
-        compiled: all take part a second time, with a static cache and steps that this backend of
-            ``torch.compile`` has compiled. Calls that compiled are counted apart, and repeated.
-        throughput: one measurement of all prompts for each batch size, batch after batch in their
-            order; strategies take part a second time, with prompts that join a running batch.
-        seed: of the sampling of each batch; contenders start a batch with the same seed.
-        progress: called as ``progress(calls_done, calls_in_all)``.
-
-    On ``KeyboardInterrupt`` the batches that all contenders have finished are returned, and
+    On ``KeyboardInterrupt``, the batches that all contenders have finished are returned, and
     ``interrupted`` is set.
 
+    Args:
+        model: a causal language model in evaluation mode, on its device.
+        tokenizer: its tokenizer.
+        prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
+        strategies: names, or contenders from :func:`hf_spec.bench.contenders.contenders`.
+        batch_sizes: the benchmark runs once for each.
+        max_new_tokens: limit for each prompt, from 1.
+        strategy_kwargs: options by strategy name, for strategies given as names.
+        generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
+            ``do_sample`` is among them.
+        seed: seed for the sampling of the first batch; the next batches count up from it. All
+            contenders start a batch with the same seed.
+        warmup: whether each contender makes a short call first, which is not measured.
+        compiled: a backend of ``torch.compile``, with which contenders take part a second time,
+            with a static cache and compiled steps; None for none. Calls that compile are repeated
+            and counted apart.
+        throughput: whether all prompts make up one measurement per batch size; strategies then take
+            part a second time, with prompts that join a running batch.
+        progress: called as ``progress(done, total)`` with numbers of calls.
+
     Raises:
-        ValueError: a strategy is unknown, or refuses this model or these options.
+        ValueError: a strategy is unknown, or does not support this model or these options.
     """
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
@@ -203,7 +234,7 @@ def run(
 
 
 def _plain_options(contender: Contender) -> dict[str, Any]:
-    """A contender's keywords as JSON types: models and tokenizers are left out."""
+    """A contender's keyword arguments of JSON types; models and tokenizers are left out."""
     allowed = (str, int, float, bool, list, dict, type(None))
     return {key: value for key, value in contender.kwargs.items() if isinstance(value, allowed)}
 

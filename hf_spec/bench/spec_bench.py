@@ -14,16 +14,24 @@ from hf_spec.files import write_atomically
 
 
 def answer_path(path: Path, strategy: str) -> Path:
-    """``answers.jsonl`` and ``prompt_lookup`` make ``answers-prompt_lookup.jsonl``."""
+    """The file of one strategy: ``answers-prompt_lookup.jsonl`` for ``answers.jsonl``."""
     safe = re.sub(r"[^\w.@-]+", "_", strategy)
     return path.with_name(f"{path.stem}-{safe}{path.suffix or '.jsonl'}")
 
 
 def write_answers(path: Path, result: BenchResult, tokenizer: Any, model_id: str) -> list[Path]:
-    """Write one answer file per strategy, plain included; batch size 1 only.
+    """Write an answer file for each strategy, plain decoding included.
+
+    Only measurements at batch size 1 are written.
+
+    Args:
+        path: name of the files; see :func:`answer_path`.
+        result: the measurements.
+        tokenizer: decodes the answers.
+        model_id: name of the model in the files.
 
     Returns:
-        The paths, see :func:`answer_path`.
+        The paths of the files.
     """
     written = []
     for contender in result.contenders:
@@ -60,10 +68,10 @@ def _answer(
 
 
 def _accept_lengths(item: Measurement) -> list[int]:
-    """Tokens emitted per step.
+    """Number of tokens emitted by each step.
 
-    Spec-Bench takes their mean, which is exact; their order is not known. A stock strategy tells
-    only its number of steps: its tokens are shared out evenly.
+    Spec-Bench uses their mean, which is exact; their order is unknown. Stock strategies report only
+    the number of steps, over which their tokens are divided evenly.
     """
     if item.stats is not None:
         histogram = sorted(item.stats.accepted_histogram.items())

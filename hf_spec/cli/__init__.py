@@ -1,4 +1,4 @@
-"""``hf-spec``, the command line: a file for each command. The work is done in the layers below."""
+"""``hf-spec``, the command line: one file per command. The layers below do the work."""
 
 from hf_spec.cli.main import main
 

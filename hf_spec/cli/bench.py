@@ -153,9 +153,10 @@ def bench(
 
 
 def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keywords for ``generate`` that make ``path`` transformers' assistant model.
+    """Keyword arguments for ``generate`` that use ``path`` as Transformers' assistant model.
 
-    The folder of an adapter stands for its base model, which drafts with the adapter's strategy.
+    If ``path`` is an adapter folder, its base model is the assistant and drafts with the adapter's
+    strategy.
     """
     from hf_spec.bench.contenders import load_adapters, read_adapters
     from hf_spec.hub.folder import CONFIG, read_json

@@ -1,4 +1,4 @@
-"""What several commands share: exit codes, checks of the surroundings, the progress bar."""
+"""Shared by several commands: exit codes, checks before the work, the progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_spec.cli.options import parse_kwargs
 if TYPE_CHECKING:
     from hf_spec.bench.contenders import Adapter
 
-#: Exit codes: what the user wrote is wrong; interrupted (as shells report SIGINT).
+#: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
@@ -30,10 +30,16 @@ def require(extra: str, *packages: str) -> None:
 def taking_part(
     adapter: list[str] | None, strategies: str | None, kwargs: list[str] | None, default: str = ""
 ) -> tuple[list[Adapter], list[str], dict[str, dict[str, Any]]]:
-    """Adapters, names of strategies (those of the adapters unless told) and options by name.
+    """Adapters, strategy names and options by name, from the options of a command.
+
+    Args:
+        adapter: values of ``--adapter``.
+        strategies: value of ``--strategies``; None for the strategies of the adapters.
+        kwargs: values of ``--strategy-kwargs``.
+        default: strategies if neither names nor adapters are given.
 
     Raises:
-        ValueError: an adapter cannot be read, a name is unknown, or options are wrong.
+        ValueError: an adapter cannot be read, a name is unknown, or an option is invalid.
     """
     from hf_spec.bench.contenders import parse_names, read_adapters
 
@@ -52,10 +58,10 @@ def check_writable(output: Path) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, if that is a terminal.
+    """Show a progress bar on stderr, if that is a terminal.
 
-    Gives ``update(done, total)``; ``note=text`` stands behind the bar, ``description=text`` in
-    place of the title.
+    Gives ``update(done, total)``. Its keyword ``note`` sets the text after the bar, ``description``
+    replaces the title.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

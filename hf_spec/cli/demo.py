@@ -49,19 +49,21 @@ def demo(
     from rich.console import Console
 
     from hf_spec.bench import report
-    from hf_spec.demo.demo import run_demo, write_chart
-    from hf_spec.demo.steps import coloured, pieces
+    from hf_spec.bench.figures import save_figure
+    from hf_spec.demo.demo import draw_chart, run_demo
+    from hf_spec.viewing.steps import coloured, pieces
 
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
         result = run_demo(
             model, limit=limit, max_new_tokens=max_new_tokens, dtype=dtype,
             show_steps=show_steps, progress=progress,
+            status=lambda text: typer.echo(text, err=True),
         )  # fmt: skip
     results, chart = output / "results.json", output / "speed.png"
     report.write_results(results, result.bench, result.environment)
     if result.bench.measurements:
-        write_chart(chart, result.bench)
+        save_figure(draw_chart(result.bench), chart)
         given, written = (text.splitlines() for text in result.sample)
         console.rule("end of a prompt", align="left")
         console.print("\n".join(given[-SHOWN_LINES:]), markup=False)

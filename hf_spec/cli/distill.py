@@ -12,13 +12,13 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
 from hf_spec.model.loading import load_model
 
-#: The name for plain ``generate``.
+#: Value of ``--strategy`` for plain ``generate``.
 NO_STRATEGY = "none"
 DEFAULT_STRATEGY = "prompt_lookup"
-#: Options that hold here unless --strategy-kwargs say otherwise, for all strategies: falling back
-#: to plain steps depends on time, and with it which row draws which number and how ties fall ...
+#: Options of all strategies unless ``--strategy-kwargs`` sets them. Fallback depends on step times,
+#: and would make sampled numbers and ties depend on them, too.
 OPTIONS = {"fallback": False}
-#: ... and for the default one: in a batch a few candidates per row fill a step.
+#: Options of the default strategy: in a batch, a few candidates per sequence fill a step.
 DEFAULT_OPTIONS = {"max_nodes": 4}
 
 
@@ -104,7 +104,7 @@ def distill(
             if state.num_processes > 1 and device is None:
                 device = str(state.device)
             loaded, tokenizer = load_model(model, dtype, device)
-            opt.use_threads(threads)  # accelerate has chosen a number, too
+            opt.use_threads(threads)  # after accelerate has set a number, too
             lineup.load_adapters(loaded, adapters)
             silent = nullcontext(lambda done, total: None)
             with progress_bar("answers") if main else silent as progress:
@@ -120,10 +120,10 @@ def distill(
 
 
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
-    """How to generate, and the adapters to load.
+    """The contender that generates, and the adapters to load.
 
     Raises:
-        ValueError: strategy, options or adapter are unknown or do not go together.
+        ValueError: strategy, options or adapter are unknown or do not fit together.
     """
     import hf_spec
     from hf_spec.bench import contenders as lineup

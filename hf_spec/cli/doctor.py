@@ -11,7 +11,7 @@ import typer
 from hf_spec.cli import options as opt
 from hf_spec.model.loading import load_model
 
-#: What is shown of what the policy knows; docs/inside/policy.md describes all of it.
+#: Figures of the policy that are shown; docs/inside/policy.md describes all of them.
 MEASURED = ("batch_size", "paused", "plain_seconds", "drafting_seconds", "came_per_promised")
 
 
@@ -75,13 +75,13 @@ def _text(title: str, value: Any) -> str:
 
 
 def measured(results: Path) -> dict[str, dict[str, Any]]:
-    """What the policy had measured at the end of each run of a benchmark, by strategy and batch.
+    """The policy's measurements at the end of each run of a benchmark, by strategy and batch size.
 
     Args:
         results: ``results.json`` of ``hf-spec bench``, or its folder.
 
     Raises:
-        ValueError: there is no such file, or it has no decisions of the policy.
+        ValueError: there is no such file, or it contains no decisions of the policy.
     """
     from hf_spec.tuning.policy_plots import read_policies
 

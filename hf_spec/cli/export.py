@@ -14,7 +14,7 @@ from hf_spec.model.loading import load_model
 
 def export(
     folder: opt.AdapterFolder,
-    form: Annotated[str, typer.Option("--format", help="For what: vllm or sglang.")],
+    form: Annotated[str, typer.Option("--format", help="vllm or sglang.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     model: Annotated[
         str | None, typer.Option(help="Base model.  [default: that of the adapter]")

@@ -1,4 +1,4 @@
-"""``hf-spec``: wires the commands, each of which has a file of its own."""
+"""``hf-spec``: registers the commands and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_spec.cli.tune import tune
 from hf_spec.cli.warmup import warmup
 from hf_spec.core.checks import first_line
 
-#: Set to anything to see the whole traceback of an error.
+#: Environment variable: any value shows the whole traceback of an error.
 TRACEBACK_VARIABLE = "HF_SPEC_TRACEBACK"
 
 app = typer.Typer(
@@ -42,7 +42,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(quality)
 app.command()(distill)
-# What it does not know are fields of the method's config.
+# Unknown options are fields of the method's config.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(search)
 app.command()(tune)
@@ -54,7 +54,7 @@ app.command(name="import")(import_)
 app.command()(export)
 app.command()(strategies)
 app.command()(doctor)
-# All that stands behind the program's name is the program's.
+# All arguments after the program's name belong to the program.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -89,14 +89,21 @@ def root(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; bad input ends in one line on stderr and an exit code other than zero."""
+    """Run a command.
+
+    Args:
+        arguments: the command line; None for that of the process.
+
+    Returns:
+        The exit code. Bad input writes one line to stderr and returns a nonzero code.
+    """
     try:
         code = app(arguments, prog_name="hf-spec", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         print("hf-spec: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        # typer's own errors: usage, or the help of a command without arguments.
+        # Errors of typer: wrong usage, or a command without arguments.
         if hasattr(error, "format_message"):
             return _usage(error)
         expected = isinstance(error, ValueError | OSError | ImportError)

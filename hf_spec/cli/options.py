@@ -1,4 +1,4 @@
-"""Options that several commands have, and what their values mean."""
+"""Options that several commands share, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _known(dtype: str) -> str:
 
 
 def use_threads(threads: int | None) -> int | None:
-    """Let torch use so many."""
+    """Set the number of threads of torch; None leaves it unchanged."""
     if threads is not None:
         import torch
 
@@ -65,10 +65,10 @@ TopP = Annotated[float | None, typer.Option(help="With --do-sample.")]
 def sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> dict[str, Any]:
-    """The sampling options that are given, checked.
+    """The sampling options that are set.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: an option is invalid, or given without ``--do-sample``; the message names it.
     """
     values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     given = {name: value for name, value in values.items() if value is not None}
@@ -84,7 +84,11 @@ def sampling(
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers of an option such as ``1,2,4``."""
+    """The numbers in a value such as ``1,2,4``.
+
+    Raises:
+        ValueError: the value has another form, or a number is less than 1.
+    """
     sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(sizes) < 1:
         raise ValueError(f"{option} {text!r}: must be numbers from 1, such as 1 or 1,2,4")
@@ -92,10 +96,10 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options such as ``prompt_lookup={"max_ngram": 3}``, by strategy.
+    """Strategy options by name, from texts such as ``prompt_lookup={"max_ngram": 3}``.
 
     Raises:
-        ValueError: not of that form, or the strategy does not take part.
+        ValueError: a text has another form, or its strategy does not take part.
     """
     result: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -111,10 +115,10 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any]:
-    """The JSON object that a command-line option gives; empty if it is not given.
+    """The JSON object in the value of an option; empty if the option is not given.
 
     Raises:
-        ValueError: naming ``option``; it is no JSON, or no object.
+        ValueError: the value is not a JSON object; the message names ``option``.
     """
     try:
         value = json.loads(text) if text is not None else {}

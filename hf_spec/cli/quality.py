@@ -39,7 +39,7 @@ def quality(
 ) -> None:
     """Score answers that may differ from the base model's.
 
-    Those are the answers of adapters that fine-tune the model (space) and of lossy acceptance;
+    These are the answers of adapters that fine-tune the model (space) and of lossy acceptance;
     exact strategies are left out. Greedy. Prints and writes to quality.json: perplexity of the
     references, chrF of the answers, how often an answer's last number is the reference's, and the
     share of answers equal to the base model's.

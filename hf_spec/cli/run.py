@@ -16,7 +16,7 @@ import typer
 
 import hf_spec
 
-#: Holds a ``sitecustomize`` and nothing else.
+#: Folder that contains only a ``sitecustomize``.
 STARTUP = str(Path(hf_spec.__file__).parent / "startup")
 
 
@@ -47,7 +47,7 @@ def run(
 
 
 def find(program: str, module: bool = False) -> Sequence[str]:
-    """What Python's command line names the program.
+    """The arguments of Python's command line that start the program.
 
     Raises:
         ValueError: there is no such program.
@@ -68,7 +68,7 @@ def find(program: str, module: bool = False) -> Sequence[str]:
 
 
 def _console_script(name: str) -> str | None:
-    """The script of this name, in this environment's own folder first."""
+    """Path of the console script of this name; this environment's folder is searched first."""
     folders = sysconfig.get_path("scripts")
     if entry_points(group="console_scripts", name=name):
         folders += os.pathsep + os.environ.get("PATH", os.defpath)
@@ -77,12 +77,12 @@ def _console_script(name: str) -> str | None:
         return None
     with open(found, "rb") as file:
         head = file.read(512)
-    # Where the interpreter's path is long, its line is the second one.
+    # If the interpreter's path is long, it is in the second line.
     return found if head.startswith(b"#!") and b"python" in head else None
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, in which Python finds our ``sitecustomize`` first."""
+    """This process's environment, with the folder of our ``sitecustomize`` first on the path."""
     inherited = os.environ.get("PYTHONPATH")
     path = STARTUP + (os.pathsep + inherited if inherited else "")
     return {**os.environ, "PYTHONPATH": path}

@@ -108,7 +108,7 @@ def search(
 
 
 def _as_option(message: str) -> str:
-    """A message about a field of the settings, about the option of that name."""
+    """A message about a field of the settings, reworded to name the option."""
     field, found = message.replace("=", " ", 1).split(" ", 1)
     return f"--{field.replace('_', '-')} {found}"
 
@@ -117,9 +117,9 @@ def _as_option(message: str) -> str:
 def search_bar() -> Iterator[
     tuple[Callable[[int, int, Trial | None], None], Callable[[str], None]]
 ]:
-    """``progress(done, total, best)`` and ``status(text)``, shown on stderr.
+    """Show progress on stderr: a bar on a terminal, elsewhere a line for each better choice.
 
-    On a terminal a bar; elsewhere a line whenever something better is found.
+    Gives ``progress(done, total, best)`` and ``status(text)``.
     """
     shown: Trial | None = None
     with progress_bar("search") as update:

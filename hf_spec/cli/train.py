@@ -14,7 +14,7 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import check_writable
 from hf_spec.model.loading import load_model
 
-#: What stands in place of a method for a part that an adapter can get later.
+#: Value of ``METHOD`` that adds a transition to an existing adapter.
 TRANSITION = "transition"
 
 
@@ -33,7 +33,7 @@ def train(
     ] = None,
     adapter: Annotated[
         Path | None,
-        typer.Option(help="Of 'train transition': the adapter folder that gets one."),
+        typer.Option(help="Adapter folder that gets a transition ('train transition')."),
     ] = None,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Optimiser steps.  [default: --epochs decides]")
@@ -49,10 +49,10 @@ def train(
     ] = None,
     num_anchors: Annotated[
         int | None,
-        typer.Option(min=1, help="Most places trained per sequence.  [default: the method's]"),
+        typer.Option(min=1, help="Most trained positions per sequence.  [default: the method's]"),
     ] = None,
     max_length: Annotated[int, typer.Option(min=4, help="Cut longer sequences.")] = 1024,
-    held_out: Annotated[int, typer.Option(min=1, help="Rows kept for evaluation.")] = 32,
+    held_out: Annotated[int, typer.Option(min=1, help="Examples kept for evaluation.")] = 32,
     served_prompts: Annotated[
         int, typer.Option(min=1, help="Held-out prompts decoded at each evaluation.")
     ] = 16,
@@ -65,10 +65,10 @@ def train(
         str | None,
         typer.Option(help="Further fields of transformers.TrainingArguments, a JSON object."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = (
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = (
         False
     ),
-    seed: Annotated[int, typer.Option(help="Of initial values, order and anchors.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of initial values, data order and anchors.")] = 0,
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -76,7 +76,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Say what training takes, from the model's config; load and write "
+            help="Estimate parameters and memory from the model's config; load and write "
             "nothing. Needs --model only.",
         ),
     ] = False,
@@ -87,12 +87,12 @@ def train(
     """Train an adapter on answers that the base model gave.
 
     Every field of the method's adapter config is an option, too (--num-mask-tokens 4);
-    --list-fields shows them. Training is transformers' Trainer: 'accelerate launch' runs it on
-    several devices, --training-args reaches everything else (logging, precision, FSDP). At each
-    evaluation held-out prompts are decoded; the checkpoint of the largest tau is kept, or that of
-    the smallest loss where the method fine-tunes the model. The base model is not changed, unless
-    a field of the config says so. 'transition' gives an adapter that has none a transition, how
-    the token before changes what it predicts, without training the rest anew.
+    --list-fields shows them. Training uses transformers' Trainer: 'accelerate launch' runs it on
+    several devices, --training-args sets everything else (logging, precision, FSDP). Each
+    evaluation decodes held-out prompts; the checkpoint of the largest tau is kept, or that of the
+    smallest loss if the method fine-tunes the model. The base model is not changed, unless a field
+    of the config says so. 'train transition' adds a transition to a trained adapter: how the token
+    before changes its predictions. The rest of the adapter is not trained again.
 
     \b
     Examples:
@@ -128,7 +128,7 @@ def train(
         raise ValueError("give --model, --data and --output")
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
-    # A wrong value is told before anything is loaded.
+    # Invalid values are refused before anything is loaded.
     if adapter is None:
         adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
     else:
@@ -144,7 +144,7 @@ def train(
     arguments = work.training_arguments(chosen, settings, output or Path(), adapter_config)
     if dry_run:
         if adapter is not None:
-            raise ValueError("--dry-run: of a fresh adapter; leave out --adapter")
+            raise ValueError("--dry-run estimates a new adapter: leave out --adapter")
         from hf_spec.training.estimate import estimate, meta_model
 
         base = meta_model(model, dtype)
@@ -180,10 +180,10 @@ def train(
 
 
 def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> dict[str, Any]:
-    """Options such as ``--num-mask-tokens 4`` or ``--num-mask-tokens=4`` as config fields.
+    """Config fields from options such as ``--num-mask-tokens 4`` or ``--num-mask-tokens=4``.
 
     Raises:
-        ValueError: an option is no field, or has no value.
+        ValueError: an option is not a field, or has no value.
     """
     config: dict[str, Any] = {}
     left = iter(arguments)
@@ -199,6 +199,6 @@ def parse_fields(arguments: list[str], fields: dict[str, Any], method: str) -> d
         config[name] = value if equals else next(left, None)
         if config[name] is None:
             raise ValueError(f"{option} needs a value")
-        with suppress(json.JSONDecodeError):  # a word is none
+        with suppress(json.JSONDecodeError):  # a word is no JSON
             config[name] = json.loads(config[name])
     return config

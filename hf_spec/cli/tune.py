@@ -100,7 +100,7 @@ def tune(
 
 
 def _print(entry: dict[str, Any], path: Path) -> None:
-    """Accuracies, and for each setting the size chosen beside a few others."""
+    """Print accuracies and, for each setting, the chosen size among a few others."""
     from rich.console import Console
 
     from hf_spec.bench.report import new_table
@@ -116,7 +116,7 @@ def _print(entry: dict[str, Any], path: Path) -> None:
     )
     for setting in entry["settings"]:
         title = f"batch {setting['batch_size']}, context {setting['context']}"
-        heads = ("rows", "tau", "static", "random", "step, ms", "speedup")
+        heads = ("step tokens", "tau", "static", "random", "step, ms", "speedup")
         shown = new_table(title, (), heads)
         table = zip(entry["sizes"], setting["step_seconds"], setting["speedups"])
         for size, seconds, speedup in table:

@@ -19,6 +19,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from hf_spec.drafting.drafter import Draft
+
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
 NO_LIMIT = 2**60
 
@@ -31,8 +33,8 @@ class Emission:
         real: ``(batch, width)`` bool, False for padding; None if there is none.
         criteria: the prepared stopping criteria; one of them is a ``MaxLengthCriteria``.
         pad_token_id: fills rows past their end.
-        streamer: receives the same calls as in plain generation; its method ``end_step``, if it has
-            one, is called after each step.
+        streamer: receives the same calls as in plain generation. If it has a method ``end_step``,
+            this is called after each step; for ``see_step`` see :meth:`show`.
         record_scores, record_logits: whether to record them per token.
         same: makes numbers equal in all processes that decode together.
 
@@ -229,6 +231,17 @@ class Emission:
         end_step = getattr(self.streamer, "end_step", None)
         if end_step is not None:
             end_step()
+
+    def show(self, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        """Pass a step's draft to the streamer's method ``see_step``, if it has one.
+
+        Args:
+            draft: what was forwarded.
+            nodes: the accepted nodes of each row, root first; none if the row was finished.
+        """
+        see_step = getattr(self.streamer, "see_step", None)
+        if see_step is not None:
+            see_step(draft, nodes)
 
     # -- finishing ---------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ class Growing(Protocol):
 
     def end_step(self) -> None: ...
 
+    def show(self, draft: Draft, nodes: Sequence[Sequence[int]]) -> None: ...
+
 
 @dataclass
 class Strategy:
@@ -190,7 +192,9 @@ class Steps:
         kept = [max(count, end) for count, end in zip(counts, ends)]
         cache.commit(kept, None if output.ending is not None else _moved(choice, kept))
         seconds = self.watch.step()
-        drafter.observe(state, draft, [n[:count] for n, count in zip(choice.nodes, counts)])
+        accepted = [nodes[:count] for nodes, count in zip(choice.nodes, counts)]
+        drafter.observe(state, draft, accepted)
+        self.emission.show(draft, accepted)
         if graphs is None or graphs.made == made:  # steps that compile are not typical
             policy.observe(draft, counts, seconds)
 

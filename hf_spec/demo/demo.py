@@ -11,13 +11,13 @@ from typing import Any
 
 from hf_spec.bench import report
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
-from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.bench.figures import new_figure
 from hf_spec.bench.prompts import Prompt, encode_prompts
 from hf_spec.bench.runner import BenchResult, run
 from hf_spec.bench.session import Session, own_generation_config
 from hf_spec.demo.prompts import demo_prompts
-from hf_spec.demo.steps import StepStreamer
 from hf_spec.model.loading import load_model
+from hf_spec.viewing.steps import StepStreamer
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
 #: Needs neither training nor an adapter.
@@ -81,11 +81,21 @@ def run_demo(
     dtype: str = "bfloat16",
     show_steps: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
+    status: Callable[[str], Any] = lambda text: None,
 ) -> DemoResult:
-    """Load the model (the shipped one and its adapters, unless told) and measure.
+    """Load a model and measure it, plainly and with each strategy.
 
     Args:
-        show_steps: also note which step emits which tokens after the sample prompt.
+        folder: the model; None for the shipped one with its adapters.
+        limit: most prompts; None for all.
+        max_new_tokens: limit for each prompt.
+        dtype: dtype of the model.
+        show_steps: whether to record which step emits which tokens after the sample prompt.
+        progress: called as ``progress(done, total)`` with numbers of calls.
+        status: called with a line of text when the model is loaded.
+
+    Raises:
+        ValueError: the model cannot be loaded, or there are no prompts.
     """
     adapters = read_adapters(map(str, adapter_folders())) if folder is None else []
     folder = model_folder() if folder is None else folder
@@ -94,8 +104,12 @@ def run_demo(
     chosen = prompts if limit is None else prompts[:limit]
     if not chosen:
         raise ValueError("this Python has no sources of its standard library to take prompts from")
+    ways = lineup(model, adapters)
+    count = f"{len(chosen)} prompt{'s' * (len(chosen) != 1)}"
+    names = ", ".join(one.name for one in ways)
+    status(f"{count}, up to {max_new_tokens} new tokens each, plainly and with {names}")
     bench = run(
-        model, tokenizer, chosen, lineup(model, adapters),
+        model, tokenizer, chosen, ways,
         max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
     environment = report.environment(model, "demo model", None)
@@ -134,8 +148,8 @@ def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
     return bench.prompts[best.prompts[0]].text, text
 
 
-def write_chart(path: Path, bench: BenchResult) -> None:
-    """Tokens per second of every contender as bars, with speedup and tau written on them."""
+def draw_chart(bench: BenchResult) -> Any:
+    """A figure with a bar for each contender: its tokens per second, with speedup and tau above."""
     rows = [row for row in bench.runs() if row["task"] == report.ALL]
     figure = new_figure(1.6 + 1.5 * len(rows), 4)
     axes = figure.subplots()
@@ -147,4 +161,4 @@ def write_chart(path: Path, bench: BenchResult) -> None:
     axes.bar_label(bars, [f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows])
     axes.set(ylabel="tokens per second", title="hf-spec demo: same text, fewer forward passes")
     axes.margins(y=0.2)
-    save_figure(figure, path)
+    return figure

@@ -61,8 +61,9 @@ class Draft:
         distributions: ``(batch, nodes, vocab)`` q from which each candidate was sampled, after all
             logits processors; None if candidates were not sampled. Column 0 is ignored.
         probes: step tokens after the nodes from which the drafter predicts future tokens.
-        chances: probabilities of the candidates. With them the policy chooses how many candidates
-            and which probes are forwarded; without them (None), the whole draft is.
+        chances: probabilities of the candidates; None if unknown.
+        whole: whether all candidates and probes are forwarded. Otherwise, if ``chances`` are known,
+            the policy chooses how many of them are.
         pruned: whether the model drops unlikely candidates in its deeper layers.
     """
 
@@ -72,6 +73,7 @@ class Draft:
     probes: ProbeRows | None = None
     chances: Chances | None = None
     pruned: bool = False
+    whole: bool = False
 
     def left_with(self, survivors: Survivors) -> Draft:
         """The draft without the candidates that pruning dropped."""

@@ -1,5 +1,5 @@
-"""Adapter repositories: what belongs into one, its card, and its way onto the Hub.
+"""Adapter repositories: their files, their cards, and uploads to the Hub.
 
-``folder`` writes and checks an adapter folder, ``card`` renders its ``README.md``, ``push`` uploads
-it, ``transfer`` reads others' checkpoints and writes adapters for other programs.
+``folder`` writes and checks adapter folders, ``card`` renders their ``README.md``, ``push`` uploads
+them, and ``transfer`` reads published checkpoints and writes adapters for other programs.
 """

@@ -1,9 +1,9 @@
-"""The card of an adapter folder: rendered from its configs and from what was measured.
+"""Renders the card of an adapter folder from its configs and results.
 
-Frame: ``hub_cards/adapter_card.md``. Each method adds a section, ``card.md`` in its folder, which
-sees ``adapter`` (the adapter's config), ``options``, ``search`` (``search.json``, or None) and
-``files`` (names in the folder); ``hub_cards/training.md`` adds one for trained adapters. The same
-folder gives the same card, always.
+The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``card.md`` in its
+folder, with the variables ``adapter`` (the adapter's config), ``options``, ``search``
+(``search.json``, or None) and ``files`` (names in the folder). ``hub_cards/training.md`` adds a
+section for trained adapters. The card depends on the folder alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 
 
 def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
-    """The card's text.
+    """The text of a card.
 
     Args:
         folder: the adapter folder.
-        repository: its name on the Hub; the folder's name unless told.
-        base_model: the base model's name; that of ``adapter_config.json`` unless told.
+        repository: its name on the Hub; None for the folder's name.
+        base_model: name of the base model; None for that in ``adapter_config.json``.
 
     Raises:
-        ValueError: a file of the folder is missing or wrong.
+        ValueError: a file of the folder is missing or invalid.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -88,10 +88,10 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
 
 @contextmanager
 def renew_card(folder: Path) -> Iterator[None]:
-    """Write the card again after the block has changed the folder, unless somebody edited it."""
+    """Render the card again after the block changed the folder, unless it was edited by hand."""
     path = folder / CARD
     rendered = ""
-    with suppress(ValueError):  # the folder may be wrong until the block has run
+    with suppress(ValueError):  # the folder may be incomplete until the block has run
         rendered = render_card(folder).strip()
     edited = path.is_file() and path.read_text(encoding="utf-8").strip() != rendered
     yield
@@ -100,7 +100,14 @@ def renew_card(folder: Path) -> Iterator[None]:
 
 
 def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
-    """Render ``README.md``, and ``custom_generate/generate.py`` beside it; returns the card."""
+    """Write ``README.md`` and ``custom_generate/generate.py`` to an adapter folder.
+
+    Args:
+        folder, repository, base_model: see :func:`render_card`.
+
+    Returns:
+        Path of the card.
+    """
     text = render_card(folder, repository, base_model)
     write_shim(folder)
     write_atomically(folder / CARD, text)
@@ -108,7 +115,7 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
 
 
 def _training(training: dict[str, Any] | None, names: list[str]) -> str:
-    """How the adapter was trained; empty if it was not."""
+    """The card's section on training; empty if there was none."""
     if training is None:
         return ""
     best = training.get("best") or {}
@@ -124,7 +131,7 @@ def _render(source: str, **values: Any) -> str:
 
 
 def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ``tree.json`` says of the trees chosen; empty where none are used."""
+    """The chosen trees in ``tree.json``, one per device and setting; empty if they are not used."""
     data = read_tree_file(folder) if TUNED in options.values() else None
     rows = []
     for entry in data["devices"] if data else ():
@@ -135,7 +142,11 @@ def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What ``results.json`` (as ``hf-spec bench`` writes it) says about the strategy."""
+    """The strategy's figures in the folder's ``results.json``; None if there is no such file.
+
+    Raises:
+        ValueError: the file is not one of ``hf-spec bench`` for this strategy.
+    """
     if not (folder / RESULTS).is_file():
         return None
     data = read_json(folder / RESULTS)
@@ -147,12 +158,12 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
             if row["strategy"].partition("@")[0] == method.name and row["batch_size"] == size
         ]  # fmt: skip
         plain = {(row["strategy"], row["task"]): row for row in runs if row["batch_size"] == size}
-        for row in rows:  # results of an earlier release do not name it
+        for row in rows:  # missing in results of earlier releases
             row.setdefault("baseline", "plain")
         if not rows:
             raise ValueError(f"no rows of strategy {method.name!r}")
         rows = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
-        several = len(rows) > 2  # a single task repeats the row "all"
+        several = len(rows) > 2  # a single task has the same figures as "all"
         shown = []
         for row in rows:
             if several or row["task"] == "all":
@@ -177,13 +188,13 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
 
 
 def _texts(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its figures as they are shown."""
+    """An entry with its figures formatted."""
     figures = {name: f"{row[name]:.2f}" for name in ("speedup", "tau")}
     return {**row, **figures, "speed": f"{row['tokens_per_second']:.1f}"}
 
 
 def _output(row: dict[str, Any]) -> str:
-    """How the outputs compare with plain decoding's."""
+    """How the outputs compare with those of plain decoding, in words."""
     if row["identical"] is None:
         return "sampled"
     parts = [f"{row['identical']} of {row['prompts']} identical"]
@@ -195,7 +206,7 @@ def _output(row: dict[str, Any]) -> str:
 
 
 def _setting(environment: dict[str, Any], batch_size: int) -> str:
-    """Machine, numbers and versions in a sentence."""
+    """Machine, settings and versions in a sentence."""
     device = environment["device_name"]
     if environment["device"] == "cpu":
         device += f", {environment['threads']} thread" + "s" * (environment["threads"] != 1)

@@ -1,7 +1,4 @@
-"""Adapter folders: how one is written, and what a complete one holds.
-
-Every file is put in place in one step, so that no reader ever sees half of one.
-"""
+"""Writes adapter folders, and checks that they are complete. Every file is written atomically."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from hf_spec.policy.tuned_trees import TREE_FILE, read_trees
 
 CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
-#: What is uploaded, too, where it is there; the shim is written anew.
+#: Files that are uploaded if they exist; the shim is always written anew.
 OPTIONAL = (TREE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
@@ -34,9 +31,9 @@ UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """A temporary folder; at the end of the block, if all went well, its files move to ``folder``.
+    """Give a temporary folder, whose files and subfolders move to ``folder`` after the block.
 
-    Subfolders move along.
+    If the block raises, ``folder`` is unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
@@ -48,7 +45,7 @@ def staging(folder: Path) -> Iterator[Path]:
             if path.is_file():
                 target = folder / path.relative_to(temporary)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                os.chmod(path, 0o666 & ~umask)  # some writers make private files
+                os.chmod(path, 0o666 & ~umask)  # some libraries write private files
                 os.replace(path, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -64,7 +61,7 @@ def save_adapter(
     """Write a ``PeftModel``'s adapter with its ``SpecConfig``: all of a folder but the card.
 
     Args:
-        model: holds one adapter of ours, named ``default``.
+        model: a ``PeftModel`` with one adapter of hf_spec, named ``default``.
         folder: the adapter folder.
         strategy, options: what ``generation_config.json`` shall say.
         state: the model's state dict, where its own tensors are sharded.
@@ -74,9 +71,12 @@ def save_adapter(
 
 
 def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
-    """Write the adapter of a config that needs no training; ``model`` is left as it was.
+    """Write an adapter that needs no training.
 
-    PEFT does the writing: the adapter is attached, saved, and taken off again.
+    Args:
+        model: the base model; unchanged afterwards.
+        adapter_config: the adapter's config.
+        folder: the adapter folder.
     """
     with attached(model, adapter_config) as peft_model:
         _save_weights(peft_model, folder)
@@ -84,16 +84,19 @@ def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
 
 @contextmanager
 def attached(model: Any, adapter_config: Any, in_float32: bool = False) -> Iterator[Any]:
-    """For the block, a ``PeftModel`` with a fresh adapter; afterwards ``model`` is as it was.
+    """Give a ``PeftModel`` with a new adapter; ``model`` is restored after the block.
 
     Args:
-        in_float32: keep the adapter of a model in 16 bits in 32, as PEFT does for training.
+        model: the base model.
+        adapter_config: the adapter's config.
+        in_float32: whether an adapter of a 16-bit model is kept in float32, as PEFT does for
+            training.
     """
     from peft import get_peft_model
 
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
+        warnings.simplefilter("ignore", FutureWarning)  # from PEFT's call of Transformers
         peft_model = get_peft_model(model, adapter_config, autocast_adapter_dtype=in_float32)
     try:
         yield peft_model
@@ -112,7 +115,7 @@ def _save_weights(model: Any, folder: Path, state: dict[str, Any] | None = None)
 
 
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
-    """Write ``generation_config.json`` and the shim that says the same."""
+    """Write ``generation_config.json``, and the shim with the same strategy and options."""
     _save_config(folder, hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options))
 
 
@@ -123,7 +126,7 @@ def _save_config(folder: Path, config: hf_spec.SpecConfig) -> None:
 
 
 def change_options(folder: Path, options: dict[str, Any]) -> None:
-    """Replace the strategy's options; what else ``generation_config.json`` says stays."""
+    """Replace the strategy's options in ``generation_config.json``; its other fields stay."""
     config = hf_spec.SpecConfig.from_pretrained(folder)
     config.assistant_kwargs = options
     _save_config(folder, config)
@@ -134,7 +137,7 @@ def write_shim(folder: Path, repository: str | None = None) -> None:
 
     Args:
         folder: the adapter folder.
-        repository: where it goes on the Hub; the shim loads the adapter from there.
+        repository: the repository on the Hub that the shim loads the adapter from; None for none.
     """
     method, options = read_spec_config(folder)
     write_atomically(folder / SHIM, shim_text(method.name, options, _peft_type(method), repository))
@@ -145,10 +148,10 @@ def _peft_type(method: Method) -> str | None:
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
-    """The strategy and options that ``generation_config.json`` names.
+    """The strategy and options in ``generation_config.json``.
 
     Raises:
-        ValueError: there is no such file, it cannot be read, or names no strategy.
+        ValueError: there is no such file, it cannot be read, or it names no strategy.
     """
     data = read_json(folder / GENERATION)
     strategy, options = data.get("assistant_strategy"), data.get("assistant_kwargs") or {}
@@ -163,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: the file cannot be read, or holds no JSON object; the message names it.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -180,7 +183,7 @@ def read_tree_file(folder: Path) -> dict[str, Any] | None:
     """The content of the folder's ``tree.json``; None if there is none.
 
     Raises:
-        ValueError: it is none that this release can read.
+        ValueError: this release cannot read it.
     """
     path = folder / TREE
     if not path.is_file():
@@ -190,10 +193,10 @@ def read_tree_file(folder: Path) -> dict[str, Any] | None:
 
 
 def check_complete(folder: Path) -> None:
-    """Raise unless the folder holds a whole adapter repository whose parts fit together.
+    """Check that a folder is a complete adapter repository whose files fit together.
 
     Raises:
-        ValueError: naming what is missing or wrong and what to do.
+        ValueError: a file is missing or wrong; the message says what to do.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
@@ -231,5 +234,5 @@ def check_complete(folder: Path) -> None:
 
 
 def is_repository(name: str | None) -> bool:
-    """Whether a model's name is one on the Hub, ``name`` or ``owner/name``, and no local folder."""
+    """Whether a name is a repository on the Hub (``name``, ``owner/name``) and no local folder."""
     return not (not name or is_path(name) or Path(name).is_dir())

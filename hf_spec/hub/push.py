@@ -1,4 +1,4 @@
-"""Upload an adapter folder as a repository of the Hub."""
+"""Uploads an adapter folder to a repository on the Hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_spec.hub.folder import (
     write_shim,
 )
 
-#: What an earlier adapter may have left in a repository that would be taken for the new one's.
+#: Files of an earlier adapter in the repository that would be mistaken for the new one's.
 STALE = (TREE, "search.json", "results.json", *UNSAFE)
 
 
@@ -39,26 +39,27 @@ def push(
     revision: str | None = None,
     base_model: str | None = None,
 ) -> str:
-    """Upload a complete adapter folder; what else lies in it (the study, logs) stays.
+    """Upload a complete adapter folder; other files in it, such as the study and logs, are not.
 
-    A card that nobody has edited is rendered anew with the repository's name; an edited one is
-    uploaded as it is. The folder itself is not changed. The files of a repository change in one
-    commit: whoever loads it meanwhile, or after an upload that was interrupted, gets all of the
-    earlier adapter. A tree, figures or pickled weights of an earlier adapter are removed.
+    A card is rendered anew with the repository's name, unless it was edited by hand. The folder is
+    not changed. The upload is a single commit, so whoever loads the adapter during the upload, or
+    after an interrupted one, gets the earlier adapter as a whole. The earlier adapter's tree,
+    figures and pickled weights are removed.
 
     Args:
         folder: the adapter folder.
-        repository: ``owner/name``; made if it does not exist.
-        private: for a new repository.
-        revision: branch to upload to; made if it does not exist.
-        base_model: the base model's name on the Hub, if ``adapter_config.json`` names a folder.
+        repository: ``owner/name``; created if it does not exist.
+        private: whether a new repository is private.
+        revision: branch to upload to; created if it does not exist. None for the main one.
+        base_model: name of the base model on the Hub; needed if ``adapter_config.json`` names a
+            folder.
 
     Returns:
-        The commit's address.
+        URL of the commit.
 
     Raises:
-        ValueError: the folder is not complete, a name is wrong, or the Hub refuses or cannot be
-            reached.
+        ValueError: the folder is incomplete, a name is invalid, or the Hub refuses the upload or
+            cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
@@ -79,7 +80,7 @@ def push(
 
 
 def _upload(api: Any, staged: Path, repository: str, private: bool, revision: str | None) -> str:
-    """Make the repository and the branch if need be, and one commit; returns its address."""
+    """Create the repository and the branch if needed, make one commit, and return its URL."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     # None leaves the choice to the organisation's settings.
@@ -106,10 +107,10 @@ def _upload(api: Any, staged: Path, repository: str, private: bool, revision: st
 
 @contextmanager
 def _one_line_errors(repository: str) -> Iterator[None]:
-    """Turn what can go wrong on the way to the Hub into a ValueError that says it in one line."""
+    """Turn errors of the upload into a ValueError of one line."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    # The HTTP library's, which is another one by release of huggingface_hub.
+    # The HTTP library differs between releases of huggingface_hub.
     transport: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
@@ -121,14 +122,14 @@ def _one_line_errors(repository: str) -> Iterator[None]:
         if status in (401, 403):
             reason += " (is your token valid, and may it write there? 'hf auth login')"
         raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
-    # A RuntimeError is what failed uploads of single files end in.
+    # Failed uploads of single files end in a RuntimeError.
     except (transport, OSError, RuntimeError) as error:
         reason = first_line(error.__cause__ or error)
         raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
 
 
 def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) -> None:
-    """Copy what is uploaded, with the names that hold on the Hub."""
+    """Copy the files to upload, and set the names of repository and base model in them."""
     for pattern in (*REQUIRED, *OPTIONAL):
         for source in folder.glob(pattern):
             target = staged / source.relative_to(folder)
@@ -142,7 +143,7 @@ def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) 
         )
     edited = (folder / CARD).read_text(encoding="utf-8").strip() != render_card(folder).strip()
     if base_model is not None and base_model != named:
-        # Only this name is replaced: the file may hold fields of a newer release.
+        # Only the name is replaced, as the file may have fields of a newer release.
         config = {**read_json(folder / CONFIG), "base_model_name_or_path": base_model}
         write_atomically(staged / CONFIG, json.dumps(config, indent=2, sort_keys=True))
     write_shim(staged, repository)

@@ -1,7 +1,7 @@
-"""Adapters from checkpoints that others have published, and for other programs to read.
+"""Imports published checkpoints as adapters, and exports adapters for other programs.
 
-What the tensors of a file mean is the method's business (``Method.published``, ``Method.exports``);
-here files are read and written.
+This module reads and writes files; methods know what the tensors mean (``Method.published``,
+``Method.exports``).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
 from hf_spec.methods.registry import Export, Method, Published, get_method, methods
 
-#: End of the name of a file that says which tensors are in which of several files.
+#: Suffix of files that map tensors to checkpoint files.
 INDEX = ".index.json"
 SAFE = ".safetensors"
 
 
 def importable(name: str) -> tuple[Method, Published]:
-    """The method of this name, and how it reads published checkpoints.
+    """A method and its reader of published checkpoints.
 
     Raises:
-        ValueError: there is no such method, or it reads none.
+        ValueError: there is no such method, or it cannot read published checkpoints.
     """
     method = get_method(name)
     if method.published is None:
@@ -43,16 +43,16 @@ def importable(name: str) -> tuple[Method, Published]:
 
 
 def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The wanted tensors of a file, by name.
+    """Read tensors of a checkpoint by name, without running any code in it.
 
     Args:
-        path: a safetensors file; a file of ``torch.save``, which is read by torch's weights-only
-            unpickler: it knows tensors and plain containers and calls nothing that the file names;
-            or an ``.index.json`` that names several such files beside it.
-        wants: which names are read.
+        path: a safetensors file; a file of ``torch.save``, which torch's weights-only unpickler
+            reads; or an ``.index.json`` that names several such files in the same folder.
+        wants: whether to read the tensor of a name.
 
     Raises:
-        ValueError: the file is not there, is of another kind, or holds more than tensors by name.
+        ValueError: there is no such file, it is of another format, or it holds anything besides
+            tensors by name.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
@@ -70,7 +70,7 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
     _check_archive(path)
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what wrong bytes raise when they are unpickled may be anything
+    except Exception as error:  # unpickling wrong bytes can raise anything
         raise ValueError(
             f"{str(path)!r} is no file of tensors by name, was cut off, or holds something else "
             "besides, which is not read since it could run code: copy it again, or have it saved "
@@ -86,11 +86,11 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
 
 
 def _check_archive(path: Path) -> None:
-    """Raise unless what an archive holds is as large as the archive; torch.save compresses nothing.
+    """Raise a ValueError if an archive unpacks to more than its own size.
 
-    A small file could otherwise fill the memory when it is read.
+    ``torch.save`` does not compress, and a small file must not fill the memory.
     """
-    if not zipfile.is_zipfile(path):  # older files of torch.save are none
+    if not zipfile.is_zipfile(path):  # the older format of torch.save is no archive
         return
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
@@ -105,7 +105,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _check_sizes(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise unless the tensors are plain ones, of numbers that are all in the file."""
+    """Raise a ValueError unless all tensors are dense and stored in the file as a whole."""
     for name, tensor in tensors.items():
         plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
         if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -141,14 +141,17 @@ def import_adapter(
     output: Path,
     options: dict[str, Any] | None = None,
 ) -> Path:
-    """Make an adapter folder of a published checkpoint, complete with its card.
+    """Write a published checkpoint as an adapter folder with a card.
 
     Args:
         path: see :func:`read_published`.
-        method_name: what kind of adapter it is.
-        model: the base model that it was made for; left as it was.
+        method_name: the method that the checkpoint belongs to.
+        model: the base model that it was trained for; unchanged afterwards.
         output: the adapter folder.
-        options: of the strategy, stored with the adapter.
+        options: options of the strategy, stored with the adapter.
+
+    Returns:
+        ``output``.
 
     Raises:
         ValueError: the file cannot be read, or does not fit the model.
@@ -171,17 +174,17 @@ def import_adapter(
             )
         check_numbers(f"the checkpoint {str(path)!r}", tensors.items(), placement(model)[1])
         for name, parameter in found.items():
-            parameter.data = tensors[name].contiguous()  # in the file's own precision
+            parameter.data = tensors[name].contiguous()  # in the file's dtype
         save_adapter(peft_model, output, method.name, options or {})
     write_card(output)
     return output
 
 
 def exporter(folder: Path, form: str) -> Export:
-    """What turns the adapter in a folder into another program's files.
+    """The exporter of the adapter in a folder to a format.
 
     Raises:
-        ValueError: there is no adapter of ours, or none that can be written in this form.
+        ValueError: the folder has no adapter of hf_spec, or its type has no such format.
     """
     kind = read_json(folder / CONFIG).get("peft_type")
     for method in methods().values():
@@ -196,13 +199,19 @@ def exporter(folder: Path, form: str) -> Export:
 
 
 def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
-    """Write the adapter in a folder as another program reads it: a config and safetensors.
+    """Write an adapter in the format of another program: a config and a safetensors file.
 
     Args:
         folder: the adapter folder.
-        form: name of the form, such as ``vllm``.
-        model: the base model; left as it was.
+        form: name of the format, such as ``vllm``.
+        model: the base model; unchanged afterwards.
         output: the folder to write.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: the folder has no adapter, or its type cannot be written in this format.
     """
     from peft import PeftModel
     from safetensors.torch import save_file
@@ -216,7 +225,7 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
         adapter = require_active(model, config.type_name, config.type_name.lower())
         description, tensors = form_of.make(model, adapter)
         with staging(output) as temporary:
-            # Parts of one tensor are not stored as such.
+            # safetensors does not store views of a shared tensor.
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             save_file(plain, temporary / form_of.weights, metadata={"format": "pt"})
             write_atomically(temporary / form_of.config, json.dumps(description, indent=2))

@@ -29,8 +29,9 @@ class Export:
     """How an adapter is written for another program.
 
     Attributes:
-        make: from the base model and the active adapter to what the config says and tensors by
-            name; raises a ValueError that says what the other program cannot read.
+        make: given the base model and the active adapter, returns the content of the config file
+            and tensors by name; raises a ValueError if the other program cannot read such an
+            adapter.
         config, weights: names of the two files.
     """
 
@@ -44,10 +45,9 @@ class Published:
     """How published checkpoints become adapters of a method.
 
     Attributes:
-        wants: whether a tensor of this name is the adapter's; files may hold others, too.
-        convert: from tensors by name to fields of the adapter's config, and parameters under the
-            names that ``SpecAdapterLayer.build`` gives them; raises a ValueError that says what
-            does not fit.
+        wants: whether the tensor of a name belongs to the adapter; files may contain others, too.
+        convert: given tensors by name, returns fields of the adapter's config, and parameters by
+            their names in ``SpecAdapterLayer.build``; raises a ValueError if they do not fit.
     """
 
     wants: Callable[[str], bool]
@@ -56,21 +56,21 @@ class Published:
 
 @dataclass(frozen=True)
 class Method:
-    """One strategy.
+    """A strategy.
 
     Attributes:
-        name: what users write as ``assistant_strategy``; the folder's name.
+        name: value of ``assistant_strategy``, and name of the folder.
         summary: one line for listings.
         options: dataclass of ``assistant_kwargs``, derived from :class:`StrategyOptions`.
         drafter: builds the drafter.
-        adapter_config: config class of its PEFT adapter, None if it has none.
+        adapter_config: config class of its PEFT adapter; None if it has none.
         adapter_layer: the layer that holds the adapter's parameters.
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``; called as ``objective(base model, adapter, **batch)``.
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.
-        num_anchors: default number of places per sequence in a training step.
+        num_anchors: default number of trained positions per sequence in a training step.
         published: reads published checkpoints, for ``hf-spec import``; None if there are none.
         exports: exporters by the name of their format, for ``hf-spec export``.
     """
@@ -91,14 +91,14 @@ class Method:
 
     @property
     def package(self) -> str:
-        """The package of its options, which also holds its card and test variants."""
+        """The package of its options, which also contains its card and test variants."""
         return sys.modules[self.options.__module__].__package__ or ""
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.
 
         Raises:
-            ValueError: if an option is unknown or invalid; the error lists the options.
+            ValueError: an option is unknown or invalid; the message lists the options.
         """
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ValueError(
@@ -120,12 +120,12 @@ _registered: dict[str, Method] = {}
 
 
 def register_method(method: Method) -> None:
-    """Make a method known: its name to ``generate()``, its adapter's type to PEFT.
+    """Register a method with ``generate()``, and its adapter's type with PEFT.
 
     Registering the same method again does nothing.
 
     Args:
-        method: its ``name`` is what users write as ``assistant_strategy``.
+        method: the method.
 
     Raises:
         ValueError: the name, or the type of its adapter, belongs to another method; or one of
@@ -172,7 +172,7 @@ def get_method(name: str) -> Method:
     """The method of this name.
 
     Raises:
-        ValueError: listing the strategies there are.
+        ValueError: there is none; the message lists the strategies.
     """
     if name not in methods():
         raise ValueError(

@@ -234,7 +234,7 @@ class AdaptiveTrees(TreeSource):
             self._proposed = trust, *(part.tolist() for part in rows)
             return draft
         probes = drafter.hang(draft.tree, self._ahead(chances)) if self.probes else None
-        return Draft(draft.tree, draft.tokens, None, probes)
+        return Draft(draft.tree, draft.tokens, None, probes, chances, whole=True)
 
     def _ahead(self, chances: Chances) -> list[list[int]]:
         """Distances to predict under each node of each row, for a fixed number of candidates."""

@@ -168,15 +168,15 @@ class StepPolicy:
         """Reduce the draft to the candidates that the step takes, and attach its probes.
 
         Args:
-            draft: the proposed draft; unchanged if its probabilities are unknown or nothing may
-                depend on time.
+            draft: the proposed draft; unchanged if it is to be forwarded whole, its probabilities
+                are unknown, or nothing may depend on time.
             drafter: attaches probes.
             active: unfinished rows.
             limits: depth of the deepest candidate that each row can use.
         """
         self._live = sum(active)
         chances = draft.chances
-        if chances is None or not self.enabled:
+        if chances is None or draft.whole or not self.enabled:
             self._plan = plan = Plan(draft.tree.num_nodes - 1)
             pruned = self._prunes(drafter.prunes, plan, self._rows(draft))
             return dataclasses.replace(draft, pruned=pruned)

@@ -1,4 +1,4 @@
-"""Weights of a base model that is trained along with its adapter: in checkpoints and as a model.
+"""Saves and loads the weights of a base model that is trained together with its adapter.
 
 PEFT saves only adapters and assumes that the base model is unchanged.
 """
@@ -15,15 +15,15 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.layer import CONTAINER
 from hf_spec.hub.folder import staging
 
-#: File of a checkpoint, and folder beside an adapter, that hold the trained base.
+#: The trained base model: file in a checkpoint, and folder beside an adapter.
 CHECKPOINT, MODEL = "base_model.safetensors", "model"
 
 
 def base_state(model: Any) -> dict[str, Tensor]:
-    """The base model's own weights by name, without those of adapters; each tensor once.
+    """The base model's weights by name, without those of adapters; shared tensors once.
 
     Args:
-        model: the base model, with or without adapters of ours attached.
+        model: the base model, with or without adapters of hf_spec attached.
     """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -44,10 +44,10 @@ def save_checkpoint(model: Any, folder: Path) -> None:
 
 
 def load_checkpoint(model: Any, folder: Path) -> None:
-    """Put the weights of a checkpoint back into the base model.
+    """Load the weights in a checkpoint into the base model.
 
     Raises:
-        ValueError: the checkpoint has none, or others.
+        ValueError: the checkpoint has no weights of a base model, or those of another one.
     """
     from safetensors.torch import load_file
 
@@ -57,17 +57,17 @@ def load_checkpoint(model: Any, folder: Path) -> None:
     state = load_file(path)
     if state.keys() != base_state(model).keys():
         raise ValueError(f"{str(path)!r} holds the weights of another model")
-    model.load_state_dict(state, strict=False)  # tied weights are there once
+    model.load_state_dict(state, strict=False)  # tied weights are stored once
 
 
 def save_model(model: Any, folder: Path, config: Any, companions: Sequence[Any] = ()) -> None:
-    """Save the trained base as a model of its own in ``folder / MODEL``, and point to it.
+    """Save the trained base as a model of its own in ``folder / MODEL``.
 
     Args:
-        model: the base model, adapters attached.
+        model: the base model with its adapters attached.
         folder: the adapter folder.
-        config: the adapter's config, which is told the base's name and fingerprint.
-        companions: what is saved beside the model, such as its tokenizer.
+        config: the adapter's config, in which the base's name and fingerprint are set.
+        companions: objects to save beside the model, such as its tokenizer.
     """
     with staging(folder / MODEL) as temporary:
         model.save_pretrained(temporary, state_dict=base_state(model))

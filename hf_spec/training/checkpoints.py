@@ -1,6 +1,6 @@
-"""Which checkpoint a training can go on from. Knows files only.
+"""Finds the checkpoint to resume a training from. Knows files only.
 
-The Trainer writes a checkpoint file by file, and may be killed meanwhile.
+The Trainer writes a checkpoint file by file, and may be killed while it does.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-#: What the Trainer writes last.
+#: File that the Trainer writes last.
 STATE = "trainer_state.json"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The Trainer's checkpoints in a folder, whole or not, that of the most steps first."""
+    """The Trainer's checkpoints in a folder, complete or not, the latest first."""
     found = {
         int(match[1]): path
         for path in folder.glob("checkpoint-*")
@@ -28,9 +28,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def last_whole(folder: Path) -> Path | None:
-    """The checkpoint of the most steps that was written to its end; None if there is none.
+    """The latest complete checkpoint; None if there is none.
 
-    Later ones are logged and stay as they are: training writes them anew when it gets there.
+    Later, incomplete ones are logged and left alone: training overwrites them when it gets there.
     """
     for path in checkpoints(folder):
         broken = _broken_file(path)
@@ -44,12 +44,12 @@ def last_whole(folder: Path) -> Path | None:
 
 
 def _broken_file(checkpoint: Path) -> str | None:
-    """A file that is missing or cut off; None if all are whole."""
+    """The file that is missing or truncated, for the log; None if the checkpoint is complete."""
     if not (checkpoint / STATE).is_file():
         return f"no {STATE}"
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint)
-        # Such files are put in place when they are whole.
+        # Hidden names are temporary; such files are renamed when they are complete.
         unfinished = any(part.startswith(".") for part in name.parts)
         if path.is_file() and not unfinished and not _is_whole(path):
             return str(name)
@@ -57,7 +57,7 @@ def _broken_file(checkpoint: Path) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file can be read to its end, as far as its kind tells without reading it all."""
+    """Whether a file is complete, as far as its format tells without reading all of it."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -68,5 +68,5 @@ def _is_whole(path: Path) -> bool:
             json.loads(path.read_text(encoding="utf-8"))
     except (SafetensorError, ValueError):
         return False
-    # Files of torch.save are archives, whose directory stands at their end.
+    # Files of torch.save are archives, with their directory at the end.
     return path.suffix not in (".pt", ".pth", ".bin") or zipfile.is_zipfile(path)

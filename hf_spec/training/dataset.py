@@ -1,7 +1,6 @@
-"""Folders of prompts and answers as tokens, and how they are read.
+"""Reads folders of prompts and answers: those of ``hf-spec distill``, and the user's own.
 
-``hf-spec distill`` writes such folders; data of the user's own works as well. Knows tokenizers;
-knows no model.
+This module knows tokenizers, but no models.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ DATA, PROVENANCE, PARTS = "data/train-{:05d}-of-{:05d}.parquet", "provenance.jso
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?")
 #: Tokens, and the texts that they can be made from.
 ID_COLUMNS, TEXT_COLUMNS = ("prompt_ids", "answer_ids"), ("prompt", "answer")
-#: What is read, by the end of the files' names.
+#: Name of the format in ``datasets`` by file suffix.
 FORMATS = {"parquet": "parquet", "jsonl": "json"}
 
 
 def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
-    """The prompts and answers in a folder.
+    """Read the prompts and answers in a folder.
 
     They stay on disk: ``datasets`` keeps them in its cache as files that are mapped into memory.
 
@@ -43,11 +42,11 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
             the answer without BOS and with EOS behind it. Not needed where there are tokens.
 
     Returns:
-        ``prompt_ids``, ``answer_ids`` and all other columns that the files have.
+        ``prompt_ids``, ``answer_ids`` and all other columns of the files.
 
     Raises:
-        ValueError: there is no such folder, it is unfinished or lacks files, or a column is not
-            there, holds something else or has an empty row.
+        ValueError: there is no such folder, it is unfinished, files or columns are missing, or a
+            column holds other values or is empty somewhere.
     """
     folder = Path(folder)
     data = _load(_files(folder), folder)
@@ -67,7 +66,7 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
-    """How ``hf-spec distill`` made a folder; empty for a folder of the user's own data.
+    """How ``hf-spec distill`` generated a folder; empty for the user's own data.
 
     Raises:
         ValueError: there is no such folder, or it is unfinished.
@@ -89,7 +88,7 @@ def _check_finished(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with the data, all of one format."""
+    """The data files of a folder, all of one format."""
     _check_finished(folder)
     if (folder / PROVENANCE).is_file():
         return _shards(folder, list(folder.glob("data/*.parquet")) or [folder / DATA.format(0, 1)])
@@ -166,7 +165,7 @@ def _load(files: Sequence[Path], folder: Path) -> Dataset:
 
     kind = FORMATS[files[0].suffix.removeprefix(".")]
     verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it all
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says enough
     data: Any = []
     try:
         names = [str(path) for path in files if _holds_something(path)]
@@ -183,7 +182,7 @@ def _load(files: Sequence[Path], folder: Path) -> Dataset:
 
 
 def _holds_something(path: Path) -> bool:
-    """False for files in which load_dataset would stumble over there being nothing."""
+    """Whether a file has any data; load_dataset fails on files without."""
     import pyarrow.parquet as parquet
 
     if path.suffix == ".parquet":
@@ -198,9 +197,9 @@ def _tokenised(tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _check(data: Dataset, columns: Sequence[str], folder: Path) -> None:
-    """Raise unless the columns hold tokens, or texts, and at least one in each row.
+    """Raise a ValueError unless each entry of the columns holds tokens or text, and is not empty.
 
-    Nothing could be learned from an empty answer, nor from one to an empty prompt.
+    Nothing can be learned from an empty answer or an empty prompt.
     """
     import pyarrow.compute as compute
     from pyarrow import types

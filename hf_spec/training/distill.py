@@ -1,9 +1,9 @@
-"""Generate training data: the answers that a model itself gives to prompts.
+"""Generates training data: a model's own answers to prompts.
 
-The prompts are split into units of similar length. A finished unit is written at once as
-a file of its own, so that a run that was stopped goes on where it was; the last step merges the
-units. What a unit holds depends on the settings and its number alone, never on interruptions nor
-on the number of processes that share the work. Knows nothing of the command line.
+The prompts are divided into units of similar length. Each finished unit is written to a file of its
+own, so that an interrupted run can be continued; the last step merges the units. The content of a
+unit depends only on the settings and its number, not on interruptions or the number of processes.
+This module knows no command line.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     import pyarrow
     from accelerate import PartialState
 
-#: In the folder of parts: the settings, the lock of the process that writes, units by number.
+#: Files in the folder of parts: the settings, the lock of the writing process, units by number.
 SETTINGS, LOCK, UNIT = "settings.json", "lock", "unit-{:08d}.parquet"
-#: What :func:`~hf_spec.hub.folder.staging` leaves behind if the process is killed.
+#: Folders that :func:`~hf_spec.hub.folder.staging` leaves behind if the process is killed.
 HALF_WRITTEN = ".writing-*"
 #: Rows of a file of answers; while units are merged, so many are in memory.
 SHARD_ROWS = 100_000
 #: Batches' worth of prompts that a strategy decodes before they are written.
 BATCHES = 8
-#: Under this key a unit's file carries what it cost.
+#: Key of the costs in the metadata of a unit's file.
 COST_KEY = b"hf_spec"
-#: Processes wait for each other at the end; units may take unequally long.
+#: Longest time that processes wait for each other at the end.
 PATIENCE = timedelta(days=7)
 NOTE = (
     "The answers are the model's own: a strategy makes generating faster and changes nothing else. "
@@ -60,19 +60,32 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Question(Prompt):
-    """A prompt; ``source`` is the name of its file."""
+    """A prompt.
+
+    Attributes:
+        source: name of its file.
+    """
 
     source: str = ""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the answers, as the user gave it; a folder is continued with the same only.
+    """The settings that determine the answers; a folder can only be continued with the same.
 
     Attributes:
+        model: path or repository of the model.
         prompts: ``name``, ``sha256`` and ``count`` of each prompt file.
-        strategy: None for plain ``generate``.
-        temperature, top_k, top_p: None for the model's own.
+        limit: most prompts; None for all.
+        max_new_tokens: limit for each answer.
+        batch_size: prompts decoded at the same time.
+        strategy: name of the strategy; None for plain ``generate``.
+        strategy_kwargs: its options.
+        adapter: path or repository of its adapter; None for none.
+        dtype: dtype of the model.
+        seed: seed of the sampling.
+        do_sample: whether tokens are sampled.
+        temperature, top_k, top_p: None for the model's defaults.
     """
 
     model: str
@@ -92,7 +105,7 @@ class Settings:
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """Keywords for ``generate``, those of the strategy left out."""
+        """Keyword arguments for ``generate``, without those of the strategy."""
         values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         given = {name: value for name, value in values.items() if value is not None}
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
@@ -101,13 +114,13 @@ class Settings:
 def read_questions(
     paths: Sequence[Path], limit: int | None = None
 ) -> tuple[list[Question], list[dict[str, Any]]]:
-    """At most ``limit`` prompts of some files, spread evenly over categories, and what they are of.
+    """Read at most ``limit`` prompts, divided evenly among categories.
 
     Returns:
         The prompts in the order of the files, and ``name``, ``sha256`` and ``count`` of each file.
 
     Raises:
-        ValueError: a file cannot be read, breaks the rules, or is given twice.
+        ValueError: a file cannot be read, is invalid, or is given twice.
     """
     questions: list[Question] = []
     files: list[dict[str, Any]] = []
@@ -125,22 +138,28 @@ def read_questions(
 
 
 def unit_size(settings: Settings) -> int:
-    """Prompts of a unit: where they join a running batch, several times those that run at once, so
-    that places are seldom empty; a unit that is lost costs so much."""
+    """Number of prompts of a unit, which is what an interruption can lose.
+
+    If prompts join a running batch, a unit has several batches, so that the batch is mostly full.
+    """
     return settings.batch_size * (1 if settings.strategy is None else BATCHES)
 
 
 def units(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices in batches of ``size`` of similar length, the longest first.
+    """Indices of the prompts of each unit, grouped by length, the longest first.
 
-    What takes most memory then comes first, and the processes end at about the same time.
+    The unit that takes most memory thus comes first, and all processes end at about the same time.
+
+    Args:
+        lengths: length of each prompt in tokens.
+        size: prompts per unit.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """A hash of what turns texts into ids: vocabulary, special tokens, chat template."""
+    """SHA-256 of a tokenizer's vocabulary, special tokens and chat template."""
     facts = [
         sorted(tokenizer.get_vocab().items()),
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -153,20 +172,24 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 
 class AnswerFolder:
-    """The output folder from its first unit to the finished data set."""
+    """The output folder, from its first unit to the finished data set.
+
+    Args:
+        path: the folder.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.parts = path / PARTS
 
     def check(self, settings: dict[str, Any]) -> bool:
-        """Whether the folder is finished; raise if it was made with other settings.
+        """Whether the folder is finished.
 
         Args:
-            settings: JSON types; only what stands here is compared.
+            settings: the settings as JSON types; only these are compared.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: the folder was generated with other settings; the message names them.
         """
         finished = (self.path / PROVENANCE).is_file()
         if finished:
@@ -193,7 +216,7 @@ class AnswerFolder:
         return finished
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep a second run out for a block."""
+        """Lock the folder against other runs within the block."""
         self.parts.mkdir(parents=True, exist_ok=True)
         return exclusive(
             self.parts / LOCK,
@@ -202,16 +225,16 @@ class AnswerFolder:
         )
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Write down the settings."""
+        """Store the settings."""
         write_atomically(self.parts / SETTINGS, json.dumps(settings, indent=1))
 
     def missing(self, count: int) -> list[int]:
-        """The units out of ``count`` that are not finished."""
+        """Numbers of the unfinished units, out of ``count``."""
         there = set(os.listdir(self.parts))
         return [number for number in range(count) if UNIT.format(number) not in there]
 
     def add(self, number: int, rows: list[dict[str, Any]], cost: dict[str, Any]) -> None:
-        """Write a unit, in one step."""
+        """Write a unit atomically."""
         import pyarrow
         import pyarrow.parquet as parquet
 
@@ -221,12 +244,17 @@ class AnswerFolder:
             parquet.write_table(table, temporary / UNIT.format(number))
 
     def finish(self, count: int, questions: int, provenance: dict[str, Any]) -> None:
-        """Merge the ``count`` units, with all ``questions``, add ``provenance`` and drop the units.
+        """Merge the units, write the provenance, and remove the units.
 
-        The provenance is put in place last: a folder that has it is finished.
+        The provenance is written last, so a folder that contains it is finished.
+
+        Args:
+            count: number of units.
+            questions: number of prompts.
+            provenance: how the data are generated.
 
         Raises:
-            ValueError: a unit cannot be read, or the units do not hold each question once.
+            ValueError: a unit cannot be read, or the units do not contain each prompt once.
         """
         import pyarrow
         import pyarrow.compute as compute
@@ -279,7 +307,7 @@ class AnswerFolder:
             ) from error
 
     def clear(self) -> None:
-        """Remove from a finished folder the units, and what killed processes were writing."""
+        """Remove units and temporary files from a finished folder."""
         for left in (self.parts, *self.path.glob(HALF_WRITTEN)):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -314,7 +342,7 @@ def _figures(rows: int, tokens: int, costs: Sequence[dict[str, Any]]) -> dict[st
 
 
 def _shown(value: Any) -> str:
-    """A setting in an error: prompt files in short, all else as it is."""
+    """A setting as text for an error; prompt files are abbreviated."""
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return ", ".join(f"{one['name']} (sha256 {one['sha256'][:8]}...)" for one in value)
     return repr(value)
@@ -324,7 +352,7 @@ def _shown(value: Any) -> str:
 
 
 def processes(device: str | None) -> PartialState:
-    """The processes that ``accelerate launch`` or ``torchrun`` has started; this one otherwise."""
+    """The processes of ``accelerate launch`` or ``torchrun``; otherwise this process alone."""
     from accelerate import PartialState
 
     launched = int(os.environ.get("LOCAL_RANK", -1)) >= 0
@@ -345,16 +373,18 @@ def distill(
 ) -> dict[str, Any]:
     """Generate the answers that the folder lacks, and finish it.
 
-    All processes call this; each makes its share of the units.
+    Every process calls this function and generates its share of the units.
 
     Args:
-        model: a causal language model, in evaluation mode, on its device, with the adapter of
+        model: a causal language model in evaluation mode, on its device, with the adapter of
             ``contender`` loaded.
-        questions: in the order of the rows.
-        folder: locked by the main process.
-        contender: how to generate, as ``settings`` say.
+        tokenizer: its tokenizer.
+        questions: the prompts, in the order of the output.
+        folder: the output folder, locked by the main process.
+        settings: the settings.
+        contender: the strategy that ``settings`` names.
         state: the processes.
-        progress: called as ``progress(units_done, units_in_all)``.
+        progress: called as ``progress(done, total)`` with numbers of units.
 
     Returns:
         The provenance, as in the folder.
@@ -380,16 +410,16 @@ def distill(
         work = units([len(ids) for ids in token_ids], unit_size(settings))
         state.wait_for_everyone()
         missing = folder.missing(len(work))
-        # Nobody makes a unit before all have seen which are missing.
+        # No process writes a unit before all have listed the missing ones.
         state.wait_for_everyone()
         machine = environment(model, settings.model, None)
         joining = replace(contender, joining=not contender.stock)
         session = Session(model, settings.generate_kwargs, managed=bool(contender.adapters))
         done = len(work) - len(missing)
-        with closing(session):  # merged updates come out again, whatever happens
+        with closing(session):  # merged updates are removed again, also after an error
             for number in missing[state.process_index :: state.num_processes]:
                 progress(done, len(work))
-                # A unit is sampled with its own seed, whoever makes it and when.
+                # Each unit has its own seed, independent of process and time.
                 torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
                 prompts = [token_ids[index] for index in work[number]]
                 seconds, answers, row_steps, _ = session.stream(
@@ -406,7 +436,7 @@ def distill(
         progress(done, len(work))
     state.wait_for_everyone()
     if state.is_main_process:
-        named = ("model", "prompts", "prompts_sha256", "argv")  # stand in the settings, or leak
+        named = ("model", "prompts", "prompts_sha256", "argv")  # known or private
         provenance = {
             **facts,
             "model_revision": getattr(model.config, "_commit_hash", None),

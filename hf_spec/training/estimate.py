@@ -1,6 +1,6 @@
-"""What a training holds in memory, told from the base model's config alone. Loads no weights.
+"""Estimates the memory of a training from the base model's config, without loading weights.
 
-Models are built on the meta device, where tensors have shapes and no numbers.
+Models are built on the meta device, where tensors have shapes but no values.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from hf_spec.core.checks import first_line
 from hf_spec.hub.folder import attached
 from modeling_patches.support import check_model
 
-#: Moments that AdamW keeps of each trained parameter.
+#: Moments that AdamW stores for each trained parameter.
 MOMENTS = 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Parameters and bytes on each device of a training with AdamW; every device holds all of it.
+    """Parameters and bytes of a training with AdamW, on each device; nothing is sharded.
 
-    Activations are not counted: they depend on kernels, checkpointing and the batch.
+    Activations are not included, as they depend on kernels, checkpointing and the batch.
 
     Attributes:
-        base_parameters: of the base model, shared ones once.
-        trained_parameters: those that the optimiser changes.
+        base_parameters: number of parameters of the base model, shared ones once.
+        trained_parameters: number of trained parameters.
         base: bytes of the base model's weights.
-        adapter: bytes of the adapter's.
-        gradients: bytes of the trained parameters' gradients.
+        adapter: bytes of the adapter's weights.
+        gradients: bytes of the gradients.
         optimizer: bytes of AdamW's moments.
     """
 
@@ -42,11 +42,11 @@ class Estimate:
 
     @property
     def memory(self) -> int:
-        """Bytes in all."""
+        """Total number of bytes."""
         return self.base + self.adapter + self.gradients + self.optimizer
 
     def lines(self) -> list[str]:
-        """For people to read."""
+        """The estimate as lines of text."""
         parts = {
             "base model": self.base, "adapter": self.adapter, "gradients": self.gradients,
             "optimiser (AdamW)": self.optimizer, "in all": self.memory,
@@ -60,14 +60,14 @@ class Estimate:
 
 
 def meta_model(path: str, dtype: str) -> Any:
-    """The model that a folder's or repository's config describes, on the meta device.
+    """The model that a config describes, on the meta device.
 
     Args:
-        path: a folder, or a repository on the Hub, with ``config.json``.
-        dtype: as for loading; ``auto`` is what the config says.
+        path: a folder or a repository on the Hub, with a ``config.json``.
+        dtype: name of the dtype; ``auto`` for that of the config.
 
     Raises:
-        ValueError: there is no such config, or it is of no causal language model.
+        ValueError: there is no such config, or it is not that of a causal language model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -81,14 +81,14 @@ def meta_model(path: str, dtype: str) -> Any:
 
 
 def estimate(model: Any, config: Any) -> Estimate:
-    """What training an adapter holds.
+    """Estimate the training of an adapter.
 
     Args:
-        model: the base model, on the meta device or another; left as it was.
-        config: the adapter's.
+        model: the base model, on any device; unchanged afterwards.
+        config: the adapter's config.
 
     Raises:
-        ValueError: the model is not supported, or cannot have such an adapter.
+        ValueError: the model is not supported, or the adapter does not fit it.
     """
     check_model(model)
     base = list(model.parameters())

@@ -1,4 +1,4 @@
-"""What an adapter is worth in service: acceptance by real decoding, accuracy at every distance."""
+"""Evaluates adapters: acceptance by real decoding, and accuracy at every distance."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import IGNORED
 
-#: Numbers of likeliest tokens among which the right one is looked for.
+#: Values of k of the top-k accuracies.
 RANKS = (1, 5, 10)
 
 
 @dataclass(frozen=True)
 class Served:
-    """Prompts to decode for measuring, and how.
+    """Prompts to decode in an evaluation.
 
     Attributes:
         prompts: token ids of each prompt.
         strategy: the strategy that uses the adapter.
         options: its options.
-        max_new_tokens: per prompt.
-        batch_size: prompts decoded at once.
+        max_new_tokens: limit for each prompt.
+        batch_size: prompts per call of ``generate``.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -44,7 +44,7 @@ class Served:
             share: the part of the prompts to decode (of one process among several).
         """
         total = SpecStats()
-        # How far drafts reach is measured, not whether they pay here.
+        # Accepted lengths are measured, not whether drafting pays on this machine.
         untimed = get_method(self.strategy).parse_options(self.options).untimed()
         prompts = sorted(list(self.prompts)[share], key=len)
         training = model.training
@@ -64,7 +64,7 @@ class Served:
 
 
 def served_metrics(stats: SpecStats) -> dict[str, float]:
-    """``tau`` and ``acceptance_1``, ``acceptance_2``, ...: drafts accepted at each depth."""
+    """``tau``, and ``acceptance_1``, ``acceptance_2``, ..., the acceptance at each depth."""
     metrics = {"tau": stats.mean_accepted_tokens}
     for depth, share in enumerate(stats.acceptance_per_position, start=1):
         metrics[f"acceptance_{depth}"] = share
@@ -72,14 +72,14 @@ def served_metrics(stats: SpecStats) -> dict[str, float]:
 
 
 def top_k_counts(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """How often the right token is among the k likeliest, at each distance.
+    """Count how often the right token is among the k likeliest, for each k in `RANKS`.
 
     Args:
-        logits: (batch, anchors, distances, vocab)
-        labels: (batch, anchors, distances)
+        logits: ``(batch, anchors, distances, vocab)``
+        labels: ``(batch, anchors, distances)`` right tokens; `IGNORED` where there is none.
 
     Returns:
-        (1 + len(RANKS), distances): tokens asked for, and those found with each k.
+        ``(1 + len(RANKS), distances)``: number of labels, then of hits with each k.
     """
     best = logits.topk(min(max(RANKS), logits.shape[-1]), dim=-1).indices == labels[..., None]
     real = labels != IGNORED
@@ -88,7 +88,11 @@ def top_k_counts(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def top_k_metrics(counts: torch.Tensor) -> dict[str, float]:
-    """``top1_2``: share of right tokens at distance 2 with k = 1, and so on."""
+    """Top-k accuracies by name: ``top1_2`` is that of k = 1 at distance 2.
+
+    Args:
+        counts: from :func:`top_k_counts`.
+    """
     return {
         f"top{k}_{distance}": share
         for k, shares in zip(RANKS, (counts[1:] / counts[0].clamp(min=1)).tolist())

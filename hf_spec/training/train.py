@@ -1,4 +1,4 @@
-"""Train an adapter from a base model and answers it gave: data, Trainer, adapter folder, card."""
+"""Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ import torch
 
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import Method, get_method, methods
+from hf_spec.training.plots import plot_history
 
-#: Files that training leaves in the adapter folder, beside the adapter.
-RECORD, LOSS_PLOT, TAU_PLOT = "training.json", "loss.png", "tau.png"
+#: Record of the training, in the adapter folder.
+RECORD = "training.json"
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How an adapter is trained; what is None takes the method's default.
+    """How an adapter is trained; None stands for the method's default.
 
     Attributes:
-        max_steps: optimiser steps; None: ``epochs`` decides.
+        max_steps: optimiser steps; None if ``epochs`` decides.
         epochs: passes over the data.
         batch_size: sequences per step and device.
-        learning_rate: its peak; cosine schedule.
-        num_anchors: random places per sequence under which probes hang.
-        max_length: longer sequences are cut.
-        held_out: rows kept out of training for evaluation.
-        served_prompts: how many of the held-out prompts are decoded at each evaluation.
-        served_tokens: new tokens of each.
-        eval_steps: steps between evaluations (and checkpoints).
+        learning_rate: peak learning rate of the cosine schedule.
+        num_anchors: random positions per sequence that have probes.
+        max_length: longest sequence in tokens; longer ones are cut.
+        held_out: number of examples kept out of training for evaluation.
+        served_prompts: number of held-out prompts decoded at each evaluation.
+        served_tokens: new tokens for each of them.
+        eval_steps: steps between evaluations, and between checkpoints.
         options: options of the strategy, stored beside the adapter and used in evaluation.
-        seed: of initial values, order and anchors.
+        seed: seed of initial values, data order and anchors.
         arguments: further fields of ``transformers.TrainingArguments``.
     """
 
@@ -56,7 +57,7 @@ class TrainSettings:
 
 
 def trainable() -> list[str]:
-    """Methods that have something to train."""
+    """Names of the methods that can be trained."""
     return [name for name, method in methods().items() if method.training is not None]
 
 
@@ -64,7 +65,7 @@ def trainable_method(name: str) -> Method:
     """The method of this name.
 
     Raises:
-        ValueError: there is no such method, or it has nothing to train.
+        ValueError: there is no such method, or it cannot be trained.
     """
     method = get_method(name)
     if method.training is None:
@@ -86,10 +87,10 @@ def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
 
 
 def split(rows: Any, held_out: int) -> tuple[Any, Any]:
-    """Training rows and held-out rows, the latter spread evenly over all.
+    """Split a data set into training and held-out examples, the latter evenly spaced.
 
     Raises:
-        ValueError: nothing would be left to train on.
+        ValueError: no example is left to train on.
     """
     if held_out >= len(rows):
         raise ValueError(
@@ -102,16 +103,16 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
 def training_arguments(
     method: Method, settings: TrainSettings, folder: Path, config: Any = None
 ) -> Any:
-    """``TrainingArguments`` of the method's defaults, the settings, and what the user adds.
+    """``TrainingArguments`` from the method's defaults and the settings, which take precedence.
 
     Args:
-        method: what is trained.
-        settings: the user's.
-        folder: for checkpoints.
+        method: the method.
+        settings: the settings.
+        folder: the folder of checkpoints.
         config: the adapter's config, which may change the method's defaults.
 
     Raises:
-        ValueError: with this config there is nothing to train, or an argument is unknown.
+        ValueError: the config leaves nothing to train, or an argument is unknown.
     """
     from transformers import TrainingArguments
 
@@ -164,26 +165,27 @@ def train(
     tokenizer: Any = None,
     start: Path | None = None,
 ) -> dict[str, Any]:
-    """Train an adapter and write it to ``output``, complete but for the card.
+    """Train an adapter and write it to ``output``, except for the card.
 
     Args:
-        model: the base model; it is left as it was, unless the config says that it is trained.
+        model: the base model; unchanged afterwards, unless the config trains it.
         rows: a ``datasets.Dataset`` with ``prompt_ids`` and ``answer_ids``.
-        method_name: what to train.
+        method_name: the method.
         output: the adapter folder; checkpoints go to ``checkpoints`` in it.
         config: fields of the method's adapter config.
         settings: see :class:`TrainSettings`.
-        resume: go on from the last whole checkpoint in ``output``.
-        provenance: where the data come from, for the record.
-        callbacks: of the Trainer.
-        tokenizer: saved beside a base model that was trained.
-        start: an adapter folder of the method; it gets a transition, which alone is trained.
+        resume: whether to continue from the last complete checkpoint in ``output``.
+        provenance: origin of the data, stored in the record.
+        callbacks: callbacks of the Trainer.
+        tokenizer: saved beside the base model, if that is trained.
+        start: folder of a trained adapter of the method, which gets a transition; only the
+            transition is trained.
 
     Returns:
-        The record that is written to ``training.json``.
+        The record, as written to ``training.json``; empty in all processes but the main one.
 
     Raises:
-        ValueError: naming what is wrong with the method, the settings or the data.
+        ValueError: the method, the settings or the data are invalid; the message says how.
     """
     from transformers import set_seed
 
@@ -199,7 +201,7 @@ def train(
     settings = settings or TrainSettings()
     method = trainable_method(method_name)
     method.parse_options(settings.options)
-    # Whether it can be decoded at all is told before training, not after it.
+    # A model that cannot be decoded is refused before training.
     check_model(model)
     check_tree_forward(model, "training")
     set_seed(settings.seed)
@@ -256,12 +258,12 @@ def train(
 
 
 def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
-    """The config of a fresh adapter for a base model.
+    """The config of a new adapter for a base model.
 
     Args:
-        method: what is trained.
+        method: the method.
         model: the base model.
-        fields: that the user sets.
+        fields: fields that the user sets.
     """
     from hf_spec.adapters.predicting import PredictingConfig
 
@@ -273,16 +275,16 @@ def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
 
 
 def extended(folder: Path, fields: dict[str, Any]) -> Any:
-    """The config of an adapter that is to get a transition.
+    """The config of a trained adapter that gets a transition.
 
     Args:
-        folder: of the adapter.
-        fields: of its config, to be changed: ``transition_rank``, as in a fresh training where it
-            is left out, and its learning rate.
+        folder: the adapter folder.
+        fields: changed fields of its config: ``transition_rank`` (by default as for a new adapter)
+            and the transition's learning rate.
 
     Raises:
-        ValueError: the adapter has one, or is of a method without, or was trained together with
-            its base model.
+        ValueError: the adapter has a transition, its method has none, or it was trained together
+            with its base model.
     """
     from peft import PeftConfig
 
@@ -307,7 +309,7 @@ def extended(folder: Path, fields: dict[str, Any]) -> Any:
 
 
 def take_over(model: Any, config: Any, folder: Path) -> None:
-    """Put an adapter's weights into one that was extended, and train what it lacks alone."""
+    """Load a trained adapter's weights into an extended one, and freeze them."""
     from hf_spec.adapters.active import find_active
     from hf_spec.adapters.checkpoint import StoredWeights
     from hf_spec.adapters.layer import names_on_disk
@@ -324,7 +326,7 @@ def take_over(model: Any, config: Any, folder: Path) -> None:
 
 
 def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
-    """Let an adapter with a vocabulary of its own predict what is commonest in these answers."""
+    """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
     from hf_spec.adapters.active import find_active
     from hf_spec.adapters.predicting import VOCABULARY, vocab_size
     from hf_spec.drafting.draft_vocabulary import common_tokens
@@ -341,14 +343,14 @@ def bit_sums(parameters: Iterable[torch.Tensor]) -> str:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for part in (part for parameter in parameters for part in _parts(parameter)):
         bits = part.detach().contiguous().view(kinds[part.element_size()])
-        # Two sums that both stay the same under a change of single bits are unlikely.
+        # A change of single bits is unlikely to keep both sums.
         flat = bits.flatten().long()
         digest.update(f"{int(flat.sum())} {int((flat[::2]).sum())}".encode())
     return digest.hexdigest()
 
 
 def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor of a quantiser's own class is made of; else itself."""
+    """The plain tensors that make up a tensor subclass of a quantiser; otherwise the tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
@@ -398,23 +400,3 @@ def _record(
         "device": str(arguments.device),
         "history": history,
     }  # fmt: skip
-
-
-def plot_history(history: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Loss and tau over the steps as PNG files."""
-    from hf_spec.bench.figures import new_figure, plot_points, save_figure
-
-    for name, label, series in (
-        (LOSS_PLOT, "loss (nats)", {"loss": "training", "eval_loss": "held-out answers"}),
-        (TAU_PLOT, "tau (tokens per forward pass)", {"eval_tau": "held-out prompts, decoded"}),
-    ):
-        figure = new_figure(6, 4)
-        axes = figure.subplots()
-        for key, title in series.items():
-            points = [(row["step"], row[key]) for row in history if key in row]
-            style = "o-" if key.startswith("eval") else "-"
-            plot_points(axes, points, style, label=title)
-        axes.set(xlabel="step", ylabel=label)
-        axes.legend()
-        axes.grid(alpha=0.3)
-        save_figure(figure, folder / name)

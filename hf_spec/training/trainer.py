@@ -1,4 +1,4 @@
-"""A Transformers ``Trainer`` that also tells how an adapter serves."""
+"""A Transformers ``Trainer`` whose evaluation also decodes with the adapter."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hf_spec.training.served import Served, served_metrics, top_k_counts, top_k_
 
 
 class SpecTrainer(Trainer):
-    """Trains a ``PeftModel`` with one of our adapters; evaluation decodes real prompts.
+    """Trains a ``PeftModel`` with an adapter of hf_spec; evaluation decodes real prompts.
 
-    Everything else is ``Trainer``'s: accelerate, several devices, mixed precision, logging,
-    checkpoints and resuming. ``evaluate`` gives ``eval_loss``, ``eval_top5_1`` and the like on
-    ``eval_dataset``, and ``eval_tau`` and ``eval_acceptance_1`` ... by decoding ``served``. Under
-    FSDP and DeepSpeed nothing is decoded, and where the largest tau was to be kept the smallest
-    loss is.
+    All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
+    checkpoints and resuming. ``evaluate`` reports ``eval_loss``, ``eval_top5_1`` etc. on
+    ``eval_dataset``, and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Under
+    FSDP and DeepSpeed nothing is decoded; the checkpoint of the smallest loss is kept instead of
+    the one of the largest tau.
 
-    Where the adapter's config says ``trains_base``, checkpoints hold the base model's weights, too.
+    If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
 
     Args:
-        served: prompts to decode at each evaluation; None: no decoding.
+        served: prompts to decode at each evaluation; None for no decoding.
     """
 
     def __init__(self, *args: Any, served: Served | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.served = served
-        # Our losses are means, to be divided by the number of accumulated batches.
+        # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
         config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
         self.trains_base = bool(getattr(config, "trains_base", False))
@@ -60,7 +60,7 @@ class SpecTrainer(Trainer):
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The usual one; parts of the adapter may have learning rates of their own."""
+        """Create the Trainer's optimiser, with the learning rates of the adapter's parts."""
         given = self.optimizer
         optimizer: Any = super().create_optimizer(*args, **kwargs)
         config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
@@ -94,11 +94,11 @@ class SpecTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(model, inputs, *args, **kwargs)
         for parameter in self._waiting().values():
-            parameter.grad = None  # the optimiser passes over it
+            parameter.grad = None  # the optimiser skips it
         return loss
 
     def _waiting(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters of the adapter that are not trained yet, by the names it gives them."""
+        """Parameters of the adapter that are not trained yet, by name."""
         config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
         if not isinstance(config, SpecPeftConfig):
             return {}
@@ -130,7 +130,7 @@ class SpecTrainer(Trainer):
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Loss and accuracies on held-out answers, acceptance on held-out prompts."""
+        """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         metrics = self._losses(data)
         if self.served is not None and not self.sharded:
@@ -144,7 +144,7 @@ class SpecTrainer(Trainer):
 
     @torch.no_grad()
     def _losses(self, data: Any) -> dict[str, float]:
-        """Loss and accuracies; every process takes its share of the rows."""
+        """Loss and accuracies; every process evaluates its share of the examples."""
         model = self.accelerator.unwrap_model(self.model)
         training = model.training
         model.eval()
@@ -160,11 +160,11 @@ class SpecTrainer(Trainer):
         model.train(training)
         parts = self._gathered((total, rows, counts))
         loss, number, found = (sum(values) for values in zip(*parts))
-        accuracies = top_k_metrics(found) if found.ndim == 2 else {}  # a model may give no logits
+        accuracies = top_k_metrics(found) if found.ndim == 2 else {}  # some models return no logits
         return {"loss": loss / max(number, 1), **accuracies}
 
     def _decode(self, served: Served) -> SpecStats:
-        """Every process decodes its share of the prompts."""
+        """Statistics of decoding; every process decodes its share of the prompts."""
         share = slice(self.args.process_index, None, self.args.world_size)
         total = SpecStats()
         for part in self._gathered(served.measure(self._base, share)):
@@ -172,7 +172,7 @@ class SpecTrainer(Trainer):
         return total
 
     def _gathered(self, value: Any) -> list[Any]:
-        """What all processes hold, in their order."""
+        """The values of all processes, in their order."""
         if self.args.world_size == 1:
             return [value]
         from accelerate.utils import gather_object

@@ -1,7 +1,7 @@
-"""Draws what the policy decided, from the ``results.json`` of a benchmark.
+"""Draws the policy's decisions from the ``results.json`` of a benchmark.
 
-A run's statistics are those of its last call: the trees it chose, the step times these rest on, and
-the tokens that it promised itself beside those that came.
+The plots show the last call of each run: the trees it chose, the step times that the choices rest
+on, and expected beside emitted tokens.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from hf_spec.hub.card import RESULTS
 from hf_spec.hub.folder import read_json
 
 PROMISED, MEASURED = "tab:red", "tab:blue"
-#: Decisions that a running mean is taken over.
+#: Number of decisions in a running mean.
 WINDOW = 16
 
 
 def read_policies(path: Path) -> list[dict[str, Any]]:
-    """The runs over all tasks whose statistics tell what the policy decided.
+    """The entries over all tasks that contain decisions of the policy.
 
     Args:
-        path: a ``results.json``, or the folder it is in.
+        path: a ``results.json``, or its folder.
 
     Raises:
-        ValueError: there is none, it is none, or no run has decisions.
+        ValueError: there is no such file, it is no result of ``hf-spec bench``, or no entry
+            contains decisions.
     """
     path = path / RESULTS if path.is_dir() else path
     if not path.is_file():
@@ -47,11 +48,11 @@ def read_policies(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_policies(runs: list[dict[str, Any]], path: Path) -> Path:
-    """Write a PNG: a row of three panels for each run, and one panel for all runs.
+    """Write a PNG with three panels for each run, and one panel for all runs.
 
     Args:
-        runs: from :func:`read_policies`.
-        path: of the image.
+        runs: entries from :func:`read_policies`.
+        path: the image.
     """
     return save_figure(draw_policies(runs), path)
 
@@ -72,10 +73,12 @@ def draw_policies(runs: list[dict[str, Any]]) -> Any:
 
 
 def promised_speedup(policy: dict[str, Any]) -> float | None:
-    """What the last call's choices promised over plain decoding; None if that is not known.
+    """The speedup over plain decoding that the choices of the last call promised; None if unknown.
 
-    Steps of a larger batch than the last one, whose plain time is not that which was kept, do not
-    count.
+    The plain step time is that of the last batch size, so steps of larger batches do not count.
+
+    Args:
+        policy: ``stats.details["policy"]`` of a run.
     """
     known = [
         one for one in policy["history"]
@@ -89,7 +92,7 @@ def promised_speedup(policy: dict[str, Any]) -> float | None:
 
 
 def _policy(run: dict[str, Any]) -> dict[str, Any]:
-    """What the policy of a run has reported; empty if nothing."""
+    """The policy's report in a run's statistics; empty if there is none."""
     found: dict[str, Any] = (run.get("stats", {}).get("details") or {}).get("policy") or {}
     return found
 
@@ -107,7 +110,7 @@ def _title(run: dict[str, Any]) -> str:
 
 
 def _sizes(axes: Any, policy: dict[str, Any]) -> None:
-    """How often trees of each size were taken."""
+    """Draw the number of steps with each number of candidates."""
     taken: Counter[int] = Counter()
     for one in policy["steps"]:
         taken[one["candidates"]] += one["count"]
@@ -118,7 +121,7 @@ def _sizes(axes: Any, policy: dict[str, Any]) -> None:
 
 
 def _times(axes: Any, policy: dict[str, Any]) -> None:
-    """T(n), and the measured mean of each size."""
+    """Draw the fitted step time T(n) and the measured means."""
     points = sorted((int(tokens), 1000 * spent) for tokens, spent in policy["seconds"].items())
     wide = [one for one in points if one[0] > 1]
     plot_points(axes, wide, "o", color=MEASURED, label="measured")
@@ -135,9 +138,9 @@ def _times(axes: Any, policy: dict[str, Any]) -> None:
 
 
 def _promises(axes: Any, policy: dict[str, Any]) -> None:
-    """Promised beside emitted tokens per step and row, over what was chosen."""
+    """Draw promised and emitted tokens per step and sequence, above the chosen sizes."""
     history = [one for one in policy["history"] if one["batch_size"]]
-    # Only what was promised can be compared with a promise.
+    # Steps without a promise have nothing to compare with.
     known = [(at, one) for at, one in enumerate(history) if one["promised_tokens"]]
     for name, color, label in (
         ("promised_tokens", PROMISED, "promised"), ("tokens", MEASURED, "emitted"),
@@ -153,17 +156,17 @@ def _promises(axes: Any, policy: dict[str, Any]) -> None:
     plot_points(chosen, sizes, ".", color="0.75", markersize=3, label="chosen")
     chosen.set_ylabel("candidates chosen (dots)", color="0.5")
     chosen.set_ylim(bottom=-0.5)
-    axes.set_zorder(chosen.get_zorder() + 1)  # lines stand before dots
+    axes.set_zorder(chosen.get_zorder() + 1)  # lines in front of dots
     axes.patch.set_visible(False)
 
 
 def running_mean(values: list[float]) -> list[float]:
-    """Of each value and those before it, at most `WINDOW` in all."""
+    """For each value, the mean of the last `WINDOW` values up to it, or of fewer at the start."""
     return [float(np.mean(values[max(at + 1 - WINDOW, 0) : at + 1])) for at in range(len(values))]
 
 
 def _speedups(axes: Any, runs: list[dict[str, Any]]) -> None:
-    """What the choices of the last calls promised beside the speedup that was measured."""
+    """Draw the speedup that the last call's choices promised beside the measured one."""
     places = np.arange(len(runs))
     promised = [promised_speedup(_policy(run)) or 0.0 for run in runs]
     axes.bar(places - 0.13, promised, 0.26, color=PROMISED, label="promised, last call")

@@ -1,6 +1,6 @@
-"""What ``transformers serve`` lacks: requests in turns, errors with a reason, a stop in time.
+"""Additions to ``transformers serve``: requests in turns, errors with reasons, timely stops.
 
-Imports the packages of ``transformers[serving]``.
+It imports the packages of ``transformers[serving]``.
 """
 
 from modeling_patches.serving.patches import patch

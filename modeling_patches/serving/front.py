@@ -1,4 +1,4 @@
-"""What stands before ``transformers serve``: sees clients go, and tells the last ones of a stop."""
+"""Middleware of ``transformers serve`` that detects disconnected clients and ends open answers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from typing import Any
 
 from modeling_patches.serving.turns import Generation, current
 
-#: Seconds that it may take to tell clients of a stop.
+#: Most seconds for telling clients that the server stops.
 LAST_WORDS = 1.0
 STOPPED = "The server was stopped before the answer was complete."
 
 
 def explanation(detail: Any, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """Body of an answer that tells what went wrong: for this server's clients, and for OpenAI's."""
+    """Body of an error, in the formats of Transformers' and of OpenAI's clients.
+
+    Args:
+        detail: the reason.
+        kind: the error's type in OpenAI's format.
+    """
     return {"detail": detail, "error": {"message": detail, "type": kind}}
 
 
 class Front:
-    """ASGI middleware around all others.
+    """The outermost ASGI middleware.
 
     Args:
         app: the server.
@@ -47,7 +52,7 @@ class Front:
             await self._app(scope, receive, send)
 
     async def _last(self, receive: Any) -> Any:
-        """The server's own next message; it stops when answers have been cut short, not before."""
+        """The next message of the server's lifespan; a stop first ends open answers."""
         message = await receive()
         if message["type"] == "lifespan.shutdown" and self._answers:
             await asyncio.wait(self._answers, timeout=LAST_WORDS)
@@ -65,7 +70,7 @@ class Front:
                 pass
             generation.cancel()
 
-        # Nothing but the client's leaving comes behind the body, and all who ask are told of it.
+        # Only the disconnection follows the body, and everyone who asks is told about it.
         watcher = asyncio.create_task(left())
 
         async def take() -> Any:
@@ -77,7 +82,7 @@ class Front:
         answer = _Answer(send)
         try:
             await self._app(scope, take, answer.send)
-        except asyncio.CancelledError:  # the time that a stop leaves for answers is over
+        except asyncio.CancelledError:  # the grace period of a stop is over
             await answer.cut_short()
         finally:
             watcher.cancel()
@@ -97,7 +102,7 @@ class _Answer:
         await self._send(message)
 
     async def cut_short(self) -> None:
-        """Say that there is no more to come: status 503, or an event where a stream has begun."""
+        """End the answer: with status 503, or with an event if a stream has begun."""
         body, said = b"", json.dumps(explanation(STOPPED, "server_error")).encode()
         if self._headers is None:
             body, headers = said, [(b"content-type", b"application/json")]

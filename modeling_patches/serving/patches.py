@@ -1,7 +1,7 @@
-"""The places where ``transformers serve`` is changed; in this process, for every server in it.
+"""Patches of ``transformers serve``, for every server in this process.
 
-The server itself lets errors of a request and of ``generate()`` end in a bare 500, or, where it
-streams, in the middle of a response that has begun well.
+Without them, errors of a request and of ``generate()`` end in a bare 500, or break off a stream
+that has begun with status 200.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def patch(
     metrics: Callable[[], tuple[bytes, str]],
     grace: int,
 ) -> None:
-    """Have requests take turns, checked before they do, and the server stop in time.
+    """Let requests take turns, check them first, and let the server stop in time.
 
     Args:
         prepare: readies the model of a server that has only one.
@@ -81,7 +81,7 @@ def patch(
         return app
 
     server.build_server = with_front
-    # Its command line makes the configuration, and has no option for this.
+    # The command line builds uvicorn's configuration and has no option for this.
     library: Any = uvicorn
     library.Config = functools.partial(uvicorn.Config, timeout_graceful_shutdown=grace)
 
@@ -164,7 +164,7 @@ def _explain_bodies() -> None:
 
 
 def _list_models() -> None:
-    """List the one model of a server that has one, and none where nothing was ever downloaded."""
+    """List the model of a server with a fixed one, and none if nothing was ever downloaded."""
     cached = ModelManager.get_gen_models
 
     def get_gen_models(self: Any, *args: Any) -> list[dict[str, Any]]:
@@ -185,7 +185,7 @@ def _seed(value: Any) -> int:
 
 
 def _answer_early(handler: Any) -> None:
-    """Begin an answer when its first token is there, so that an error before it has a status."""
+    """Begin an answer with its first token, so that earlier errors still set the status."""
     handle = handler.handle_request
 
     @functools.wraps(handle)
@@ -194,7 +194,7 @@ def _answer_early(handler: Any) -> None:
             if handler is ChatCompletionHandler:
                 body.setdefault("messages", None)
             if self.model_manager.force_model is None:
-                # Others go on while a model is loaded; below it is there.
+                # Loads the model in a thread, so that other requests continue.
                 await asyncio.to_thread(self._resolve_model, dict(body))
             response = await handle(self, body, request_id)
             if isinstance(response, StreamingResponse):

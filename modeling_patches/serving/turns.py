@@ -1,8 +1,9 @@
-"""Turns of requests on a model of ``transformers serve``.
+"""Requests of ``transformers serve`` that take turns on a model.
 
-The server runs one ``generate()`` of a model at a time, in order of arrival. Here a request is
-known from its arrival to its end: it is seeded when its turn comes rather than when it arrives,
-stops when its client is gone, and is told of an error before the answer begins, streamed or not.
+The server runs one ``generate()`` of a model at a time, in order of arrival. This module follows a
+request from arrival to end: its seed is set when its turn comes instead of when it arrives, it
+stops when its client disconnects, and errors are reported before the answer begins, streamed or
+not.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ WAITING, RUNNING, FINISHED, CANCELLED, FAILED = (
 )  # fmt: skip
 ENDED = (FINISHED, CANCELLED, FAILED)
 
-#: Status of an answer that nobody reads, as in nginx: the client has closed the connection.
+#: Status of a request whose client has disconnected, as in nginx.
 CLIENT_GONE = 499
 
-#: Seeds and samples of all threads come from torch's default generator.
+#: Protects torch's default generator, which all threads seed and sample from.
 _sampling = threading.Lock()
 
 
@@ -37,8 +38,8 @@ class Generation:
     """A request, from its arrival to its end.
 
     Args:
-        moved: called as ``moved(generation, state before)`` after each change of state, in the
-            thread that changed it; the first time when the request waits for its turn.
+        moved: called as ``moved(generation, previous_state)`` after each change of state, in the
+            thread that changed it; first when the request waits for its turn.
 
     Attributes:
         state: one of the above; None until the request is understood.
@@ -66,18 +67,22 @@ class Generation:
         self._begun: asyncio.Future[None] | None = None
 
     def wait(self, model: Any, config: GenerationConfig, prompt_tokens: int) -> None:
-        """Stand in line; in the event loop."""
+        """Enter the queue; called in the event loop."""
         self.model, self.config, self.prompt_tokens = model, config, prompt_tokens
         self._begun = asyncio.get_running_loop().create_future()
         self.move(WAITING)
 
     async def begun(self) -> None:
-        """Wait for the first token, or for the end; raises the error that comes before it."""
+        """Wait for the first token, or for the end; raises an error that occurs before."""
         if self._begun is not None:
             await self._begun
 
     def move(self, state: str, error: BaseException | None = None) -> bool:
-        """Go on to a state; False if the request has ended, or its client is gone before it ran."""
+        """Change the state.
+
+        Returns:
+            False if the request has already ended, or its client disconnected before it ran.
+        """
         with self._lock:
             if self.state in ENDED or (state == RUNNING and self._gone):
                 return False
@@ -89,10 +94,10 @@ class Generation:
         return True
 
     def count(self, tokens: int) -> None:
-        """Note generated tokens.
+        """Count generated tokens.
 
         Raises:
-            utils._GenerationCancelled: nobody wants them.
+            utils._GenerationCancelled: the client has disconnected.
         """
         if self._gone:
             raise utils._GenerationCancelled
@@ -102,7 +107,7 @@ class Generation:
             self._begin(None)
 
     def cancel(self) -> None:
-        """Its client is gone: it ends if it waits, at its next token if it runs."""
+        """The client has disconnected: end now if waiting, at the next token if running."""
         with self._lock:
             self._gone, waits = True, self.state == WAITING
         if waits:
@@ -119,10 +124,10 @@ class Generation:
                 begun.set_result(None)
             else:
                 begun.set_exception(error)
-                begun.exception()  # seen, also where nobody waits for it
+                begun.exception()  # retrieved even if nobody waits for it
 
         if begun is not None:
-            with suppress(RuntimeError):  # the server has ended meanwhile
+            with suppress(RuntimeError):  # the server has stopped meanwhile
                 begun.get_loop().call_soon_threadsafe(settle)
 
 
@@ -131,7 +136,7 @@ current: ContextVar[Generation] = ContextVar("generation")
 
 
 class TurnManager(utils.GenerateManager):
-    """Generates like its base, one request at a time, and notes how each of them fares.
+    """Generates like its base class, one request at a time, and updates their states.
 
     Args:
         settle: called as ``settle(model, generation_config)`` when a request arrives; may change
@@ -149,7 +154,7 @@ class TurnManager(utils.GenerateManager):
         return _Turn(model, generation)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Who waits may be cancelled; the thread's result is delivered all the same.
+        # The waiting task may be cancelled; the thread's result is delivered nevertheless.
         return asyncio.shield(super().async_submit(fn, *args, **kwargs))
 
     def generate_streaming(
@@ -171,7 +176,7 @@ class TurnManager(utils.GenerateManager):
 
 
 class _Turn:
-    """Stands in for the model of a request; its ``generate`` runs when the request's turn comes."""
+    """Wraps the model of a request; its ``generate`` runs when the request's turn comes."""
 
     def __init__(self, model: Any, generation: Generation):
         self._model, self._generation = model, generation
@@ -207,7 +212,7 @@ class _Turn:
 
 
 class _Counter:
-    """A streamer that counts tokens on their way to another, if there is one."""
+    """A streamer that counts tokens and passes them on to another streamer, if there is one."""
 
     def __init__(self, generation: Generation, streamer: Any):
         self._generation, self._streamer = generation, streamer

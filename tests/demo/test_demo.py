@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 
 import pytest
-import torch
-from conftest import prompt as token_ids
-from running import drafting
+from drawn import bars, labels, ticks
+from drawn import texts as texts_of
 from tiny_checkpoint import make_tokenizer, save_checkpoint
 
-import hf_spec
 from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
 from hf_spec.demo import demo, prompts
 from hf_spec.demo.prompts import HELD_OUT, library_files
-from hf_spec.demo.steps import STYLES, StepStreamer, coloured, pieces
 from hf_spec.hub.folder import check_complete
 
 
@@ -69,39 +65,6 @@ def test_demo_shows_steps(tmp_path, small_prompts, capsys):
     assert found["prompt_lookup"][1] <= found["prompt_lookup"][0]
 
 
-@pytest.mark.parametrize("options", [{}, drafting("prompt_lookup")], ids=["plain", "strategy"])
-def test_tokens_by_step(tiny, options):
-    model, ids = tiny("llama_tied"), token_ids(12)
-    streamer = StepStreamer()
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
-        eos_token_id=None, streamer=streamer, **options,
-    )  # fmt: skip
-    assert [token for step in streamer.steps for token in step] == out[0, 12:].tolist()
-    if options:
-        stats = hf_spec.last_stats(model)
-        lengths = Counter(map(len, streamer.steps))
-        assert lengths == {n: c for n, c in stats.accepted_histogram.items() if c}
-        assert len(lengths) > 1
-    else:
-        assert set(map(len, streamer.steps)) == {1}
-
-
-def test_pieces_make_the_text_also_within_a_character():
-    tokenizer = make_tokenizer(chat=False)  # a token per byte
-    text = "a€ü🙂b"
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(tokens) == len(text.encode())
-    for size in (1, 2, 3, 5, len(tokens)):
-        steps = [tokens[start : start + size] for start in range(0, len(tokens), size)]
-        found = pieces(tokenizer, steps)
-        assert len(found) == len(steps) and "".join(found) == text
-        shown = coloured(tokenizer, steps)
-        assert shown.plain == text
-        styles = [str(span.style) for span in shown.spans if span.end > span.start]
-        assert set(styles) <= set(STYLES) and len(styles) == sum(map(bool, found))
-
-
 def test_demo_writes_table_chart_and_results(tmp_path, small_prompts, capsys):
     folder, output = save_checkpoint(tmp_path / "model", chat=False), tmp_path / "out"
     code = cli.main(
@@ -113,17 +76,27 @@ def test_demo_writes_table_chart_and_results(tmp_path, small_prompts, capsys):
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert "Every output equals plain generate's." in printed.out
+    assert "3 prompts, up to 24 new tokens each, plainly and with prompt_lookup\n" in printed.err
     assert "prompt_lookup" in printed.out and "speedup" in printed.out
     data = json.loads((output / "results.json").read_text())
     everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
     assert set(everything) == {"plain", "prompt_lookup"}
     assert all(row["identical"] == row["prompts"] == 3 for row in everything.values())
-    assert (output / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "speed.png").is_file()
 
 
-def test_sample_text_is_a_prompt_and_its_continuation(tmp_path, small_prompts):
+def test_chart_and_sample_text(tmp_path, small_prompts):
     folder = save_checkpoint(tmp_path / "model", chat=False)
     result = demo.run_demo(folder, limit=2, max_new_tokens=16, dtype="float32")
+    (axes,) = demo.draw_chart(result.bench).get_axes()
+    rows = {row["strategy"]: row for row in result.bench.runs() if row["task"] == "all"}
+    assert ticks(axes) == list(rows) == ["plain", "prompt_lookup"]
+    assert bars(axes) == [row["tokens_per_second"] for row in rows.values()]
+    assert labels(axes)[2] == "tokens per second"
+    assert texts_of(axes) == [
+        f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows.values()
+    ]
+
     given, written = result.sample
     assert given in [prompt.text for prompt in result.bench.prompts]
     tokenizer = make_tokenizer(chat=False)

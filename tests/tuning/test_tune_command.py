@@ -182,8 +182,7 @@ def test_plots(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         command = ["plot", words[0], str(made / "bita"), "--output", str(tmp_path), *words[1:]]
         assert cli.main(command) == 0
         image = tmp_path / f"{words[0]}.png"
-        assert image.read_bytes().startswith(b"\x89PNG")
-        assert str(image) in capsys.readouterr().out
+        assert image.is_file() and str(image) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from hf_spec.methods.registry import get_method
 from hf_spec.tuning.trees import tune as work
 from hf_spec.tuning.trees.bare_trees import BareTrees, counted_paths
 from hf_spec.tuning.trees.future_ranks import BEYOND, FutureRanks, measure
+from hf_spec.tuning.trees.plots import draw_trees
 
 HEADS, HIDDEN = 3, 32
 
@@ -180,7 +181,9 @@ def test_plots(made: Path, tmp_path: Path) -> None:
     for words in (["tune"], ["tree", "--setting", "3"]):
         command = ["plot", words[0], str(made / "heads"), "--output", str(tmp_path), *words[1:]]
         assert cli.main(command) == 0
-        assert (tmp_path / f"{words[0]}.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"tune.png", "tree.png"}
+    (axes,) = draw_trees(content(made)["devices"][-1], 2).get_axes()
+    assert "probes" not in axes.get_title()  # heads predict without
 
 
 def test_published_heads_can_be_tuned(made: Path, tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.bita.config import BitaConfig
 
-#: Standard deviation of fresh embeddings (section 4.1).
+#: Standard deviation of initial embeddings (section 4.1).
 INIT_STD = 0.02
 
 
 class BitaAdapter(SpecAdapterLayer):
-    """Mask tokens ``masks`` and, by depth of prompting, the prompt tokens.
+    """Mask tokens, and prompt tokens by depth of prompting.
 
-    ``masks`` (M, hidden); shallow: ``prompts`` (P, hidden); deep: ``prompt_keys`` and
-    ``prompt_values`` (layers, kv_heads, P, head_dim).
+    ``masks`` is ``(M, hidden)``. Shallow prompts are ``prompts``, ``(P, hidden)``; deep ones are
+    ``prompt_keys`` and ``prompt_values``, ``(layers, kv_heads, P, head_dim)`` each.
     """
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:

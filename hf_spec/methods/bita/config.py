@@ -11,13 +11,13 @@ from hf_spec.core.checks import check_choices, check_count
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE
 
 DEPTHS = ("deep", "shallow", "none")
-#: Models of more parameters than this get four mask tokens (section 4.1).
+#: Models with more parameters get four mask tokens (section 4.1).
 LARGE = 13e9
 
 
 @dataclass
 class BitaConfig(FrontConfig):
-    """Mask tokens that draft, and prompt tokens that only they see.
+    """Config of a BITA adapter: mask tokens that draft, and prompt tokens that only they attend to.
 
     Raises:
         ValueError: if a field is invalid.
@@ -58,7 +58,7 @@ class BitaConfig(FrontConfig):
             )
 
     def check_base(self, model: nn.Module) -> None:
-        """Record what follows from the base model, or raise ValueError if it does not fit."""
+        """Set defaults that depend on the base model; raise a ValueError if it does not fit."""
         super().check_base(model)
         if self.num_mask_tokens is None:
             parameters = sum(p.numel() for p in model.parameters())

@@ -25,10 +25,10 @@ def loss(
     Args:
         model: the frozen base model.
         adapter: the adapter that is trained.
-        input_ids: ``(batch, seq)`` prompts with the answers the base gave.
+        input_ids: ``(batch, seq)`` prompts with the base's answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` places k of the paper.
-        attention_mask: ``(batch, seq)``.
+        anchors: ``(batch, anchors)`` columns of ``input_ids``, k in the paper.
+        attention_mask: ``(batch, seq)``, 0 for padding.
 
     Returns:
         ``loss``, a scalar; ``logits``, ``(batch, anchors, M, vocab)``; ``labels``, ``(batch,

@@ -10,9 +10,9 @@ from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.options import TreeOptions
 
-#: Candidates per mask token unless the user says.
+#: Default number of candidates per mask token.
 TOP_K = 5
-#: The tree with mask tokens behind the last token only, the first row of table 4.
+#: The tree with mask tokens after the last token only: the first line of table 4.
 STRAIGHTFORWARD = "straightforward"
 
 
@@ -23,11 +23,11 @@ class BitaOptions(TreeOptions):
     Attributes:
         tree: ``efficient``: ``top_k`` candidates per level, all under the likeliest one of the
             level above (figure 5). ``full``: ``top_k`` candidates under every candidate. ``chain``:
-            the likeliest only, as ``full`` with k = 1. ``straightforward``: the same chain with one
-            group of mask tokens, which does not see the candidates (figure 4). Or what
-            :class:`TreeOptions` says.
-        top_k: k, candidates per mask token, of ``efficient`` and ``full`` trees; None: 5.
-        max_depth: mask tokens used; None takes all that the adapter has.
+            the likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
+            with one group of mask tokens, which do not attend to the candidates (figure 4). All
+            values in :class:`TreeOptions` are allowed, too.
+        top_k: k, candidates per mask token of ``efficient`` and ``full`` trees; None for 5.
+        max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
     top_k: int | None = None
@@ -61,6 +61,6 @@ class BitaOptions(TreeOptions):
             parents = level if self.tree == "full" else level[:1]
             level = [[*parent, rank] for parent in parents for rank in range(width)]
             paths += level
-            if len(paths) > MAX_CANDIDATES:  # refused below; the next level may not fit into memory
+            if len(paths) > MAX_CANDIDATES:  # refused below; deeper levels may not fit in memory
                 break
         return TokenTree.from_paths(paths)

@@ -14,7 +14,7 @@ def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
     if "prompt_keys" in weights:
         front = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
     elif "prompts" in weights:
-        # Prompts see prompts only, so that their states are the same whatever follows.
+        # Prompts attend to prompts only, so their states do not depend on what follows.
         front = list(computed_states(model, weights["prompts"]))
     else:
         front = []

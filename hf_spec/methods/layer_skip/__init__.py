@@ -15,7 +15,7 @@ METHOD = Method(
     adapter_config=LayerSkipConfig,
     adapter_layer=LayerSkipAdapter,
     objective=loss,
-    # Of low-rank updates of the drafting path; the number of epochs is that of appendix F.
+    # For low-rank updates of the drafting path; the number of epochs is that of appendix F.
     training={
         "learning_rate": 1e-3,
         "per_device_train_batch_size": 8,

@@ -70,7 +70,7 @@ class LayerSkipConfig(SpecPeftConfig):
         check_settings("draft_", self.draft_rank or 1, self.draft_alpha, self.draft_target_modules)
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise ValueError if the indices do not fit the layers of `model`."""
+        """Raise a ValueError if the indices do not fit the layers of `model`."""
         super().check_base(model)
         LayerSkipper(model, self.skip_attention, self.skip_mlp)  # finds every sublayer or raises
         self.draft_modules(model)
@@ -86,10 +86,10 @@ class LayerSkipConfig(SpecPeftConfig):
         return {}
 
     def draft_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Modules of `model` that are updated while drafting, by name: those that drafting runs.
+        """The linear modules that drafting runs and that get updates, by name.
 
         Raises:
-            ValueError: there are none although there should be.
+            ValueError: the config has a rank, but no module matches.
         """
         if not self.draft_rank:
             return {}

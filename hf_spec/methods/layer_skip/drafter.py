@@ -31,7 +31,7 @@ from modeling_patches.per_call import Changes
 
 #: Candidates per drafting forward; drafting continues from the first.
 RANKS = 3
-#: Steps without drafting until one drafts although it does not seem to pay: the text may change.
+#: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
 AGAIN = 64
 
 
@@ -84,8 +84,8 @@ class LayerSkipDrafter(Drafter):
 
         Args:
             tokens: ``(batch, 1 + k)`` root and drafted tokens.
-            drafted: the drafted tokens per row.
-            drafting: rows that still draft.
+            drafted: the drafted tokens of each sequence.
+            drafting: whether each sequence still drafts.
 
         Returns:
             ``(batch, vocab)`` probabilities and scores.
@@ -208,16 +208,15 @@ class _Followed:
 
 
 class DraftExit:
-    """When to stop drafting: as it pays, or by gamma (section 3.4, eqs. (2)-(4)).
+    """Decides when to stop drafting: when it stops paying, or by gamma (section 3.4, eqs. (2)-(4)).
 
-    A drafting stage moves gamma by (1 - beta2) epsilon, 0.001 with the paper's numbers, so that it
-    takes hundreds of them to adapt; hence one object serves all calls, those of several threads,
-    too.
+    A drafting stage moves gamma by (1 - beta2) epsilon, 0.001 with the paper's numbers, so adapting
+    takes hundreds of stages. One object therefore serves all calls on a model, in all threads.
 
     Attributes:
         gamma: draft probability below which drafting stops.
         acceptance: AR, smoothed; None before the first stage.
-        calibration: how far the drafting model's own probabilities can be trusted.
+        calibration: corrects the drafting model's probabilities.
     """
 
     def __init__(self, options: LayerSkipOptions):
@@ -240,11 +239,13 @@ class DraftExit:
         """Whether to run the drafting model for the tokens at a distance.
 
         Args:
-            distance: from 1.
-            paths: per row, probability that all tokens before are accepted; 0 for finished rows.
-            sure: draft probability of each row's last token; empty at distance 1.
-            price: tokens that the forward must bring to pay; if None (unknown), gamma decides.
-            held: per row, probability that a token there is already a candidate and accepted.
+            distance: the distance, from 1.
+            paths: probability of each sequence that all tokens before are accepted; 0 if it is
+                finished.
+            sure: draft probability of each sequence's last token; empty at distance 1.
+            price: tokens that the forward must bring to pay; None (unknown) if gamma decides.
+            held: probability of each sequence that a token at this distance is already a candidate
+                and accepted.
         """
         if price is None:
             sure = sure or [1.0] * len(paths)
@@ -257,7 +258,7 @@ class DraftExit:
     def learn(
         self, trust: Sequence[float], trees: Sequence[Found], came: Sequence[Sequence[int]]
     ) -> None:
-        """Learn from the tokens that followed where each row's tree was proposed."""
+        """Learn from the tokens that each sequence emitted after its tree was proposed."""
         for one, tokens in zip(trees, came):
             walk(self.calibration, one.tree.parents, one.tokens, one.chances, trust, tokens)
 
@@ -267,7 +268,7 @@ class DraftExit:
 
     @alone
     def update(self, acceptance: float) -> None:
-        """Adapt gamma to the acceptance rate AR_e of the e-th drafting stage, over all its rows."""
+        """Adapt gamma to AR_e, the acceptance rate of drafting stage e over all sequences."""
         if self.options.draft_exit not in (POLICY, "adaptive"):
             return
         o = self.options
@@ -275,7 +276,7 @@ class DraftExit:
         smoothed = beta1 * (self.acceptance or 0.0) + (1 - beta1) * acceptance  # eq. (2)
         step = o.threshold_step if smoothed <= o.target_acceptance else -o.threshold_step
         gamma = o.beta2 * self.gamma + (1 - o.beta2) * (self.gamma + step)  # eqs. (3), (4)
-        # Values beyond [0, 1] have the same effect, and would take long to return from.
+        # Values beyond [0, 1] have the same effect, but returning from them would take long.
         self.gamma = min(max(gamma, 0.0), 1.0)
         self.acceptance = smoothed
 
@@ -283,9 +284,10 @@ class DraftExit:
 def _choice(
     model: Any, options: LayerSkipOptions
 ) -> tuple[list[int], list[int], ActiveAdapter | None]:
-    """Layers to skip: those of the options, or else those of the active adapter and the adapter.
+    """Layers whose attention and MLP are skipped, and the active adapter if they are its own.
 
-    An adapter's updates compensate for its own skipped layers, and are not used with other ones.
+    Options take precedence. An adapter's updates compensate for its own skipped layers, and are not
+    used with others.
     """
     attention, mlp = options.skip_attention, options.skip_mlp
     if attention is None and mlp is None:

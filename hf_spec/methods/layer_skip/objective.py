@@ -20,7 +20,7 @@ from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.layer_skip import LayerSkipper
 
-#: Tokens of a piece: about as many as are drafted in a step.
+#: Tokens of a piece, about as many as a step drafts.
 PIECE = 4
 
 
@@ -42,7 +42,7 @@ def loss(
         input_ids: ``(batch, seq)`` prompts with answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
         anchors: ``(batch, anchors)`` columns; a piece of :data:`PIECE` tokens starts after each.
-        attention_mask: ``(batch, seq)``.
+        attention_mask: ``(batch, seq)``, 0 for padding.
 
     Returns:
         ``loss``, a scalar; ``logits``, ``(batch, anchors, PIECE, vocab)`` of the drafting model;
@@ -54,7 +54,7 @@ def loss(
     layer: Any = adapter.layer
     drafting = LayerSkipper(model, config.skip_attention, config.skip_mlp).changes
     layer.updates[adapter.name].add_to(drafting)
-    # A piece sees the tokens up to its anchor, and itself, causally: as a group of probes does.
+    # Like a group of probes, a piece attends causally to the tokens up to its anchor and to itself.
     group = ProbeGroup.causal(PIECE)
     wanted = future_labels(labels, anchors, group)
     offsets, _ = group_tensors(group, str(anchors.device))

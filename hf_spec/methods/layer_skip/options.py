@@ -24,19 +24,18 @@ class LayerSkipOptions(StrategyOptions):
         skip_attention, skip_mlp: layers whose attention / MLP the draft leaves out. None takes
             those of the active ``LAYER_SKIP`` adapter.
         draft_exit: when to stop drafting. ``policy``: when the next token is not worth the time of
-            its forward; drafts are then trees with alternatives, of which the policy takes what
-            pays. ``adaptive`` and ``threshold`` stop after a token whose draft probability is below
-            gamma, which eqs. (2)-(4) adapt or which stays as it is; ``fixed`` drafts ``max_draft``
-            tokens. Under ``adaptive`` a call goes on with the gamma of the one before. Where
-            nothing may depend on time, and where the call samples its candidates, ``policy`` is
-            ``adaptive``.
+            its forward; drafts are then trees, of which the policy takes as many candidates as pay.
+            ``adaptive`` and ``threshold`` stop after a token whose draft probability is below
+            gamma, which is adapted by eqs. (2)-(4) or fixed. ``fixed`` drafts ``max_draft`` tokens.
+            Under ``adaptive``, a call continues with the gamma of the previous one. ``policy`` is
+            ``adaptive`` if nothing may depend on time, or if the call samples its candidates.
         max_draft: K, most tokens drafted in a step.
         threshold: gamma, its initial value under ``adaptive`` and ``policy``.
         threshold_step: epsilon of eq. (3).
         beta1, beta2: smoothing of the acceptance rate and of gamma.
         target_acceptance: alpha, the acceptance rate that ``adaptive`` aims at.
-        draft_tokens: ``greedy``, or ``sampled`` where the call samples (algorithm 4), for which
-            ``rejection`` is the rule. ``auto`` is ``sampled`` with ``acceptance="rejection"``.
+        draft_tokens: ``greedy``, or ``sampled`` if the call samples (algorithm 4), which goes with
+            ``rejection``. ``auto`` is ``sampled`` with ``acceptance="rejection"``.
     """
 
     skip_attention: Sequence[int] | None = None

@@ -1,4 +1,4 @@
-"""Options that are worth a run of the contract test of their own."""
+"""Options that the contract test runs with."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "merged": {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "retrieval": True},
 }  # fmt: skip
-#: Candidates are sampled, and verified by rejection.
+#: Variants that sample candidates and verify them by rejection.
 SAMPLED: dict[str, dict[str, Any]] = {
     "rejection": {**VARIANTS["first_layer"], "acceptance": "rejection"},
     "sampled": {**VARIANTS["merged"], "draft_tokens": "sampled"},

@@ -1,4 +1,4 @@
-"""Draft with heads on the hidden state of the last accepted token: Medusa, section 2.1."""
+"""Drafts with heads on the hidden state of the last accepted token: Medusa, section 2.1."""
 
 from __future__ import annotations
 

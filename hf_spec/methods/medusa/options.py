@@ -11,5 +11,5 @@ class MedusaOptions(HeadOptions):
 
     Attributes:
         tree: ``sparse``, ``chain``, ``tuned``, ``online``, rank paths or states.
-        max_depth: heads used; None takes all that the adapter has.
+        max_depth: number of heads used; None for all that the adapter has.
     """

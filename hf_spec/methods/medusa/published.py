@@ -1,18 +1,18 @@
-"""Heads that others have published, in the layouts of their files.
+"""Reads published Medusa heads.
 
-Names of the tensors of head k, from 0, with L blocks; each may stand behind ``medusa_head.`` or
-``medusa_heads.``, among the names of the base model's own tensors, which are left alone:
+The known layouts name the tensors of head k, from 0, with L blocks, as follows. Names may have the
+prefix ``medusa_head.`` or ``medusa_heads.``; other tensors, such as the base model's, are ignored.
 
 * Medusa-1 (``medusa_lm_head.pt``, such as medusa-vicuna-7b-v1.3): ``k.j.linear.weight`` and
   ``k.j.linear.bias`` of block j, and ``k.L.weight``, the head's own projection. A model that was
-  trained together with its heads (medusa-1.0-vicuna-7b-v1.5) holds the same as
+  trained together with its heads (medusa-1.0-vicuna-7b-v1.5) contains the same tensors as
   ``medusa_head.k.j.linear.weight`` and so on.
 * ``"version": "2"`` of the same repository's config: blocks only, for a shared projection.
 * vLLM: ``blocks.k.layers.j.weight``, ``blocks.k.layers.j.bias`` or none, ``lm_heads.k.weight`` or
   a shared projection, which is the base's.
 
-Medusa's training script made the L blocks of a head from one module; its files then hold L equal
-copies, which are read as blocks of their own.
+Medusa's training script builds the L blocks of a head from one module, so its files contain L equal
+copies, which are read as separate blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Key = tuple[int, ...]
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name is one of heads."""
+    """Whether a tensor of this name belongs to a head."""
     return bool(_BLOCK.fullmatch(name) or _PROJECTION.fullmatch(name))
 
 
@@ -48,7 +48,7 @@ def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Te
     """Fields of ``MedusaConfig`` and the adapter's parameters, from published tensors by name.
 
     Raises:
-        ValueError: there are no heads, tensors are missing or twice there, or do not fit together.
+        ValueError: there are no heads, or tensors are missing, duplicate or do not fit together.
     """
     parts: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}}
     projections: dict[_Key, Tensor] = {}
@@ -100,7 +100,7 @@ def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _key(name: str, *numbers: str) -> _Key:
-    """The numbers in a tensor's name: of a head, and of a block or how many there are."""
+    """The numbers in a tensor's name: the head, and the block or the number of blocks."""
     key = tuple(int(number[:9]) for number in numbers)
     if any(number > most for number, most in zip(key, (MAX_FUTURE - 1, MAX_BLOCKS))):
         raise ValueError(
@@ -116,7 +116,7 @@ def _put(found: dict[_Key, Tensor], key: _Key, name: str, tensor: Tensor) -> Non
 
 
 def _check(what: str, found: Mapping[_Key, Tensor], wanted: list[Any]) -> None:
-    """Raise unless each head has all that the others have."""
+    """Raise a ValueError unless all heads have the same tensors."""
     for key in wanted:
         if key not in found:
             block = f", block {key[1]}" if len(key) > 1 else ""

@@ -1,11 +1,11 @@
-"""A MEDUSA adapter as vLLM's Medusa loader reads it, up to vLLM 0.32; 0.33 has no Medusa.
+"""Writes a MEDUSA adapter for vLLM up to 0.32; vLLM 0.33 has no Medusa.
 
 vLLM (``vllm/model_executor/models/medusa.py``) takes a folder with ``config.json`` of model type
 ``medusa`` and safetensors named ``blocks.<head>.layers.<block>.weight`` and ``.bias`` (the latter
 with ``medusa_fc_bias``), and ``lm_heads.<head>.weight``, or with ``original_lm_head`` one
-``lm_head.weight`` for all heads, which is a copy of the base's. ``n_predict`` is how many tokens it
-drafts unless the user says. A ``token_map`` of the tokens that are predicted is in the loader's
-code, but 0.32.0 refuses files with one: heads predict all tokens there.
+``lm_head.weight`` for all heads, a copy of the base's. ``n_predict`` is the default number of
+drafted tokens. The loader's code has a ``token_map`` of the predicted tokens, but 0.32.0 refuses
+files with one, so the heads there predict all tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and the tensors of ``model.safetensors``.
 
-    A transition is left out, with a warning: vLLM's heads do not know each other's tokens.
+    A transition is dropped with a warning, as vLLM's heads do not see each other's tokens.
 
     Args:
         model: the base model.

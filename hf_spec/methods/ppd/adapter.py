@@ -10,17 +10,21 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.ppd.config import PPDConfig
 
-#: Standard deviation of fresh prefix tokens, which have no text to start from.
+#: Standard deviation of initial prefix tokens, which are not initialised from text.
 INIT_STD = 0.02
 
 
 class PPDAdapter(SpecAdapterLayer):
-    """Prompt tokens ``prompts`` (m * n, hidden), those of distance 1 first, and by config:
+    """Prompt tokens, and further parameters by config.
 
-    ``weights`` (m, n) of the EPTs; ``prefix_keys`` and ``prefix_values`` (layers, kv_heads, m *
-    prefix tokens, head_dim); ``head`` (vocab, hidden), added to the base's output embeddings, or
-    ``head`` (hidden, hidden) and ``head_bias`` (hidden,) of a residual block before them; where it
-    has a rank, ``head_down`` (rank, hidden) and ``head_up`` (hidden, rank) instead of ``head``.
+    ``prompts`` is ``(m * n, hidden)`` for m prompt tokens of n EPTs, those of distance 1 first.
+    Depending on the config, there are also:
+
+    * ``weights`` ``(m, n)`` of the EPTs;
+    * ``prefix_keys`` and ``prefix_values``, ``(layers, kv_heads, m * prefix tokens, head_dim)``;
+    * ``head`` ``(vocab, hidden)``, added to the base's output embeddings; or ``head`` ``(hidden,
+      hidden)`` and ``head_bias`` ``(hidden,)`` of a residual block before them, with a rank
+      ``head_down`` ``(rank, hidden)`` and ``head_up`` ``(hidden, rank)`` instead of ``head``.
     """
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
@@ -31,7 +35,7 @@ class PPDAdapter(SpecAdapterLayer):
             tensors["weights"] = torch.full((distances, ept), 1 / ept)
         if config.num_prefix_tokens:
             tensors |= config.fresh_states("prefix", distances * config.num_prefix_tokens, INIT_STD)
-        # Heads start as the base's own.
+        # At first, the head changes nothing.
         if config.head == "vocabulary":
             output: Any = model.get_output_embeddings()
             tensors["head"] = torch.zeros(output.out_features, output.in_features)
@@ -39,7 +43,7 @@ class PPDAdapter(SpecAdapterLayer):
             hidden = model.get_output_embeddings().in_features
             if config.head_rank is None:
                 tensors["head"] = torch.zeros(hidden, hidden)
-            else:  # as in LoRA: one factor is zero, so that nothing changes yet
+            else:  # as in LoRA, one factor is zero
                 rank = config.head_rank
                 tensors["head_down"] = torch.randn(rank, hidden) / hidden**0.5
                 tensors["head_up"] = torch.zeros(hidden, rank)
@@ -48,10 +52,10 @@ class PPDAdapter(SpecAdapterLayer):
 
 
 def _text_embeddings(model: Any, count: int) -> Tensor:
-    """Embeddings of random tokens, as the first layer gets them: ``(count, hidden)``."""
+    """Input embeddings of random tokens, ``(count, hidden)``."""
     embed = model.get_input_embeddings()
     ids = torch.randint(embed.weight.shape[0], (count,))
-    if ids.is_meta or embed.weight.is_meta:  # shapes are wanted; or weights are offloaded
+    if ids.is_meta or embed.weight.is_meta:  # only shapes are needed, or weights are offloaded
         return torch.randn(count, embed.weight.shape[1]) * INIT_STD
     with torch.no_grad():
         return embed(ids.to(embed.weight.device)).float()

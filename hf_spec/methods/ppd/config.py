@@ -15,13 +15,13 @@ MASKS = ("ensemble", "decoder", "encoder")
 AGGREGATIONS = ("average", "learned")
 LOSSES = ("distillation", "hard")
 HEADS = ("none", "vocabulary", "residual")
-#: Share of the steps that train everything but the head, where there are two stages.
+#: With two stages, share of the steps that train everything but the head.
 FIRST_STAGE = 0.5
 
 
 @dataclass
 class PPDConfig(FrontConfig):
-    """Prompt tokens that draft.
+    """Config of a PPD adapter: prompt tokens that draft.
 
     Raises:
         ValueError: if a field is invalid.
@@ -124,7 +124,7 @@ class PPDConfig(FrontConfig):
         return self.head != "vocabulary"
 
     def check_base(self, model: nn.Module) -> None:
-        """Record what follows from the base model, or raise ValueError if it does not fit."""
+        """Set defaults that depend on the base model; raise a ValueError if it does not fit."""
         super().check_base(model)
         if self.num_exits > 1 and self.num_exits > num_layers(model):
             raise ValueError(

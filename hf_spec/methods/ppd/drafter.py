@@ -1,8 +1,8 @@
 """Drafts with prompt tokens in the verifying forward: PPD, sections 4.5 and 5.4.
 
 The tree's nodes have prompt tokens. Those under the last accepted node predict the tokens after the
-next one, which are the candidates of the next step. Their number is the row's state, and each state
-may have its own tree.
+next one, which are the candidates of the next step. Their number is the sequence's state, and each
+state may have its own tree.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def loss(
     anchors: Tensor,
     attention_mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Divergence from the base's own distributions, averaged per sequence and over sequences.
+    """Divergence from the base's distributions, averaged per sequence and then over sequences.
 
     The loss of distance i has weight decay^(i-1). The base's distribution is that at the same
     position of the same sequence, from the same forward; the divergence is KL(base || prompt
@@ -31,10 +31,10 @@ def loss(
     Args:
         model: the frozen base model.
         adapter: the adapter that is trained.
-        input_ids: ``(batch, seq)`` prompts with the answers the base gave.
+        input_ids: ``(batch, seq)`` prompts with the base's answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
         anchors: ``(batch, anchors)`` columns that have prompt tokens (section 4.3.1).
-        attention_mask: ``(batch, seq)``.
+        attention_mask: ``(batch, seq)``, 0 for padding.
 
     Returns:
         ``loss``, a scalar; ``logits``, ``(batch, anchors, m, vocab)``; ``labels``, ``(batch,

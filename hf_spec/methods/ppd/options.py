@@ -8,7 +8,7 @@ from typing import ClassVar
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.options import TreeOptions
 
-#: Candidates of the static tree: many where they are sure to be looked at, few below.
+#: Rank paths of the static tree: many at depth 1, which every step verifies, and few below.
 STATIC: tuple[tuple[int, ...], ...] = (
     (0,), (1,), (2,), (3,), (4,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1),
 )  # fmt: skip
@@ -20,9 +20,9 @@ class PPDOptions(TreeOptions):
 
     Attributes:
         tree: ``static``: ten candidates, all prompt tokens under each node (section 5.3).
-            ``chain``: the likeliest only. Or what :class:`TreeOptions` says; dynamic sparse trees
-            are those of section 5.4.
-        max_depth: prompt tokens used; None takes all that the adapter has.
+            ``chain``: the likeliest ones only. All values in :class:`TreeOptions` are allowed, too;
+            dynamic trees are the dynamic sparse trees of section 5.4.
+        max_depth: number of prompt tokens used; None for all that the adapter has.
     """
 
     trees: ClassVar[tuple[str, ...]] = ("static", "chain")

@@ -20,8 +20,8 @@ def ept_group(distances: int, num_ept: int, mask: str) -> ProbeGroup:
     """EPTs of all prompt tokens, those of distance 1 first (section 4.4.3, figures 4.6 to 4.8).
 
     Args:
-        distances: prompt tokens.
-        num_ept: EPTs of each.
+        distances: number of prompt tokens.
+        num_ept: EPTs per prompt token.
         mask: ``ensemble``, ``decoder`` or ``encoder``.
     """
     places = [(distance, number) for distance in range(distances) for number in range(num_ept)]
@@ -57,7 +57,7 @@ class PromptTokens:
             slots = self.distances * prefix
             keys, values = self.weights["prefix_keys"], self.weights["prefix_values"]
             front = list(zip(keys[:, :, :slots].unbind(0), values[:, :, :slots].unbind(0)))
-            # Figure 4.4: prompt token i sees the prefix tokens i and no others.
+            # Figure 4.4: prompt token i attends to the prefix tokens i only.
             own = torch.eye(self.distances, dtype=torch.bool, device=keys.device)
             seen = own.repeat_interleave(self.config.num_ept, 0).repeat_interleave(prefix, 1)
         embeddings = self.weights["prompts"][: len(self.group)]
@@ -70,11 +70,11 @@ class PromptTokens:
         sum of logits of section 4.4.4, except that a bias of the output embeddings counts once.
 
         Args:
-            hidden: ``(batch, places * EPTs, hidden)`` final hidden states under any nodes, of whole
-                distances.
+            hidden: ``(batch, n * EPTs, hidden)`` final hidden states of the probes under n nodes,
+                with all EPTs of each distance.
 
         Returns:
-            ``(batch, places * distances, hidden)``.
+            ``(batch, n * distances, hidden)``.
         """
         config, weights = self.config, self.weights
         if config.num_ept > 1:
@@ -98,16 +98,16 @@ class PromptTokens:
         self, model: Any, states: Tensor, exact: bool = True,
         head: Head | None = None,
     ) -> Tensor:  # fmt: skip
-        """Predictions of the prompt tokens, ``(batch, rows, tokens)``.
+        """Logits that the prompt tokens predict, ``(batch, n, tokens)``.
 
         Args:
             model: the base model.
-            states: ``(batch, rows, hidden)`` as :meth:`states` gives them.
-            exact: with all that the model does to its logits; False may leave out what does not
-                change their order.
-            head: in place of the base's output embeddings.
+            states: ``(batch, n, hidden)`` from :meth:`states`.
+            exact: whether to apply the model's scaling and soft cap; False may skip operations that
+                keep the order of logits.
+            head: replaces the base's output embeddings.
         """
-        if self.config.head == "vocabulary":  # added to logits, so that their scale matters
+        if self.config.head == "vocabulary":  # added to logits, so their scale matters
             own = states @ self.weights["head"].to(states).T
             return model_logits(model, states) + own
         if exact:

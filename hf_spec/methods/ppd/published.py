@@ -1,9 +1,9 @@
-"""Published prompt tokens: the layout of the author's code (github.com/hmarkc, ppd-* on the Hub).
+"""Reads published prompt tokens of the author's code (github.com/hmarkc, ppd-* on the Hub).
 
-There an adapter is saved as PEFT saves prompt tuning: ``adapter_model.safetensors`` (or ``.bin``)
-with one tensor ``prompt_embeddings`` (prompt tokens * EPTs, hidden), the EPTs of distance 1 first,
-as here. What is published has one EPT each, for which all masks are the same. Learned weights,
-heads and prefixes lie in further files, which are not read.
+The author saves adapters as PEFT saves prompt tuning: ``adapter_model.safetensors`` (or ``.bin``)
+has one tensor ``prompt_embeddings``, ``(prompt tokens * EPTs, hidden)``. As here, the EPTs of
+distance 1 come first. The published adapters have one EPT each, for which all masks are equal.
+Learned weights, heads and prefixes are in other files, which are not read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ EMBEDDINGS = "prompt_embeddings"
 
 
 def wants(name: str) -> bool:
-    """Whether a tensor of this name is the adapter's."""
+    """Whether a tensor of this name belongs to the adapter."""
     return name == EMBEDDINGS
 
 
 def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields of the config and parameters, from published tensors by name.
+    """Fields of ``PPDConfig`` and the adapter's parameters, from published tensors by name.
 
     Raises:
         ValueError: there are no prompt embeddings.

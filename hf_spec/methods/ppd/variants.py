@@ -1,4 +1,4 @@
-"""Options that are worth a run of the contract test of their own."""
+"""Options that the contract test runs with."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "wide": {"tree": [[rank] for rank in range(61)], "max_depth": 1},  # every token of its models
 }
-#: Hits, untrained as it is, where few tokens are allowed.
+#: Variant whose candidates are accepted without training, if few tokens are allowed.
 HITTING = "wide"
-#: Fields of the adapter's config; its parameters are random then.
+#: Fields of the adapter's config by variant; the parameters are random.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "num_ept": 2}
 }

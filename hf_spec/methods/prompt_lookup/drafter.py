@@ -27,7 +27,7 @@ class PromptLookupDrafter(Drafter):
         found = [
             one.lookup(tokens, state.max_depth)
             if active
-            else NOTHING._replace(tokens=tokens[-1:])  # which a finished row may still cache
+            else NOTHING._replace(tokens=tokens[-1:])  # a finished sequence may still cache it
             for one, tokens, active in zip(self.rows, state.tokens, state.active)
         ]
         return draft_of(found, state.root.device)

@@ -17,10 +17,10 @@ class PromptLookupOptions(StrategyOptions):
     Attributes:
         max_ngram: longest n-gram that is looked up.
         min_ngram: shortest n-gram that is looked up.
-        max_matches: occurrences whose continuations are merged into the tree (its width).
-        max_depth: tokens taken from each continuation.
+        max_matches: most occurrences whose continuations are merged into the tree (its width).
+        max_depth: most tokens of each continuation.
         max_nodes: most candidates in the tree.
-        min_probability: candidates whose estimated probability is lower are left out; 0 keeps all.
+        min_probability: lowest estimated probability of a candidate; 0 keeps all.
     """
 
     max_ngram: int = Limits.max_ngram

@@ -1,4 +1,4 @@
-"""Options that are worth a run of the contract test of their own."""
+"""Options that the contract test runs with."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ from hf_spec.core.checks import check_count
 from hf_spec.drafting.heads import HeadsConfig
 from modeling_patches.layer_skip import num_layers
 
-#: Section 5.3: pruning after the fourth layer.
+#: Default number of layers before pruning (section 5.3).
 PRUNE_LAYER = 4
 
 
@@ -19,7 +19,7 @@ class ProPDConfig(HeadsConfig):
     """Config of a PROPD adapter.
 
     Raises:
-        ValueError: naming the field, its value and the rule.
+        ValueError: a field is invalid; the message names it, its value and the rule.
     """
 
     type_name: ClassVar[str] = "PROPD"
@@ -46,7 +46,7 @@ class ProPDConfig(HeadsConfig):
         check_count("prune_top_k", self.prune_top_k)
 
     def check_base(self, model: nn.Module) -> None:
-        """Record the layer, or raise ValueError if the base model has none that can be pruned."""
+        """Set the default layer; raise a ValueError if the base model cannot be pruned there."""
         super().check_base(model)
         layers = num_layers(model)
         if layers < 2:

@@ -15,9 +15,9 @@ from hf_spec.policy.tree_source import tree_source
 
 
 class ProPDDrafter(WrappedDrafter):
-    """The heads' trees, or another strategy's, with early pruning.
+    """The trees of the heads, or of another strategy, with early pruning.
 
-    Candidates are given, never sampled: which of them are left depends on their tokens.
+    Candidates are never sampled, as pruning depends on their tokens.
     """
 
     runs_modules: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class ProPDDrafter(WrappedDrafter):
             )
 
     def _check_exits(self, layer: int) -> None:
-        """Raise ValueError where prompt tokens leave the model before candidates are pruned."""
+        """Raise a ValueError if prompt tokens leave the model before candidates are pruned."""
         exits = 1 if self.probe_inputs is None else self.probe_inputs.exits
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
         if layers - exits < layer:

@@ -1,10 +1,10 @@
-"""The early prediction head, and which candidates it drops: ProPD, section 4.1.
+"""Early pruning of candidates by the early prediction head: ProPD, section 4.1.
 
-The head translates hidden states behind the first layers into final ones, for the model's own
-output embeddings: ``gain * rms_norm(h + A h + b)``, the form of the tuned lens (Belrose et al.,
-"Eliciting Latent Predictions from Transformers with the Tuned Lens", 2023). On a 22M model its 50
-likeliest tokens hold the model's own in 82 % of places behind layer 4, where a residual block as
-Medusa's heads have it reaches 73 % (docs/methods/propd.md).
+The head maps hidden states after the first layers to final ones, for the model's own output
+embeddings: ``gain * rms_norm(h + A h + b)``, the form of the tuned lens (Belrose et al., "Eliciting
+Latent Predictions from Transformers with the Tuned Lens", 2023). On a 22M model, after layer 4, its
+50 likeliest tokens contain the model's own at 82 % of positions; a residual block as in Medusa's
+heads reaches 73 % (docs/methods/propd.md).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def early_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
 
 
 class EarlyPruning:
-    """Drops candidates that the early head thinks unlikely, and their subtrees.
+    """Drops candidates that are unlikely by the early head, and their subtrees.
 
     Args:
         model: the base model.
         weights: the adapter's parameters.
-        layer: number of layers after which the head reads hidden states.
-        top_k: the adapter's value; the options' value takes precedence.
-        options: options with the criterion.
+        layer: number of layers before the head.
+        top_k: the adapter's ``prune_top_k``; that of the options takes precedence.
+        options: the strategy's options, with the criterion.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class EarlyPruning:
         return self._probable(model_logits(self.model, states), tokens, place, tree)
 
     def _among_top(self, logits: Tensor, tokens: Tensor, place: Tensor, tree: TreeBatch) -> Tensor:
-        """By rank, for which the order of ``logits`` (batch, inner, vocab) is enough."""
+        """``(batch, nodes)`` bool by rank; only the order of ``logits`` matters."""
         count = min(self.top_k, logits.shape[-1])
         least = logits.topk(count, dim=-1).values[..., -1].gather(1, place)
         own = _of_tokens(logits, tokens, place)
         return connected(tree, (own >= least).to(tree.valid.device))
 
     def _probable(self, logits: Tensor, tokens: Tensor, place: Tensor, tree: TreeBatch) -> Tensor:
-        """By the marginal probability of each node's path, a product along its ancestors."""
+        """``(batch, nodes)`` bool by the marginal probability of each node's path."""
         options = self.options
         log_p = _of_tokens(logits.float().log_softmax(-1), tokens, place)
         log_p[:, 0] = 0.0
@@ -94,5 +94,11 @@ class EarlyPruning:
 
 
 def _of_tokens(values: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
-    """Each node's entry of its parent's ``values`` (batch, inner, vocab): (batch, nodes)."""
+    """``(batch, nodes)`` for each node, its token's entry in the parent's ``values``.
+
+    Args:
+        values: ``(batch, inner, vocab)`` of the nodes with children.
+        tokens: ``(batch, nodes)``
+        place: ``(batch, nodes)`` index of each node's parent in ``values``.
+    """
     return values.flatten(1).gather(1, place * values.shape[-1] + tokens)

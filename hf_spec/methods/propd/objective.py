@@ -23,16 +23,17 @@ def loss(
     anchors: Tensor,
     attention_mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The heads' loss plus the early head's, which predicts token t + 1 at each anchor t.
+    """The heads' loss plus that of the early head, which predicts token t + 1 at each anchor t.
 
-    With ``loss="hard"`` that is the cross-entropy of the answer's token, with ``distillation`` the
-    KL divergence from the model's own distribution; a mean over a sequence's places, then over
-    sequences. Early and other heads share no parameters, so that their losses need no weights.
+    With ``loss="hard"``, the latter is the cross-entropy of the answer's token, with
+    ``distillation`` the KL divergence from the model's distribution: a mean over the anchors of a
+    sequence, then over sequences. The early head shares no parameters with the other heads, so the
+    losses need no weights.
 
     Args:
         model: the frozen base model.
         adapter: the adapter that is trained.
-        input_ids: ``(batch, seq)`` prompts with the answers the base gave.
+        input_ids: ``(batch, seq)`` prompts with the base's answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
         anchors: ``(batch, anchors)`` columns t.
         attention_mask: ``(batch, seq)``, 0 for padding, on either side.

@@ -10,9 +10,9 @@ from hf_spec.drafting.options import HeadOptions
 from hf_spec.methods.registry import Method, get_method
 
 CRITERIA = ("top_k", "probability")
-#: The drafter that the adapter brings along.
+#: Value of ``drafter`` for the adapter's own heads.
 HEADS = "heads"
-#: Options that belong to the whole strategy, whatever drafts.
+#: Options that apply to the strategy as a whole, for any drafter.
 SHARED = ("acceptance", "retrieval", "fallback", "typical_epsilon", "typical_delta")
 
 
@@ -21,19 +21,20 @@ class ProPDOptions(HeadOptions):
     """Options of ``propd`` (ProPD, section 4).
 
     Attributes:
-        tree, candidates, max_depth: of the adapter's own heads, as ``medusa`` has them.
-            ``online`` is ProPD's dynamic token tree generation (section 4.2).
-        drafter: ``heads``: the adapter's own. Or another strategy with one forward per step, whose
-            trees are pruned; its adapter must be active, too.
+        tree, candidates, max_depth: for the adapter's own heads, as in ``medusa``. ``online`` is
+            ProPD's dynamic token tree generation (section 4.2).
+        drafter: ``heads``, the adapter's own; or another strategy with one forward per step, whose
+            trees are pruned. Its adapter must be active, too.
         drafter_kwargs: options of that strategy.
-        prune: drop unlikely candidates behind the adapter's ``prune_layer``. ``auto`` tries steps
-            with and without, and goes on with what emits more per second.
-        prune_criterion: ``top_k``: those not among the ``prune_top_k`` likeliest tokens behind
-            their parent. ``probability``: those whose path is less likely than
-            ``prune_probability``, or not among the ``prune_keep`` likeliest.
-        prune_top_k: None takes the adapter's.
+        prune: whether to drop unlikely candidates after the adapter's ``prune_layer``. ``auto``
+            tries steps with and without pruning, and continues with those that emit more tokens per
+            second.
+        prune_criterion: the candidates to drop. ``top_k``: those not among the ``prune_top_k``
+            likeliest tokens after their parent. ``probability``: those whose path is less likely
+            than ``prune_probability``, or not among the ``prune_keep`` likeliest.
+        prune_top_k: from 1; None for the adapter's value.
         prune_probability: in (0, 1].
-        prune_keep: most candidates that stay; None for any number.
+        prune_keep: most candidates kept; None for no limit.
     """
 
     drafter: str = HEADS
@@ -78,7 +79,7 @@ class ProPDOptions(HeadOptions):
             inner = self.drafting_method().parse_options(self.drafter_kwargs).untimed()
             own = {name: value for name, value in inner.items() if name not in SHARED}
             found["drafter_kwargs"] = {**self.drafter_kwargs, **own}
-            for name in self.shape:  # of the heads, which do not draft
+            for name in self.shape:  # options of the heads, which do not draft
                 found.pop(name, None)
         return found
 
@@ -97,8 +98,8 @@ class ProPDOptions(HeadOptions):
         """The strategy that ``drafter`` names.
 
         Raises:
-            ValueError: there is none of this name, or it cannot be pruned, or its options are
-                wrong.
+            ValueError: there is no such strategy, its trees cannot be pruned, or its options are
+                invalid.
         """
         method = get_method(self.drafter) if isinstance(self.drafter, str) else None
         if method is None or method.options is type(self):

@@ -1,6 +1,7 @@
-"""The SPACE adapter's parameters, and how it changes the model.
+"""The SPACE adapter's parameters, and its changes to the model.
 
-While an adapter is active, every call of the model is one of the fine-tuned model, as with LoRA.
+While an adapter that fine-tunes the model is active, every call of the model uses its updates, as
+with LoRA.
 """
 
 from collections.abc import Mapping
@@ -16,13 +17,15 @@ from hf_spec.methods.space.config import SpaceConfig
 from modeling_patches.low_rank import LowRank
 from modeling_patches.support import check_unquantised
 
-#: Standard deviation of fresh mask tokens ("normal distribution", section 4.1).
+#: Standard deviation of initial mask tokens ("normal distribution", section 4.1).
 INIT_STD = 0.02
 
 
 class SpaceAdapter(SpecAdapterLayer):
-    """Mask tokens ``masks`` (k, hidden), one for all if shared and none if they are noise, and
-    factors of low-rank updates."""
+    """Mask tokens and the factors of low-rank updates.
+
+    ``masks`` is ``(k, hidden)``, ``(1, hidden)`` if shared; there is none if masks are noise.
+    """
 
     def __init__(self, prefix: str) -> None:
         super().__init__(prefix)
@@ -79,10 +82,10 @@ class SpaceAdapter(SpecAdapterLayer):
     def merge_into(
         self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> None:
-        """Add the low-rank updates of the active adapter to the base's weights; masks stay.
+        """Add the low-rank updates of the active adapter to the base's weights; mask tokens stay.
 
         Raises:
-            ValueError: there is no such adapter to merge, or the weights cannot be changed.
+            ValueError: no active adapter can be merged, or the weights cannot be changed.
         """
         here = self._active_updates()
         names = here if adapter_names is None else list(adapter_names)
@@ -107,7 +110,7 @@ class SpaceAdapter(SpecAdapterLayer):
         return [name for name in active if name in self.updates and self.updates[name].attached]
 
     def _take_apart(self) -> None:
-        """Undo a merge: it holds for the adapter that was active then, and while it is."""
+        """Undo a merge, which is only valid while the merged adapter is active."""
         for name in self.merged_adapters:
             self.updates[name].unmerge()
         self.merged_adapters = []

@@ -15,8 +15,8 @@ from modeling_patches.support import check_unquantised
 
 UPDATES = ("gated", "lora", "full", "none")
 MASKS = ("learned", "noise")
-#: Learning rates by update; that of full fine-tuning is the paper's (table 2). Mask tokens alone
-#: are soft prompts, which need more.
+#: Learning rate by kind of update; that of ``full`` is the paper's (table 2). Mask tokens alone are
+#: soft prompts, which need a higher one.
 LEARNING_RATES = {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
 
 
@@ -25,7 +25,7 @@ class SpaceConfig(PredictingConfig):
     """Config of a SPACE adapter.
 
     Raises:
-        ValueError: naming the field, its value and the rule.
+        ValueError: a field is invalid; the message names it, its value and the rule.
     """
 
     type_name: ClassVar[str] = "SPACE"
@@ -104,8 +104,8 @@ class SpaceConfig(PredictingConfig):
         rate = {"learning_rate": LEARNING_RATES[self.update]}
         if not self.changes_model:
             return {**rate, "num_train_epochs": 8}
-        # What is kept is the best model: one that repeats itself is guessed easily, so that tau
-        # does not tell. Epochs are those of table 2.
+        # The checkpoint of the lowest loss is kept: tau would favour models that repeat themselves,
+        # which are easy to predict. Epochs are those of table 2.
         return {**rate, "metric_for_best_model": "loss", "greater_is_better": False}
 
     def learning_rates(self) -> dict[str, float]:
@@ -122,11 +122,11 @@ class SpaceConfig(PredictingConfig):
 
     @property
     def changes_model(self) -> bool:  # type: ignore[override]
-        """Whether the model computes something else with the adapter."""
+        """Whether the adapter changes the model's output."""
         return self.update in ("lora", "full")
 
     def check_base(self, model: nn.Module) -> None:
-        """Raise ValueError if `model` cannot be updated as the config says; spell out a pattern."""
+        """Raise a ValueError if `model` cannot have these updates; replace a pattern by names."""
         super().check_base(model)
         found = self.modules(model)
         if isinstance(self.target_modules, str):  # PEFT would match it again, however long it takes

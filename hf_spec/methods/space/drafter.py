@@ -24,7 +24,7 @@ from hf_spec.policy.tree_source import tree_source
 
 
 class SpaceDrafter(ProbeDrafter):
-    """Trees of the mask tokens' predictions, or chains of their likeliest tokens or of samples."""
+    """Trees of the mask tokens' predictions, or chains of likeliest or sampled tokens."""
 
     options: SpaceOptions
 
@@ -43,9 +43,9 @@ class SpaceDrafter(ProbeDrafter):
     def candidates(
         self, state: DecodingState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Line 23: a token from each mask position, and its distribution, line 24, if sampled.
+        """A token from each mask position (line 23), with its distribution q (line 24) if sampled.
 
-        q is the whole distribution after the call's processors, which see the candidates before.
+        q is the whole distribution after the call's processors, which see the earlier candidates.
         """
         samples = state.do_sample and self.options.samples
         if not self.options.is_chain or (not samples and state.process.trivial):

@@ -12,13 +12,14 @@ from hf_spec.model.tree_forward import ProbeInputs
 
 
 def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
-    """The k mask tokens in sequence, with the model's updates if these apply only to mask tokens
-    (gated); gradients flow to the adapter's parameters.
+    """The k mask tokens as probes, with the low-rank updates if these are gated.
+
+    Gradients flow to the adapter's parameters.
 
     Args:
         adapter: the adapter.
         model: the base model.
-        noise: ``(..., k)`` the random tokens if mask tokens are noise; None for a fixed choice.
+        noise: ``(..., k)`` random tokens, if mask tokens are noise; None for a fixed choice.
     """
     config: Any = adapter.config
     layer: Any = adapter.layer
@@ -35,6 +36,6 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
 
 
 def random_tokens(model: Any, seed: int, *shape: int) -> Tensor:
-    """Tokens of the model's vocabulary, all equally likely: int64 of this shape, on the CPU."""
+    """Uniformly random tokens of the model's vocabulary: int64 of this shape, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.get_input_embeddings().weight.shape[0], shape, generator=generator)

@@ -1,7 +1,7 @@
 """SPACE's training loss, semi-autoregressive supervised fine-tuning: section 3.1, eqs. (1)-(4).
 
-Each loss is a mean over the tokens it predicts, where the paper's equations write a sum. The token
-y_m, which stands in both sums of eq. (3), counts once.
+Each loss is a mean over the tokens it predicts, where the paper's equations have a sum. The token
+y_m, which is in both sums of eq. (3), counts once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def loss(
 ) -> dict[str, Tensor]:
     """Eq. (4), averaged over sequences.
 
-    In training a sequence has the autoregressive loss L_AR with probability p_ar, else the
-    semi-autoregressive loss L_SAR, averaged over its anchors; which of the two follows from its
-    tokens and anchors. In evaluation both count, by their probabilities. Where the model itself is
-    not trained, the loss is that of the mask tokens alone.
+    In training, the loss of a sequence is the autoregressive L_AR with probability p_ar, otherwise
+    the semi-autoregressive L_SAR, averaged over its anchors; the choice is a function of its tokens
+    and anchors. In evaluation, both count with these probabilities. If the model is not trained,
+    the loss is that of the mask tokens alone.
 
     Args:
         model: the model that is trained.
@@ -41,7 +41,7 @@ def loss(
         input_ids: ``(batch, seq)`` prompts with answers.
         labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
         anchors: ``(batch, anchors)`` columns of y_(m-1), each with k mask tokens.
-        attention_mask: ``(batch, seq)``.
+        attention_mask: ``(batch, seq)``, 0 for padding.
 
     Returns:
         ``loss``, a scalar; unless no sequence has mask tokens, their ``logits``, ``(batch, anchors,
@@ -107,10 +107,9 @@ def _sar_share(
 
 
 def _draw(ids: Tensor, labels: Tensor, anchors: Tensor, useful: Tensor) -> int:
-    """A random number below 2**63 that belongs to a sequence and its anchors.
+    """A pseudo-random number below 2**63, a function of a sequence and its anchors.
 
-    It follows from what is the sequence's own, so that padding and the number of processes do not
-    matter; anchors differ from epoch to epoch.
+    It does not depend on padding or the number of processes. Anchors differ between epochs.
     """
     parts = (ids[labels != IGNORED].tolist(), anchors[useful].tolist())
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

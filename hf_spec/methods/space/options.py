@@ -16,10 +16,10 @@ class SpaceOptions(TreeOptions):
     """Options of ``space`` (SPACE, section 3.2).
 
     Attributes:
-        tree: ``chain``: the paper's, one candidate for each mask token. Or what
-            :class:`TreeOptions` says. Only the candidates of a chain can be sampled:
-            ``acceptance="rejection"`` takes one instead of an adaptive tree.
-        max_depth: mask tokens used; None takes all that the adapter has.
+        tree: ``chain``: one candidate for each mask token, as in the paper. All values in
+            :class:`TreeOptions` are allowed, too. Only the candidates of a chain can be sampled, so
+            ``acceptance="rejection"`` uses a chain instead of an adaptive tree.
+        max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
     can_sample: ClassVar[bool] = True

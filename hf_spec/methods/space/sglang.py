@@ -1,9 +1,9 @@
-"""A gated SPACE adapter as SGLang's UNO reads it (``sglang/srt/speculative/uno_*.py``, 0.5.23).
+"""Writes a gated SPACE adapter for SGLang's UNO (``sglang/srt/speculative/uno_*.py``, 0.5.23).
 
-UNO runs the last token through the model, and behind it tokens drawn at random from the vocabulary,
-through the model with one LoRA; what it predicts behind those is verified in a second forward. That
-is this adapter with ``masks="noise"``. The LoRA is a folder as PEFT writes one, and nothing else
-can be said in it. Where q_proj is updated SGLang wants v_proj as well, and gate_proj with up_proj.
+UNO runs the last token through the model, followed by random tokens of the vocabulary, which run
+with one LoRA. The predictions after these are verified in a second forward. This is a SPACE adapter
+with ``masks="noise"``. The LoRA is a folder in PEFT's format. SGLang requires updates of v_proj
+together with those of q_proj, and of up_proj together with those of gate_proj.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.low_rank import factors
 from hf_spec.adapters.predicting import BEFORE, VOCABULARY
 
-#: Linear modules that SGLang's LoRA knows by these names in every model, and, where there is one,
-#: the neighbour that it cannot do without.
+#: Linear modules that SGLang's LoRA knows in every model, each with the module that must be updated
+#: together with it, if there is one.
 NEEDS = {
     "q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "qkv_proj": None, "o_proj": None,
     "gate_proj": None, "up_proj": "gate_proj", "gate_up_proj": None, "down_proj": None,
@@ -32,7 +32,7 @@ def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[
         adapter: the adapter.
 
     Raises:
-        ValueError: the adapter has learned what UNO has no place for, or updates modules that
+        ValueError: the adapter has parameters that UNO does not support, or updates modules that
             SGLang does not know.
     """
     config: Any = adapter.config

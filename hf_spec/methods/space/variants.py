@@ -1,4 +1,4 @@
-"""Options that are worth a run of the contract test of their own."""
+"""Options that the contract test runs with."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
     "match": {"tree": "chain", "acceptance": "match", "max_depth": 2, "retrieval": True},
 }
-#: Hits, untrained as it is, where few tokens are allowed.
+#: Variant whose candidates are accepted without training, if few tokens are allowed.
 HITTING = "chain"
-#: Candidates are sampled, and verified by rejection.
+#: Variants that sample candidates and verify them by rejection.
 SAMPLED: dict[str, dict[str, Any]] = {"rejection": {"acceptance": "rejection"}}
-#: Fields of the adapter's config; its parameters are random then.
+#: Fields of the adapter's config by variant; the parameters are random.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "update": "gated"},
     "match": {"update": "gated", "masks": "noise"},

@@ -28,7 +28,11 @@ NODE_COUNTS = (1, 2, 3, 4, 6, 8, 10, 13, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class Skip:
-    """A choice z of sublayers that drafting skips (section 3.3 of Draft & Verify)."""
+    """A choice z of sublayers that drafting skips (Draft & Verify, section 3.3).
+
+    Attributes:
+        attention, mlp: indices of the layers whose attention / MLP is skipped.
+    """
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
@@ -37,7 +41,7 @@ class Skip:
         return len(self.attention) + len(self.mlp)
 
     def options(self) -> dict[str, list[int]]:
-        """As ``assistant_kwargs`` and as fields of the adapter's config."""
+        """The choice as ``assistant_kwargs`` and as fields of the adapter's config."""
         return {"skip_attention": list(self.attention), "skip_mlp": list(self.mlp)}
 
 
@@ -46,9 +50,9 @@ class Sublayers:
     """The sublayers of a model that can be skipped, and which of them have equal shapes.
 
     Attributes:
-        count: layers of the model.
-        attention, mlp: layers whose attention / MLP can be skipped.
-        groups: for each kind of sublayer its ``("attention" or "mlp", layers)``.
+        count: number of layers of the model.
+        attention, mlp: indices of the layers whose attention / MLP can be skipped.
+        groups: ``("attention" or "mlp", layers)`` for each set of sublayers of equal shape.
     """
 
     count: int
@@ -58,7 +62,7 @@ class Sublayers:
 
     @classmethod
     def of(cls, model: Any) -> Sublayers:
-        """Find them.
+        """Find the sublayers of a model.
 
         Raises:
             ValueError: the architecture's layers cannot be found, or nothing can be skipped.
@@ -85,7 +89,7 @@ class Sublayers:
 
 
 def _layer_types(model: Any, count: int) -> list[Any]:
-    """Full or sliding attention, by layer, where the config tells."""
+    """The type of attention of each layer, full or sliding, if the config names it."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return list(types) if types is not None and len(types) == count else [None] * count
 
@@ -95,16 +99,17 @@ class StepCosts:
     """Seconds of all parts of decoding one sequence.
 
     Attributes:
-        verify: full forward over n nodes, by n.
-        draft_base: drafting forward with everything skipped.
-        layer: cost of a layer besides its sublayers, if it runs at all.
-        attention, mlp: per layer; 0 if it cannot be skipped (it is part of the base then).
+        verify: a full forward over n nodes, by n.
+        draft_base: a drafting forward with everything skipped.
+        layer: a layer that runs at all, without its sublayers.
+        attention, mlp: the sublayer of each layer; 0 if it cannot be skipped, as ``draft_base``
+            contains it.
         draft_overhead: the drafter's work per drafted token, outside the forward.
         step_overhead: acceptance, commit and the rest of a step, outside the forward.
         prefill: a prompt, up to its first new token.
         plain: a token of plain ``generate`` after the first.
-        context: cached tokens at which forwards were measured.
-        measured: the medians that the prices were fitted to, for the record.
+        context: number of cached tokens that forwards are measured with.
+        measured: the medians that the prices are fitted to.
     """
 
     verify: dict[int, float]
@@ -120,12 +125,12 @@ class StepCosts:
     measured: dict[str, Any] = field(default_factory=dict)
 
     def verify_seconds(self, nodes: int) -> float:
-        """A verifying forward over ``nodes`` nodes; between measured counts by interpolation."""
+        """Seconds of a verifying forward, interpolated between the measured numbers of nodes."""
         counts = sorted(self.verify)
         return float(np.interp(nodes, counts, [self.verify[n] for n in counts]))
 
     def draft_seconds(self, skip: Skip) -> float:
-        """A drafting forward that skips ``skip``."""
+        """Seconds of a drafting forward that skips these sublayers."""
         total = self.draft_base
         for index, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
             kept = [index not in skip.attention, index not in skip.mlp]
@@ -134,7 +139,7 @@ class StepCosts:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> StepCosts:
-        """From what JSON makes of the fields."""
+        """Inverse of ``dataclasses.asdict`` followed by JSON."""
         verify = {int(nodes): seconds for nodes, seconds in data["verify"].items()}
         prices = {name: tuple(data[name]) for name in ("attention", "mlp")}
         return cls(**{**data, "verify": verify, **prices})
@@ -166,7 +171,7 @@ class ForwardTimer:
             tree = TokenTree.chain(nodes - 1).batch(1, device)
             return {"tokens": ids[:, -1:].expand(1, nodes), "tree": tree}
 
-        #: What forwards are called with, by nodes to verify or by what drafting leaves out.
+        #: Arguments of each forward, by number of nodes to verify or by the sublayers skipped.
         self.calls: dict[int | Skip, dict[str, Any]] = {nodes: chain(nodes) for nodes in counts}
         for skip in _patterns(sublayers):
             changes = LayerSkipper(model, skip.attention, skip.mlp).changes
@@ -176,7 +181,11 @@ class ForwardTimer:
 
     @torch.no_grad()
     def round(self, timed: bool = True) -> None:
-        """Run every forward once."""
+        """Run every forward once.
+
+        Args:
+            timed: whether the times count.
+        """
         forward = TreeForward(self.model, self.cache, self.last)
         for key, call in self.calls.items():
             start = time.perf_counter()
@@ -185,7 +194,7 @@ class ForwardTimer:
             self.cache.rollback()
 
     def result(self) -> StepCosts:
-        """Prices of forwards fitted to the medians over all rounds; no other costs."""
+        """The costs of forwards, fitted to the medians over all rounds; all other costs are 0."""
         medians = {key: statistics.median(times) for key, times in self.spent.items()}
         drafted = {skip: spent for skip, spent in medians.items() if isinstance(skip, Skip)}
         counts = [nodes for nodes in medians if isinstance(nodes, int)]

@@ -25,8 +25,8 @@ from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 
 OBJECTIVES = ("modelled", "measured")
 STRATEGY = "layer_skip"
-#: Prompts that are decoded when costs are measured, rounds over everything that is measured (at
-#: most, and at least if time runs out), and forwards of each kind in a round.
+#: Prompts decoded to measure costs, most rounds, fewest rounds if time runs out, and forwards of
+#: each kind per round.
 TIMED_PROMPTS, ROUNDS, FEWEST_ROUNDS, FORWARDS = 4, 5, 2, 4
 #: Seconds after which no further round starts.
 PATIENCE = 60.0
@@ -36,7 +36,14 @@ CALIBRATION_DRAFT = 4
 
 @dataclass(frozen=True)
 class Exit:
-    """When drafting stops: section 3.4 of Draft & Verify; tables 3 and 4 compare settings."""
+    """When drafting stops (Draft & Verify, section 3.4; tables 3 and 4 compare settings).
+
+    Attributes:
+        draft_exit: ``adaptive``, ``threshold`` or ``fixed``.
+        max_draft: K, most tokens drafted per step.
+        threshold: gamma, the probability below which drafting stops.
+        target_acceptance: alpha, the acceptance rate that the adaptive threshold aims at.
+    """
 
     draft_exit: str = "adaptive"
     max_draft: int = 12
@@ -44,7 +51,7 @@ class Exit:
     target_acceptance: float = 0.85
 
     def options(self) -> dict[str, Any]:
-        """As ``assistant_kwargs``, without options that its mode does not use."""
+        """The setting as ``assistant_kwargs``, without options that its mode does not use."""
         used = {"draft_exit": self.draft_exit, "max_draft": self.max_draft}
         if self.draft_exit != "fixed":
             used["threshold"] = self.threshold
@@ -55,7 +62,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of decoding some prompts that do not depend on the machine's speed.
+    """Counts from decoding prompts; they do not depend on the machine's speed.
 
     Attributes:
         prompts: prompts decoded, each with a prefill.
@@ -76,7 +83,7 @@ class Counts:
 
     @classmethod
     def of(cls, stats: SpecStats, prompts: int = 1) -> Counts:
-        """Counts of the calls that decoded ``prompts`` prompts, one by one."""
+        """Counts of calls that decoded this number of prompts, one per call."""
         # Steps with a draft of d tokens or more; a prefill has none.
         reached = {0: stats.num_row_steps - prompts, **stats.offered}
         lengths = {d: n - reached.get(d + 1, 0) for d, n in sorted(reached.items())}
@@ -93,7 +100,7 @@ class Counts:
 
     @property
     def acceptance(self) -> float:
-        """The paper's AR: accepted share of drafted tokens."""
+        """Share of drafted tokens that were accepted: AR of Draft & Verify."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @classmethod
@@ -105,13 +112,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Value of a choice: its time per token over plain decoding's; below 1 it is faster."""
+    """The value of a choice: its time per token divided by that of plain decoding (the lower, the
+    better)."""
 
     value: float
     counts: Counts
 
     def to_dict(self) -> dict[str, Any]:
-        """With the figures that people read."""
+        """All fields and the figures derived from them, as JSON types."""
         return {
             "value": self.value,
             "speedup": 1.0 / self.value if self.value else 0.0,
@@ -137,19 +145,19 @@ def plain_seconds(costs: StepCosts, counts: Counts) -> float:
 
 
 def modelled_value(costs: StepCosts, counts: Counts, skip: Skip) -> float:
-    """Modelled seconds per token over plain decoding's."""
+    """Modelled seconds per token, divided by those of plain decoding."""
     return modelled_seconds(costs, counts, skip) / plain_seconds(costs, counts)
 
 
 class Evaluator:
-    """A model with development prompts, on which choices are tried.
+    """Evaluates choices of sublayers on a model and development prompts.
 
     Args:
-        model: a causal language model, in evaluation mode, on its device.
-        prompts: decoded one by one, in this order.
-        max_new_tokens: per prompt.
+        model: a causal language model in evaluation mode, on its device.
+        prompts: development prompts, decoded one by one in this order.
+        max_new_tokens: limit for each prompt.
         sampling: ``do_sample`` and its options; greedy if empty.
-        seed: each prompt is sampled with a seed of its own, the same in every trial.
+        seed: seed of the sampling; each prompt has its own, the same in every trial.
 
     Raises:
         ValueError: the prompts do not fit the model.
@@ -176,7 +184,7 @@ class Evaluator:
         self.costs: StepCosts | None = None
 
     def own_defaults(self) -> AbstractContextManager[None]:
-        """For a block, defaults of the model that name no strategy and fit the sampling."""
+        """Within the block, the model's generation config fits the sampling, with no strategy."""
         greedy = not self.session.options["do_sample"]
         return own_generation_config(self.model, self.tokenizer, greedy=greedy)
 
@@ -185,7 +193,7 @@ class Evaluator:
     def decode(
         self, prompt: int, contender: Contender = PLAIN, **overrides: Any
     ) -> tuple[float, list[int], SpecStats | None]:
-        """Seconds, new tokens and, of a strategy, statistics of one prompt."""
+        """Seconds, new tokens and statistics (None for plain decoding) of one prompt."""
         torch.manual_seed(self.seed + prompt)
         seconds, rows, _, stats = self.session.generate(contender, [self.ids[prompt]], **overrides)
         return seconds, rows[0], stats
@@ -233,7 +241,7 @@ class Evaluator:
     # -- costs -------------------------------------------------------------------------------
 
     def measure_costs(self, max_draft: int) -> StepCosts:
-        """Measure what :func:`modelled_value` needs; forwards are timed at a typical context.
+        """Measure the costs for :func:`modelled_value`; forwards run at a typical context length.
 
         Raises:
             ValueError: the model ends all prompts with their first token.

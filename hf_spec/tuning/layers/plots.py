@@ -1,4 +1,4 @@
-"""Draws a search from its ``search.json``; imports matplotlib where it is used."""
+"""Draws a search from its ``search.json``; matplotlib is imported when drawing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_search(folder: Path) -> dict[str, Any]:
     """The ``search.json`` of a folder.
 
     Raises:
-        ValueError: there is none, or it is no search.
+        ValueError: there is no such file, or it is no result of ``hf-spec search``.
     """
     path = folder / SEARCH_FILE
     if not path.is_file():
@@ -33,12 +33,15 @@ def read_search(folder: Path) -> dict[str, Any]:
 
 def plot_search(data: dict[str, Any], folder: Path) -> list[Path]:
     """Write ``search.png`` and ``layers.png``; returns their paths."""
-    drawn = ((SEARCH_PLOT, _search), (LAYERS_PLOT, _layers))
+    drawn = ((SEARCH_PLOT, draw_search), (LAYERS_PLOT, draw_layers))
     return [save_figure(draw(data), folder / name) for name, draw in drawn]
 
 
-def _search(data: dict[str, Any]) -> Any:
-    """Value by trial; speedup by number of skipped sublayers, as in figure 4 of the paper."""
+def draw_search(data: dict[str, Any]) -> Any:
+    """The figure ``search.png``: value by trial, and speedup by number of skipped sublayers.
+
+    The right panel is figure 4 of Draft & Verify (Zhang et al., 2023).
+    """
     trials, best = data["trials"], data["best"]
     objective = data["settings"]["objective"]
     complete = [one for one in trials if one["state"] == "complete"]
@@ -77,8 +80,11 @@ def _search(data: dict[str, Any]) -> Any:
     return figure
 
 
-def _layers(data: dict[str, Any]) -> Any:
-    """A square per sublayer, skipped ones coloured, as in figure 6 of the paper."""
+def draw_layers(data: dict[str, Any]) -> Any:
+    """The figure ``layers.png``: a square per sublayer, coloured if drafting skips it.
+
+    It is figure 6 of Draft & Verify (Zhang et al., 2023).
+    """
     from matplotlib.patches import Rectangle
 
     count, best = data["layers"], data["best"]

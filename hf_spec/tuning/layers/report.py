@@ -1,4 +1,4 @@
-"""Puts a search's result into an adapter folder, and shows it. Searches nothing."""
+"""Writes the result of a search to an adapter folder, and prints it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def measure(
     model: Any, tokenizer: Any, prompts: list[Prompt], result: SearchResult, progress: Any
 ) -> BenchResult:
-    """Wall-clock time of the result beside plain decoding, as ``hf-spec bench`` measures."""
+    """Measure the result beside plain decoding, as ``hf-spec bench`` does."""
     options = {**result.best.skip.options(), **result.options()}
     contender = Contender(STRATEGY, ours(STRATEGY, options))
     settings = result.settings
@@ -40,7 +40,7 @@ def measure(
 def write_folder(
     folder: Path, model: Any, result: SearchResult, bench: BenchResult, environment: dict[str, Any]
 ) -> None:
-    """Write the adapter, its settings, what was found and measured, plots and card."""
+    """Write the adapter with its settings, ``search.json``, ``results.json``, plots and card."""
     environment = {**environment, "optuna": bench_report.package_version("optuna")}
     config_class = get_method(STRATEGY).adapter_config
     assert config_class is not None
@@ -54,7 +54,7 @@ def write_folder(
 
 
 def print_result(result: SearchResult, bench: BenchResult, console: Console) -> None:
-    """The choice, baselines, draft exits and the measured speedup, for people."""
+    """Print the choice, the baselines, the draft exits and the measured speedup."""
     best, kind = result.best, result.settings.objective
     pruned = sum(trial.state == "pruned" for trial in result.trials)
     repeats = sum(trial.repeat for trial in result.trials)

@@ -1,7 +1,7 @@
 """Search for the sublayers to skip, with baselines and the draft-exit ablation.
 
-Draft & Verify, section 3.3: minimise time per token over z in {0, 1}^(2L) by black-box
-optimisation. Knows nothing of the command line, of plots or of adapter folders.
+It minimises time per token over z in {0, 1}^(2L) by black-box optimisation (Draft & Verify, section
+3.3). This module knows no command line, plots or adapter folders.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from hf_spec.tuning.layers.study import (
     study_identity,
 )
 
-#: Seeds whose mean is the baseline "random".
+#: Number of seeds that the baseline "random" is averaged over.
 RANDOM_BASELINES = 3
-#: Settings of the paper's tables 3 and 4, and target acceptance rates of its table 6.
+#: Settings of Draft & Verify's tables 3 and 4, and target acceptance rates of its table 6.
 FIXED_DRAFTS = (1, 2, 4, 6, 8)
 THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
 TARGETS = (0.7, 0.8, 0.85, 0.9, 0.95)
 
 
 def starting_points(sublayers: Sublayers) -> list[Skip]:
-    """Choices to begin with: evenly spaced, from the middle, and towards the end."""
+    """The first choices to try: evenly spaced layers, middle ones, and late ones."""
     attention, mlp = sublayers.attention, sublayers.mlp
     chosen = [
         Skip(attention[1::2], mlp[1::2]),
@@ -52,13 +52,17 @@ def starting_points(sublayers: Sublayers) -> list[Skip]:
 
 
 def middle(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """``count`` layers from the middle."""
+    """The middle ``count`` layers."""
     first = (len(layers) - count) // 2
     return tuple(layers[first : first + count])
 
 
 def baseline_choices(sublayers: Sublayers, skip: Skip) -> Iterator[tuple[str, int, Skip]]:
-    """Name, seed and choice of as many attentions and MLPs by position, as in appendix D."""
+    """Baselines that skip as many attentions and MLPs, chosen by position (appendix D).
+
+    Yields:
+        Name, seed and choice.
+    """
 
     def chosen(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Skip:
         pairs = ((sublayers.attention, skip.attention), (sublayers.mlp, skip.mlp))
@@ -72,7 +76,7 @@ def baseline_choices(sublayers: Sublayers, skip: Skip) -> Iterator[tuple[str, in
 
 
 def exit_choices(settings: Settings) -> list[Exit]:
-    """Draft exits to compare: adaptive as searched first, then tables 3 and 4 of the paper."""
+    """Draft exits to compare: the adaptive one of the search, then those of tables 3 and 4."""
     k = settings.max_draft
     targets = [t for t in TARGETS if t != settings.target_acceptance]
     return [
@@ -88,12 +92,17 @@ def exit_choices(settings: Settings) -> list[Exit]:
 
 @dataclass
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
+        settings: what was optimised.
+        identity: model, prompts and settings of the study.
+        sublayers: the sublayers that can be skipped.
+        costs: the measured costs; None for ``objective="measured"``.
+        trials: all finished trials.
         best: the best complete trial.
-        baselines: rows as in ``search.json``, the searched choice first; None if left out.
-        exits: a row per draft exit of the paper.
+        baselines: entries of ``search.json``, the searched choice first; None if left out.
+        exits: one entry per draft exit.
     """
 
     settings: Settings
@@ -106,11 +115,11 @@ class SearchResult:
     exits: list[dict[str, Any]]
 
     def options(self) -> dict[str, Any]:
-        """As ``assistant_kwargs``, beside the layers: drafting stops as it pays, by default."""
+        """``assistant_kwargs`` besides the layers; the default draft exit is kept."""
         return {"max_draft": self.settings.max_draft}
 
     def to_dict(self) -> dict[str, Any]:
-        """The body of ``search.json``."""
+        """The content of ``search.json``, without the environment."""
         return {
             "strategy": STRATEGY,
             "settings": asdict(self.settings),
@@ -138,20 +147,22 @@ def search(
     progress: Progress = lambda finished, trials, best: None,
     status: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
-    """Find the sublayers to skip, or continue to.
+    """Search for the sublayers to skip, or continue a search.
 
     Args:
-        model: a causal language model, in evaluation mode, on its device.
+        model: a causal language model in evaluation mode, on its device.
+        tokenizer: its tokenizer.
         prompts: development prompts.
-        folder: exists; holds the study.
-        trials: finished trials in all, those of earlier runs included.
-        baselines: compare with choices by position.
-        costs: use these instead of measuring, if the study has none yet.
+        folder: an existing folder, which holds the study.
+        settings: what is optimised.
+        trials: total number of finished trials, those of earlier runs included.
+        baselines: whether to compare with choices by position.
+        costs: costs to use instead of measuring, if the study has none yet.
         progress: called as ``progress(finished, trials, best)``.
-        status: called with what begins.
+        status: called with a line of text at the start of each phase.
 
     Raises:
-        ValueError: the folder's study has other settings, or another process runs it.
+        ValueError: the folder's study has other settings, or another process uses it.
     """
     check_count("trials", trials)
     evaluator = settings.evaluator(model, tokenizer, prompts)
@@ -182,7 +193,7 @@ def search(
         status("comparing draft exits")
         exits: list[dict[str, Any]] = []
         for stop in exit_choices(settings):
-            # Only a deterministic value may be taken over from the trials.
+            # Only deterministic values are reused from the trials.
             taken = settings.objective == "modelled" and stop == settings.stop
             evaluation = best.evaluation if taken else judge(best.skip, stop)
             exits.append({**stop.options(), **evaluation.to_dict(), "best": False})
@@ -200,7 +211,7 @@ def search(
 def _baselines(
     sublayers: Sublayers, best: Trial, stop: Exit, judge: Callable[[Skip, Exit], Evaluation]
 ) -> list[dict[str, Any]]:
-    """Rows for the searched choice and each baseline; "random" is the mean over its seeds."""
+    """Entries for the searched choice and each baseline; "random" is the mean over its seeds."""
     rows = [{"name": "searched", **best.skip.options(), **best.evaluation.to_dict()}]
     drawn = []
     for name, seed, skip in baseline_choices(sublayers, best.skip):

@@ -1,8 +1,8 @@
-"""The study of a layer search on disk: trials that can be stopped at any moment and continued.
+"""The study of a layer search on disk, which can be interrupted at any time and continued.
 
-Which trial comes next depends on the finished ones and the seed alone, so that an interrupted and
-continued search ends like one that ran through. Knows Optuna; knows nothing of baselines, plots or
-adapter folders.
+The next trial depends only on the finished ones and the seed, so an interrupted and continued
+search has the same result as an uninterrupted one. This module knows Optuna, but no baselines,
+plots or adapter folders.
 """
 
 from __future__ import annotations
@@ -39,10 +39,18 @@ STUDY_FILE, STUDY_NAME = "study.db", STRATEGY
 
 @dataclass(frozen=True)
 class Settings:
-    """What a search optimises; a study is continued with the same settings only.
+    """What a search optimises; a study can only be continued with the same settings.
+
+    Attributes:
+        objective: ``modelled`` or ``measured``; see :mod:`hf_spec.tuning.layers.objective`.
+        sampler: ``tpe``, ``gp`` or ``random``.
+        seed: seed of the search and of the sampling.
+        max_new_tokens: limit for each prompt.
+        max_draft, target_acceptance: see :class:`Exit`.
+        do_sample, temperature, top_k, top_p: how tokens are sampled.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a field is invalid; the message names it.
     """
 
     objective: str = "modelled"
@@ -72,11 +80,11 @@ class Settings:
 
     @property
     def stop(self) -> Exit:
-        """The draft exit under which layers are searched."""
+        """The draft exit during the search."""
         return Exit("adaptive", self.max_draft, target_acceptance=self.target_acceptance)
 
     def evaluator(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> Evaluator:
-        """An evaluator of choices under these settings."""
+        """An evaluator with these settings."""
         sampling = {"do_sample": self.do_sample, **self.sampling}
         return Evaluator(model, tokenizer, prompts, self.max_new_tokens, sampling, self.seed)
 
@@ -86,11 +94,15 @@ class Trial:
     """A finished trial.
 
     Attributes:
-        number: from 0, in order.
+        number: its index, from 0.
         state: ``complete``, or ``pruned`` after some of the prompts.
-        origin: ``start`` (a fixed starting point), ``sampler``, or ``neighbour`` (one sublayer
-            away from the best, tried after the sampler had repeated itself).
-        repeat: the choice had been evaluated before, and its value was taken over.
+        skip: the choice.
+        evaluation: its value.
+        origin: ``start`` (a fixed starting point), ``sampler``, or ``neighbour`` (differs from the
+            best in one sublayer; tried when the sampler repeats itself).
+        repeat: whether the value was reused, as the choice had been evaluated before.
+        prompts: number of prompts decoded.
+        seconds: duration of the trial.
     """
 
     number: int
@@ -103,7 +115,7 @@ class Trial:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
+        """The trial as JSON types."""
         return {
             "number": self.number, "state": self.state, "origin": self.origin,
             "repeat": self.repeat, "prompts": self.prompts, "seconds": self.seconds,
@@ -121,11 +133,11 @@ class LayerStudy:
     """An Optuna study in a folder.
 
     Args:
-        folder: gets ``study.db``.
-        identity: what must not change when a study is continued; JSON types.
+        folder: folder of ``study.db``.
+        identity: JSON types that must be the same when the study is continued.
 
     Raises:
-        ValueError: the folder's study was made with other settings, or cannot be read.
+        ValueError: the folder's study has another identity, or cannot be read.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
@@ -155,7 +167,7 @@ class LayerStudy:
                 "folder"
             ) from error
         self._check(folder, json.loads(json.dumps(identity)))
-        # Trials that were running when a process ended are made again.
+        # Trials that were running when a process ended are repeated.
         for trial in self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
             self.study.tell(trial.number, state=self.states.FAIL)
 
@@ -173,7 +185,7 @@ class LayerStudy:
             )
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         self.storage.remove_session()
         self.storage.engine.dispose()
 
@@ -187,7 +199,7 @@ class LayerStudy:
     # -- what is kept beside the trials ------------------------------------------------------
 
     def costs(self, measure: Callable[[], StepCosts]) -> StepCosts:
-        """The study's costs; measured if it has none yet."""
+        """The study's costs; measured and stored if it has none yet."""
         stored = self.study.user_attrs.get("costs")
         if stored is not None:
             return StepCosts.from_dict(stored)
@@ -196,7 +208,7 @@ class LayerStudy:
         return costs
 
     def cached(self, skip: Skip, stop: Exit, values: Iterable[Evaluation]) -> Evaluation:
-        """The last of these values, outside the trials; they are made at most once."""
+        """The last of the values of a choice that is no trial; computed once, then stored."""
         text = json.dumps([skip.options(), stop.options()], sort_keys=True)
         key = "evaluation:" + hashlib.sha256(text.encode()).hexdigest()[:24]
         stored = self.study.user_attrs.get(key)
@@ -222,7 +234,7 @@ class LayerStudy:
             origin = "sampler" if fixed is None else "neighbour"
         waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
         if fixed is not None and not waiting:
-            # If one is waiting already, an earlier process ended right here.
+            # A waiting one is left over from a process that ended right here.
             self.study.enqueue_trial(_parameters(sublayers, fixed))
 
         start = time.perf_counter()
@@ -252,7 +264,7 @@ class LayerStudy:
             "origin": origin, "repeat": before is not None, "prompts": prompts,
             "seconds": time.perf_counter() - start, **skip.options(),
         })  # fmt: skip
-        # From here on the trial counts; a process that ends earlier has done nothing.
+        # From here on the trial counts; if the process ends earlier, it is repeated.
         if pruned:
             self.study.tell(trial, state=self.states.PRUNED)
         else:
@@ -261,7 +273,7 @@ class LayerStudy:
 
 
 def _sampler(optuna: Any, settings: Settings, number: int) -> Any:
-    """A sampler seeded for this trial, so that it does the same after an interruption."""
+    """A sampler seeded for this trial, so that it is the same after an interruption."""
     seed = settings.seed * 1_000_003 + number
     if settings.sampler == "tpe":
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
@@ -277,7 +289,7 @@ def _parameters(sublayers: Sublayers, skip: Skip) -> dict[str, bool]:
 
 
 def _skip(sublayers: Sublayers, chosen: dict[str, bool]) -> Skip:
-    """The choice that these parameters stand for."""
+    """The choice that Optuna's parameters encode."""
     return Skip(
         tuple(i for i in sublayers.attention if chosen[f"attention_{i}"]),
         tuple(i for i in sublayers.mlp if chosen[f"mlp_{i}"]),
@@ -285,7 +297,7 @@ def _skip(sublayers: Sublayers, chosen: dict[str, bool]) -> Skip:
 
 
 def _neighbour(done: Sequence[Trial], sublayers: Sublayers, seed: int) -> Skip | None:
-    """A choice that differs from the best in one sublayer and was not tried; None if all were."""
+    """An untried choice that differs from the best in one sublayer; None if all were tried."""
     best = best_of(done)
     if best is None:
         return None
@@ -296,7 +308,8 @@ def _neighbour(done: Sequence[Trial], sublayers: Sublayers, seed: int) -> Skip |
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The complete trial of least value; of equal ones the one that skips most, then the first."""
+    """The complete trial of the lowest value; of equal ones, the one that skips most, then the
+    earliest."""
     complete = [one for one in trials if one.state == "complete"]
     return min(
         complete, key=lambda one: (one.evaluation.value, -len(one.skip), one.number), default=None
@@ -320,7 +333,7 @@ def _evaluation(data: dict[str, Any]) -> Evaluation:
 
 
 def study_identity(model: Any, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:
-    """What a study must be continued with: settings, model, prompts, and where it is timed."""
+    """The identity of a study: settings, model, prompts, and the machine if times count."""
     texts = json.dumps([prompt.text for prompt in prompts])
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -23,11 +23,11 @@ from hf_spec.tuning.trees.sparse_tree import Candidates, RankPath, chances_of, c
 def counted_paths(ranks: Iterable[Sequence[int]]) -> list[RankPath]:
     """Rank paths, most often right first, parents before their children.
 
-    On the given places, the first n paths are the best tree of n candidates: the sum of how often a
-    tree's paths were right is the number of its accepted candidates.
+    On these positions, the first n paths are the best tree of n candidates: the sum of how often a
+    tree's paths are right is the number of its accepted candidates.
 
     Args:
-        ranks: ranks of the right tokens at each place, the nearest first; negative if unknown.
+        ranks: ranks of the right tokens at each position, the nearest first; negative if unknown.
     """
     counts: Counter[RankPath] = Counter()
     for row in ranks:
@@ -41,10 +41,10 @@ def counted_paths(ranks: Iterable[Sequence[int]]) -> list[RankPath]:
 
 
 class BareTrees:
-    """Builds trees for accuracies; has what :class:`SparseTrees` has.
+    """Builds trees for accuracies; has the interface of :class:`SparseTrees`.
 
     Args:
-        accuracies: ``(distances, ranks)`` as there.
+        accuracies: ``(distances, ranks)``, as in :class:`SparseTrees`.
         max_size: largest number of step tokens: the nodes, the root included.
     """
 
@@ -60,7 +60,7 @@ class BareTrees:
         return TreeStates.bare(self.candidates.tree(count), self.most)
 
     def of(self, paths: Sequence[RankPath], size: int) -> TreeStates:
-        """The tree of the first of these paths, of at most ``size`` step tokens."""
+        """The tree of the first ``size - 1`` of these paths."""
         return TreeStates.bare(TokenTree.in_order(paths[: size - 1]), self.most)
 
     def static(self, size: int) -> TreeStates:

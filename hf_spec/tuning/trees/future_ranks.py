@@ -54,7 +54,7 @@ class Replay:
 
     @property
     def tau_after_prefill(self) -> float:
-        """The same without the prefills and the tokens that they emit."""
+        """:attr:`tau` without the prefills and the tokens that they emit."""
         prefills = self.steps - int(self.visits.sum())
         return (self.tokens - prefills) / max(self.steps - prefills, 1)
 
@@ -76,7 +76,7 @@ class FutureRanks:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all answers."""
+        """Number of tokens of all answers."""
         return sum(len(answer) - 1 for answer in self.answers)
 
     def trees(self, accuracies: Array, max_size: int) -> SparseTrees | BareTrees:
@@ -87,12 +87,12 @@ class FutureRanks:
 
     @cached_property
     def places(self) -> Ranks:
-        """``(places, distances)`` ranks at the places whose predicted tokens are all known."""
+        """``(places, distances)`` ranks at the positions whose predicted tokens are all known."""
         everything = np.concatenate(self.answers)
         return everything[(everything != BEYOND).all(1)]
 
     def accuracies(self) -> Array:
-        """``(distances, RANKS)`` share of places at which the token of that rank is right."""
+        """``(distances, RANKS)`` share of positions at which the token of that rank is right."""
         rows = [np.bincount(column[column >= 0], minlength=RANKS) for column in self.places.T]
         return np.array(rows) / max(len(self.places), 1)
 
@@ -109,8 +109,8 @@ class FutureRanks:
         They differ from :meth:`accuracies` in two ways. A step begins where the previous one ended,
         mostly at a token that was hard to predict, and predictions are worse around such tokens.
         And a node at depth d only counts if the path above it is right, where predictions are
-        better. So they are taken at the places where steps begin, if all nearer tokens were among
-        the likeliest.
+        better. So they are measured at the positions where steps begin, if all nearer tokens were
+        among the likeliest.
         """
         landed, rows = self.landed(size), []
         for distance in range(landed.shape[1]):

@@ -21,7 +21,7 @@ def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
     """The entry of a device whose name contains ``device``; None for the latest entry.
 
     Raises:
-        ValueError: there is none, listing those there are.
+        ValueError: there is none; the message lists the known devices.
     """
     entries: list[dict[str, Any]] = data["devices"]
     for entry in reversed(entries):
@@ -32,12 +32,16 @@ def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
 
 
 def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
-    """Write ``tree.png``: the tree of each state with candidates that occurs.
+    """Write ``tree.png`` to a folder; see :func:`draw_trees`."""
+    return save_figure(draw_trees(entry, setting), folder / TREE_PLOT)
+
+
+def draw_trees(entry: dict[str, Any], setting: int) -> Any:
+    """A figure with the tree of each state that has candidates and occurs.
 
     Args:
-        entry: of ``tree.json``.
-        setting: which of its settings.
-        folder: for the image.
+        entry: an entry of ``tree.json``, for one device.
+        setting: index of one of its settings, from 0.
     """
     chosen = entry["settings"][setting]
     states = TreeStates.from_json(chosen["states"]).states
@@ -60,16 +64,16 @@ def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
         )
     figure.suptitle(
         f"{entry['device']}, {entry['dtype']}, batch {chosen['batch_size']}, context "
-        f"{chosen['context']}: {chosen['size']} rows, tau {chosen['tau']:.2f}\n"
+        f"{chosen['context']}: {chosen['size']} step tokens, tau {chosen['tau']:.2f}\n"
         "numbers: probability of being accepted in %"
         + ("; +n: probes under a node" if probed else ""),
         fontsize=10,
     )
-    return save_figure(figure, folder / TREE_PLOT)
+    return figure
 
 
 def positions(tree: TokenTree) -> Array:
-    """``(nodes,)`` where nodes stand from left to right: leaves in order, parents above them."""
+    """``(nodes,)`` horizontal positions: leaves at 0, 1, ..., parents above their children."""
     children: list[list[int]] = [[] for _ in range(len(tree))]
     for node in range(1, len(tree)):
         children[tree.parents[node]].append(node)
@@ -122,10 +126,18 @@ def _tree(axes: Any, state: TreeState, accuracies: Array) -> None:
 
 
 def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
-    """Write ``tune.png``: tau, step time and predicted speedup by size (PPD, figure 6.6).
+    """Write ``tune.png`` to a folder; see :func:`draw_tuning`."""
+    return save_figure(draw_tuning(data), folder / TUNE_PLOT)
 
-    tau is the latest entry's, as it hardly depends on the device; times are those of every device,
-    batch size and context length.
+
+def draw_tuning(data: dict[str, Any]) -> Any:
+    """A figure of tau, step time and predicted speedup by step tokens (PPD, figure 6.6).
+
+    Tau is that of the latest entry, as it hardly depends on the device. Times are those of every
+    device, batch size and context length.
+
+    Args:
+        data: the content of ``tree.json``.
     """
     figure = new_figure(14, 4)
     left, middle, right = figure.subplots(1, 3)
@@ -133,7 +145,7 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
     counts = [one["size"] for one in sizes]
     for key, label in (("tau", "tuned"), ("static_tau", "static"), ("random_tau", "random")):
         left.plot(counts, [one[key] for one in sizes], label=label)
-    left.set(xlabel="rows per step", ylabel="tau (tokens per forward pass)", title="acceptance")
+    left.set(xlabel="step tokens", ylabel="tau (tokens per forward pass)", title="acceptance")
     left.legend()
     for entry in data["devices"]:
         for one in entry["settings"]:
@@ -144,8 +156,8 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
             plot_points(middle, measured, "o-", markersize=3, label=label)
             (line,) = right.plot(counts, one["speedups"], label=label)
             right.plot(one["size"], one["speedup"], "*", color=line.get_color(), markersize=13)
-    middle.set(xlabel="rows per step", ylabel="time / plain step", title="step time")
-    right.set(xlabel="rows per step", ylabel="predicted speedup", title="speedup (star: chosen)")
+    middle.set(xlabel="step tokens", ylabel="time / plain step", title="step time")
+    right.set(xlabel="step tokens", ylabel="predicted speedup", title="speedup (star: chosen)")
     right.axhline(1.0, color="0.4", linestyle=":")
     middle.legend(fontsize=7)
-    return save_figure(figure, folder / TUNE_PLOT)
+    return figure

@@ -1,8 +1,8 @@
 """Step times of a drafter with trees on this device, by number of step tokens.
 
-A step is that of decoding: candidates from hidden states of the previous step, one forward over
-nodes and probes, the model's tokens at all nodes, the longest match, and one transfer to the host.
-This module knows drafters and clocks, but not accuracies or the choice of trees.
+A timed step does what a decoding step does: candidates from hidden states of the previous step, one
+forward over nodes and probes, the model's tokens at all nodes, the longest match, and one transfer
+to the host. This module knows drafters and clocks, but not accuracies or the choice of trees.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
 
-#: Rounds over all sizes: at least, and at most; and seconds after which no further round starts.
+#: Fewest and most rounds over all sizes, and seconds after which no further round starts.
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
-#: Rounds before anything is timed: kernels are chosen, memory is allocated.
+#: Untimed rounds at the start, in which kernels are chosen and memory is allocated.
 WARM = 2
 #: Markers, among numbers of step tokens, of the plain step and of one with only probes.
 PLAIN, START = -1, 0
@@ -98,7 +98,7 @@ class StepTimer:
 
     @torch.no_grad()
     def run(self) -> StepTimes:
-        """Time everything."""
+        """Time all sizes."""
         forward = TreeForward(
             self.model, self.cache, self.last, probe_inputs=self.drafter.probe_inputs,
             wants_hidden=self.drafter.wants_hidden,

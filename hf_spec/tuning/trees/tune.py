@@ -1,7 +1,7 @@
-"""Chooses a drafter's trees for this device: accuracies, step times, and the size by tau(n) / L(n).
+"""Chooses a drafter's trees for this device, with the size n of the largest tau(n) / L(n).
 
-PPD, section 5.6.3. The result is an entry of ``tree.json``. This module knows models, drafters and
-prompts, but not the command line or adapter folders.
+PPD, section 5.6.3; L is the step time. The result is an entry of ``tree.json``. This module knows
+models, drafters and prompts, but not the command line or adapter folders.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_spec.tuning.trees.step_times import StepTimer, StepTimes
 
 #: Sizes whose steps are timed; those between are interpolated.
 TIMED = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-#: Rows of the tree whose landing places the accuracies are taken from.
+#: Step tokens of the trees that determine the positions at which accuracies are measured.
 REFERENCE = 32
 #: The smallest size whose speedup is this close to the best is taken: the difference is timing
 #: noise, and step tokens take memory.
@@ -42,13 +42,13 @@ class Settings:
     """What is measured.
 
     Attributes:
-        max_new_tokens: of each answer.
-        max_size: most rows of a step, nodes and probes.
-        batch_sizes, contexts: step times are measured for each pair; a context of None is that of
-            the prompts with half their answers.
+        max_new_tokens: limit for each answer.
+        max_size: most step tokens: nodes and probes.
+        batch_sizes, contexts: step times are measured for each pair. A context is a length in
+            tokens, or None for that of the prompts with half their answers.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a field is invalid; the message names it.
     """
 
     max_new_tokens: int = 128
@@ -72,20 +72,20 @@ def tunable(method: Method) -> bool:
 
 
 def without_shape(method: Method, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a tunable method that say nothing of its trees."""
+    """The options of a tunable method without those that shape its trees."""
     assert issubclass(method.options, TreeOptions)
     return {name: value for name, value in options.items() if name not in method.options.shape}
 
 
 class TreeTuner:
-    """A model with its active adapter and prompts, for which trees are chosen.
+    """Measures accuracies and step times of a model's active adapter.
 
     Args:
-        model: in evaluation mode, on its device, with the adapter active.
-        tokenizer: the model's.
-        prompts: held out from training.
+        model: a causal language model in evaluation mode, on its device, with the adapter active.
+        tokenizer: its tokenizer.
+        prompts: prompts held out from training.
         method: the strategy.
-        options: its options; those of the tree are left out.
+        options: its options; those of the tree are ignored.
         settings: what is measured.
 
     Raises:
@@ -109,7 +109,7 @@ class TreeTuner:
         static = method.parse_options(self.options).untimed()
         own = method.parse_options({**self.options, **static})
         drafter = method.drafter(model, own)
-        while isinstance(drafter, WrappedDrafter):  # what it adds does not draft
+        while isinstance(drafter, WrappedDrafter):  # wrappers do not draft
             drafter = drafter.inner
         if not isinstance(drafter, TreeDrafter) or drafter.options is not own:
             raise ValueError(
@@ -119,16 +119,16 @@ class TreeTuner:
         self.drafter = drafter
         limit = context_limit(model, tokenizer)
         longest = max((one for one in settings.contexts if one is not None), default=1)
-        # Nodes of a deep tree stand behind the context, a probe behind the deepest of them.
+        # The nodes of a deep tree follow the context, and probes follow the deepest of them.
         if limit is not None and longest + 2 * drafter.distances + 1 > limit:
             raise ValueError(
                 f"a context of {longest} tokens, with a tree behind it, does not fit the model's "
-                f"of {limit}; lower it"
+                f"context of {limit}; lower it"
             )
         if settings.max_size <= drafter.per_distance:
             raise ValueError(
                 f"max_size={settings.max_size}: a step that predicts one token has "
-                f"{1 + drafter.per_distance} rows with this adapter; raise it"
+                f"{1 + drafter.per_distance} step tokens with this adapter; raise it"
             )
         self.prompts, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.answers: list[list[int]] = []
@@ -136,10 +136,13 @@ class TreeTuner:
     # -- accuracies --------------------------------------------------------------------------
 
     def measure(self, done: Callable[[], None] = lambda: None) -> FutureRanks:
-        """Answer every prompt greedily and rank the tokens to come.
+        """Answer every prompt greedily, and rank its tokens in the predictions.
+
+        Args:
+            done: called after each prompt.
 
         Raises:
-            ValueError: the answers are too short to tell anything.
+            ValueError: the answers are too short.
         """
         found: list[Ranks] = []
         self.answers = []
@@ -160,7 +163,13 @@ class TreeTuner:
     # -- time --------------------------------------------------------------------------------
 
     def times(self, built: dict[int, TreeStates], batch_size: int, context: int) -> StepTimes:
-        """Step times of the trees of each size that have most candidates."""
+        """Step times by size, each measured with the tree of most candidates.
+
+        Args:
+            built: trees by size.
+            batch_size: batch size.
+            context: context length in tokens.
+        """
         largest, each = {}, self.drafter.per_distance
         for states in built.values():
             state = max(states.states, key=lambda one: (len(one.tree), one.num_rows(each)))
@@ -174,14 +183,14 @@ class TreeTuner:
         return StepTimer(self.model, self.drafter, self._text(context), batch_size, shapes).run()
 
     def context(self, wanted: int | None) -> int:
-        """A context length in tokens; None: of a prompt with half its answer, the median."""
+        """A context length in tokens; for None, the median of a prompt and half its answer."""
         if wanted is not None:
             return wanted
         pairs = zip(self.prompts, self.answers)
         return int(np.median([len(prompt) + len(answer) // 2 for prompt, answer in pairs]))
 
     def _text(self, length: int) -> list[int]:
-        """So many tokens of prompts and answers."""
+        """``length`` tokens of prompts and answers."""
         text = [
             token for pair in zip(self.prompts, self.answers) for part in pair for token in part
         ]
@@ -191,18 +200,18 @@ class TreeTuner:
 def build(
     ranks: FutureRanks, max_size: int
 ) -> tuple[list[dict[str, Any]], dict[int, TreeStates], dict[int, Replay], Array]:
-    """The best trees of every size from 2 rows on, and how they fare on the measured answers.
+    """The best trees of every size from 2 step tokens on, and their tau on the measured answers.
 
-    Without probes the trees of the paths that were right most often are tried, too, and replay says
-    which are better: a path's chance is not quite the product of its accuracies, but few places
-    tell of a long path.
+    Without probes, trees of the paths that were right most often are tried, too, and the replay
+    decides: the probability of a path is not quite the product of its accuracies, but long paths
+    occur at few positions.
 
     Returns:
-        Figures of each size, trees and replays by size, and the accuracies that the trees were
-        built from. ``rows`` are those of a step in each state, ``tau`` counts the prefills,
-        ``chain_tau`` is R(T) of the chain of states, which has none (f(T) without probes), and
-        ``static_tau`` and ``random_tau`` are those of trees with all probes under each node (where
-        there are no probes, of trees that nothing was measured for), and of random ones.
+        Figures of each size, trees and replays by size, and the accuracies that the trees are built
+        from. Of the figures, ``rows`` is the number of step tokens in each state, and ``tau``
+        counts the prefills. ``chain_tau`` is R(T) of the chain of states, without prefills (f(T)
+        without probes). ``static_tau`` is that of trees with all probes under each node, or without
+        probes, of trees that need no measurement; ``random_tau`` is that of random trees.
     """
     reference = min(REFERENCE, max_size)
     accuracies = ranks.landed_accuracies(reference)
@@ -231,9 +240,9 @@ def build(
 
 
 def mean_seconds(times: StepTimes, states: TreeStates, replay: Replay, batch_size: int) -> float:
-    """Seconds of a step, on average over the states in which rows are.
+    """Mean seconds of a step over the states of its sequences.
 
-    The rows of a batch are in states of their own, and the largest tree decides.
+    Each sequence of a batch is in a state of its own, and the largest tree determines the time.
     """
     rows = np.array([one.num_rows(times.per_distance) for one in states.states])
     order = np.argsort(rows, kind="stable")
@@ -243,7 +252,7 @@ def mean_seconds(times: StepTimes, states: TreeStates, replay: Replay, batch_siz
 
 
 def choose(speedups: dict[int, float]) -> int:
-    """The size: the smallest whose speedup is within ``TOLERANCE`` of the best."""
+    """The smallest size whose speedup is within ``TOLERANCE`` of the best."""
     enough = (1 - TOLERANCE) * max(speedups.values())
     return min(size for size, speedup in speedups.items() if speedup >= enough)
 
@@ -253,11 +262,11 @@ def tune(
     environment: dict[str, Any],
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """An entry of ``tree.json``: what was measured here, and the trees chosen.
+    """Measure, choose trees, and return an entry of ``tree.json``.
 
     Args:
         tuner: the model and its prompts.
-        environment: where and on what the measurement is made, for the record.
+        environment: stored in the entry; see :func:`hf_spec.bench.report.environment`.
         progress: called as ``progress(done, total)``.
     """
     settings = tuner.settings
@@ -316,8 +325,8 @@ def with_entry(data: dict[str, Any] | None, entry: dict[str, Any], weights: str)
     """The content of ``tree.json`` with a new entry, which replaces that of the same device.
 
     Args:
-        data: what the file held; None if there was none.
-        entry: what :func:`tune` made.
+        data: the content of the file; None if there is none.
+        entry: from :func:`tune`.
         weights: SHA-256 of the adapter's weights; entries for other weights are dropped.
     """
     kept = []

@@ -1,0 +1,146 @@
+"""Collects what each step of a call emits and verifies, and splits a text by its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from hf_spec.core.tree import TokenTree
+from hf_spec.drafting.drafter import Draft
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+#: Backgrounds of neighbouring steps in a terminal.
+STYLES = ("black on cyan", "black on yellow")
+
+
+@dataclass(frozen=True)
+class VerifiedTree:
+    """The candidates of one step, and which of them it accepted.
+
+    Attributes:
+        tree: the root, which is the last token of the step before, and the candidates below it.
+        tokens: token id of each node.
+        chances: estimated probability, for each node, that it and all nodes above it are accepted;
+            None if the strategy does not estimate it.
+        accepted: the accepted nodes in order, the root first.
+        emitted: the tokens that the step emitted: those of the accepted candidates, then one of the
+            model's own.
+    """
+
+    tree: TokenTree
+    tokens: list[int]
+    chances: list[float] | None
+    accepted: list[int]
+    emitted: list[int]
+
+
+class StepStreamer(BaseStreamer):
+    """A streamer that records a call step by step; ``generate(..., streamer=StepStreamer())``.
+
+    It works for one sequence, with and without a strategy. Plain generation emits one token per
+    step. A strategy's first step is the forward pass of the prompt.
+
+    Attributes:
+        steps: the tokens that each step emitted.
+        trees: the tree that a step verified, by index in ``steps``. The first step has none, nor
+            has any step of plain generation.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+        self.trees: dict[int, VerifiedTree] = {}
+        self._put: list[int] = []
+        self._prompt, self._told = True, False
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt, then the tokens of each step.
+
+        Args:
+            value: ``(1, seq)`` the prompt, or ``(1,)`` a new token.
+
+        Raises:
+            ValueError: the batch has more than one sequence.
+        """
+        if len(value) > 1:
+            raise ValueError(
+                f"a batch of {len(value)} sequences: StepStreamer records one sequence, as all "
+                "streamers of Transformers do. Generate with batch size 1."
+            )
+        if self._prompt:
+            self._prompt = False
+        else:
+            self._put += value.flatten().tolist()
+
+    def end_step(self) -> None:
+        """Count the tokens received since the last call as one step."""
+        self._told = True
+        if self._put:
+            self.steps.append(self._put)
+            self._put = []
+
+    def see_step(self, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        """Record the tree of the step that has just ended.
+
+        Args:
+            draft: the candidates.
+            nodes: the accepted nodes of each sequence, the root first.
+        """
+        count = 1 + draft.tree.row_candidates[0]
+        self.trees[len(self.steps) - 1] = VerifiedTree(
+            TokenTree.from_parents(draft.tree.parents[0, :count].tolist()),
+            draft.tokens[0, :count].tolist(),
+            None if draft.chances is None else draft.chances.paths[0, :count].tolist(),
+            list(nodes[0]),
+            self.steps[-1],
+        )
+
+    def end(self) -> None:
+        """Complete the last step."""
+        if self._told:
+            self.end_step()
+        else:
+            self.steps = [[token] for token in self._put]
+
+
+def pieces(tokenizer: Any, steps: Sequence[Sequence[int]]) -> list[str]:
+    """Split a text into the parts that its steps wrote.
+
+    Special tokens are left out. A character whose bytes come from two steps belongs to the second.
+
+    Args:
+        tokenizer: decodes the tokens.
+        steps: the tokens of each step.
+
+    Returns:
+        One string per step, empty if a step completed no character; together they are the text.
+    """
+    found: list[str] = []
+    tokens: list[int] = []
+    shown = ""
+    for step in steps:
+        tokens += step
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        whole = text if len(found) == len(steps) - 1 else text.rstrip("\ufffd")
+        found.append(whole[len(shown) :])
+        shown = whole if len(whole) > len(shown) else shown
+    return found
+
+
+def coloured(tokenizer: Any, steps: Sequence[Sequence[int]]) -> Text:
+    """The text for a terminal, with the background changing from step to step.
+
+    Args:
+        tokenizer, steps: see :func:`pieces`.
+    """
+    from rich.text import Text
+
+    text = Text()
+    for number, piece in enumerate(pieces(tokenizer, steps)):
+        text.append(piece, STYLES[number % len(STYLES)])
+    return text

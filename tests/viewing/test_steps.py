@@ -1,0 +1,146 @@
+"""What a StepStreamer records of a call, and texts split by their steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from conftest import PAD, ragged
+from conftest import prompt as token_ids
+from running import drafting
+from tiny_checkpoint import make_tokenizer
+
+import hf_spec
+from hf_spec.demo import demo
+from hf_spec.model.loading import load_model
+from hf_spec.viewing.steps import STYLES, StepStreamer, VerifiedTree, coloured, pieces
+
+LENGTH = 12
+
+
+def recorded(model: Any, ids: torch.Tensor, **options: Any) -> tuple[StepStreamer, list[int]]:
+    """What a call's streamer saw, and the new tokens."""
+    streamer = StepStreamer()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
+        eos_token_id=None, pad_token_id=PAD, streamer=streamer, **options,
+    )  # fmt: skip
+    return streamer, out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, drafting("prompt_lookup")], ids=["plain", "strategy"])
+def test_tokens_by_step(tiny, options):
+    model = tiny("llama_tied")
+    streamer, new = recorded(model, token_ids(LENGTH), **options)
+    assert [token for step in streamer.steps for token in step] == new
+    if options:
+        stats = hf_spec.last_stats(model)
+        lengths = Counter(map(len, streamer.steps))
+        assert lengths == {n: c for n, c in stats.accepted_histogram.items() if c}
+        assert len(lengths) > 1
+    else:
+        assert set(map(len, streamer.steps)) == {1} and not streamer.trees
+
+
+def check(streamer: StepStreamer, candidates: int) -> None:
+    """Each tree hangs below the step before, and what it accepted is what came of it."""
+    assert list(streamer.trees) == list(range(1, len(streamer.steps)))
+    for number, step in streamer.trees.items():
+        assert len(step.tree) == len(step.tokens) <= 1 + candidates
+        assert step.tokens[0] == streamer.steps[number - 1][-1]
+        assert step.emitted == streamer.steps[number] and step.accepted[0] == 0
+        for parent, node in zip(step.accepted, step.accepted[1:]):
+            assert step.tree.parents[node] == parent
+        assert [step.tokens[node] for node in step.accepted[1:]] == step.emitted[:-1]
+        chances = step.chances
+        if chances is not None:
+            assert len(chances) == len(step.tree) and chances[0] == 1.0
+            assert all(
+                0 < chances[node] <= chances[step.tree.parents[node]]
+                for node in range(1, len(chances))
+            )
+    assert max(len(step.accepted) for step in streamer.trees.values()) > 1
+
+
+@pytest.mark.parametrize("strategy", ["prompt_lookup", "layer_skip"])
+def test_trees_of_strategies_without_training(tiny, strategy):
+    skipped = {"skip_attention": [1], "skip_mlp": []} if strategy == "layer_skip" else {}
+    streamer, _ = recorded(
+        tiny("llama_tied"), token_ids(LENGTH), **drafting(strategy, **skipped)
+    )  # fmt: skip
+    check(streamer, candidates=64)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """The demo model with the adapter of `medusa`, and that of `propd`, which prunes."""
+    model, tokenizer = load_model(str(demo.model_folder()), "float32", "cpu")
+    for folder in demo.adapter_folders():
+        if folder.name in ("medusa", "propd"):
+            model.load_adapter(str(folder), adapter_name=folder.name)
+    return model, tokenizer("class Queue:\n    def __init__(self):", return_tensors="pt")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("medusa", {}),
+        ("medusa", {"candidates": 5}),
+        ("medusa", {"tree": "sparse"}),
+        ("propd", {"prune": True}),
+    ],
+)
+def test_trees_of_heads(shipped, strategy, options):
+    model, inputs = shipped
+    model.set_adapter(strategy)
+    streamer, new = recorded(model, inputs["input_ids"], **drafting(strategy, **options))
+    assert new == recorded(model, inputs["input_ids"])[1]
+    check(streamer, options.get("candidates", 15))
+    # A tree of one shape does not ask for probabilities; all others are grown from them.
+    known = [step.chances is not None for step in streamer.trees.values()]
+    assert all(known) or options.get("tree") == "sparse" and not any(known)
+
+
+def test_numbers_of_candidates_do_not_depend_on_probabilities(shipped):
+    """A draft of exactly so many candidates is forwarded whole, whatever the policy thinks."""
+    model, inputs = shipped
+    model.set_adapter("medusa")
+    streamer = StepStreamer()
+    model.generate(
+        **inputs, max_new_tokens=24, do_sample=False, streamer=streamer,
+        assistant_strategy="medusa", assistant_kwargs={"candidates": 5, "retrieval": False},
+    )  # fmt: skip
+    sizes = {step.tree.num_candidates for step in streamer.trees.values()}
+    assert sizes <= {0, 5} and 5 in sizes  # the policy still chooses plain steps
+
+
+def test_a_batch_is_refused(tiny):
+    with pytest.raises(ValueError, match="a batch of 3 sequences: StepStreamer records one"):
+        tiny().generate(
+            **ragged(), max_new_tokens=4, streamer=StepStreamer(), **drafting("prompt_lookup")
+        )
+
+
+def test_pieces_make_the_text_also_within_a_character():
+    tokenizer = make_tokenizer(chat=False)  # a token per byte
+    text = "a€ü🙂b"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) == len(text.encode())
+    for size in (1, 2, 3, 5, len(tokens)):
+        steps = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+        found = pieces(tokenizer, steps)
+        assert len(found) == len(steps) and "".join(found) == text
+        shown = coloured(tokenizer, steps)
+        assert shown.plain == text
+        styles = [str(span.style) for span in shown.spans if span.end > span.start]
+        assert set(styles) <= set(STYLES) and len(styles) == sum(map(bool, found))
+
+
+def test_a_tree_is_plain_data(tiny):
+    """It does not hold on to the step's tensors."""
+    streamer, _ = recorded(tiny("llama_tied"), token_ids(LENGTH), **drafting("prompt_lookup"))
+    step = next(iter(streamer.trees.values()))
+    assert isinstance(step, VerifiedTree)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(step).values())
