@@ -28,7 +28,7 @@ from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.bench.session import Session, own_generation_config
 from hf_spec.core.stats import SpecStats
 
-#: Stands for a category where all are measured together.
+#: Category of measurements over all categories together.
 ALL_CATEGORIES = "mixed"
 
 
@@ -245,7 +245,7 @@ def _compare(
     token_ids: Sequence[list[int]],
     lineup: Sequence[Contender],
 ) -> None:
-    """Fill in every measurement's ``agreement`` with its baseline, plain decoding."""
+    """Set the ``agreement`` of every measurement with its baseline."""
     default = session.model.generation_config.repetition_penalty
     penalty = session.options.get("repetition_penalty", default)
     plains = {item.name: item for item in lineup if item.name == item.baseline}

@@ -17,11 +17,11 @@ from hf_spec.bench.contenders import Contender
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats, synchronize
 
-#: New tokens of a warm-up call: enough for several steps of every strategy.
+#: New tokens of a warm-up call: several steps of every strategy.
 WARMUP_TOKENS = 16
-#: Times that a call is repeated until it compiles nothing more: the policy tries sizes.
+#: Most repetitions of a call that still compiles something, as the policy tries tree sizes.
 MOST_COMPILING = 16
-#: What a model's own generation config may say about sampling; greedy runs drop it.
+#: Sampling fields of a model's generation config, which greedy runs clear.
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
@@ -29,7 +29,8 @@ SAMPLING_FIELDS = (
 
 @contextmanager
 def own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[None]:
-    """For the block, a generation config without a strategy and, if greedy, without sampling."""
+    """Within the block, the model's default generation config names no strategy and, if greedy, no
+    sampling."""
     saved = model.generation_config
     config = copy.deepcopy(saved)
     for name in ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens"):
@@ -59,13 +60,15 @@ def _eos_ids(config: Any) -> list[int]:
 
 @dataclass
 class Session:
-    """The model with what all calls share.
+    """The model, and what all calls share.
 
     Attributes:
-        managed: some contender has an adapter, so that adapters are switched before every call;
-            otherwise those that the caller may have activated are left alone.
-        unmerged: contenders whose adapter could not be merged into the weights, with the reason.
-        compiling: calls of a contender that compiled something, and their seconds.
+        model: the model.
+        options: keyword arguments of every call.
+        managed: whether adapters are switched before every call, as some contender has one.
+            Otherwise the caller's active adapters stay active.
+        unmerged: by contender, why its adapter could not be merged into the weights.
+        compiling: by contender, the number of calls that compiled something, and their seconds.
     """
 
     model: Any
@@ -75,7 +78,7 @@ class Session:
     compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def activate(self, contender: Contender) -> None:
-        """Switch to the contender's adapter, or to the bare model."""
+        """Activate the contender's adapters, or none."""
         if not self.managed:
             return
         if not contender.adapters:
@@ -83,13 +86,13 @@ class Session:
         else:
             self.model.enable_adapters()
             self.model.set_adapter(list(contender.adapters))
-            try:  # updates of the weights go into them, as for serving, where that is possible
+            try:  # updates are merged into the weights, as for serving, where that is possible
                 hf_spec.merge_adapter(self.model)
             except ValueError as error:
                 self.unmerged.setdefault(contender.name, str(error))
 
     def close(self) -> None:
-        """Take merged updates out of the weights again."""
+        """Unmerge updates from the weights."""
         if self.managed:
             hf_spec.unmerge_adapter(self.model)
 
@@ -98,7 +101,11 @@ class Session:
         plan: Sequence[tuple[int, list[Contender], list[int]]],
         token_ids: Sequence[list[int]],
     ) -> None:
-        """A short call of each contender, which also shows early what cannot work."""
+        """Make a short call of each contender, which also fails early.
+
+        Raises:
+            ValueError: a contender does not work.
+        """
         first = {size: (lineup, indices[:size]) for size, lineup, indices in reversed(plan)}
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
         for lineup, indices in first.values():
@@ -111,7 +118,17 @@ class Session:
     def generate(
         self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """Seconds, new tokens per row, row-steps and statistics of one timed call."""
+        """One timed call.
+
+        Args:
+            contender: the contender.
+            prompts: token ids of each prompt.
+            overrides: keyword arguments for ``generate``.
+
+        Returns:
+            Seconds, new tokens of each sequence, forward passes counted once per unfinished
+            sequence, and statistics (None for a stock contender).
+        """
         self.activate(contender)
         model = self.model
         inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
@@ -119,7 +136,7 @@ class Session:
         random = torch.get_rng_state()
         for _ in range(MOST_COMPILING):
             torch.set_rng_state(random)
-            known = counters["stats"]["unique_graphs"]  # by Transformers; we count our own
+            known = counters["stats"]["unique_graphs"]  # of Transformers; hf_spec counts its own
             seconds, sequences, forwards, stats = self._timed(contender, inputs, kwargs)
             made = counters["stats"]["unique_graphs"] - known
             made += 0 if stats is None else stats.details.get("compiled", {}).get("made", 0)
@@ -131,7 +148,7 @@ class Session:
         eos = set(_eos_ids(model.generation_config))
         rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
         if stats is None:
-            # A finished row waits for the others; its forward passes end with its last token.
+            # The forward passes of a sequence end with its last token, not with the batch.
             most = sequences.shape[1] - width if forwards is None else forwards
             return seconds, rows, sum(min(most, len(row)) for row in rows), None
         return seconds, rows, stats.num_row_steps, stats
@@ -139,7 +156,7 @@ class Session:
     def stream(
         self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """As :meth:`generate`, for any number of prompts, of which so many run at a time."""
+        """Like :meth:`generate`, for any number of prompts, ``batch_size`` at a time."""
         if contender.joining:
             return self._joining(contender, prompts, batch_size)
         starts = range(0, len(prompts), batch_size)
@@ -167,7 +184,7 @@ class Session:
     def _timed(
         self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]
     ) -> tuple[float, torch.Tensor, int | None, SpecStats | None]:
-        """Seconds, sequences, and forwards of a stock contender or the statistics of ours."""
+        """Seconds, sequences, and either forward passes (stock contenders) or statistics."""
         model, forwards = self.model, 0
         before = hf_spec.last_stats(model)
 
@@ -175,8 +192,8 @@ class Session:
             nonlocal forwards
             forwards += 1
 
-        # Our own strategies count for themselves: they may call the model to draft, too. Compiled
-        # code has no hooks, and a forward for each token.
+        # hf_spec's strategies count their own, as some call the model to draft, too. Compiled code
+        # runs no hooks, and makes one forward pass per token.
         counts = contender.stock and not contender.compiled
         hook = model.register_forward_hook(count) if counts else None
         try:
@@ -199,7 +216,7 @@ class Session:
 def pad_left(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Rows as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
+    """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
     width = max(map(len, rows))
     ids = [[pad] * (width - len(row)) + [*row] for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
@@ -210,6 +227,6 @@ def pad_left(
 
 
 def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
-    """The row up to and including its first EOS; what follows is padding."""
+    """The sequence up to and including its first EOS; what follows is padding."""
     end = next((index for index, token in enumerate(row) if token in eos), len(row))
     return list(row[: end + 1])

@@ -262,6 +262,9 @@ class Rows:
     def end_step(self) -> None:
         """Do nothing: results are returned as prompts finish."""
 
+    def show(self, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+        """Do nothing: a batch takes no streamer."""
+
     # -- processors --------------------------------------------------------------------------
 
     @property

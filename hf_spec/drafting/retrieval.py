@@ -112,7 +112,7 @@ class WithRetrieval(WrappedDrafter):
         state.found = found = self._found(state)
         draft = self.inner.propose(state)
         counts, chances = draft.tree.row_candidates, draft.chances
-        if chances is not None:
+        if chances is not None and not draft.whole:
             rows = [
                 _likeliest(one[1 : count + 1], own[: count + 1], paths, first)
                 for one, own, paths, count, first in zip(
