@@ -234,12 +234,15 @@ def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel
 
 @pytest.fixture
 def shallow(fresh: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
-    """Like ``fresh``, a Llama of a single layer, where nothing depends on how many there are."""
+    """Like ``fresh``, with the first layers only, where nothing depends on how many there are."""
+    from modeling_patches.layer_skip import decoder_layers
 
-    def factory(architecture: str = "llama") -> PreTrainedModel:
+    def factory(architecture: str = "llama", layers: int = 1) -> PreTrainedModel:
         model: Any = fresh(architecture)
-        model.model.layers = model.model.layers[:1]
-        model.config.num_hidden_layers = 1
+        del decoder_layers(model)[layers:]
+        model.config.num_hidden_layers = layers
+        if getattr(model.config, "layer_types", None):
+            model.config.layer_types = model.config.layer_types[:layers]
         return model
 
     return factory
@@ -277,6 +280,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Keywords for ``generate`` that name a strategy; the test runs once with each."""
     return STRATEGIES[request.param]
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings draw no curves, which takes as long as a few of their steps."""
+    monkeypatch.setattr("hf_spec.training.train.plot_history", lambda history, folder: None)
 
 
 @pytest.fixture
