@@ -1,6 +1,7 @@
 # Every target does its own set-up: the first call makes .venv, later ones see the stamp and are quick.
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
+#   make test-all  the same with every combination of parameters instead of every pair, and the sweep
 #   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make docs      the documentation site, in site/
 #   make figures   its figures, and docs/tour.ipynb with its outputs
@@ -12,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test sweep docs figures dist dist-check quality clean
+.PHONY: help venv demo test test-all sweep docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 venv: $(STAMP)
 
@@ -34,11 +35,16 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hf-spec demo $(ARGS)
 
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) --every-case --every-architecture $(ARGS)
 
 sweep: $(STAMP)
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 -q tests/test_every_architecture.py --every-architecture
+	$(PYTEST) -q tests/test_every_architecture.py --every-architecture
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -6,6 +6,7 @@ and then repeat themselves; drafts are rejected and accepted alike.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import EVERY_CASE
 from running import drafting
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -99,6 +101,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", _GPT),
 }
 
+#: How these know where a token stands; the others rotate queries and keys.
+POSITIONS = {
+    **dict.fromkeys(("mistral", "gemma3", "gemma2", "cohere2"), "rotated, windows"),
+    **dict.fromkeys(("falcon_alibi", "bloom", "mpt"), "slopes"),
+    **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gpt_bigcode"), "learned"),
+}
+
 #: Architectures that Transformers has no sdpa for.
 EAGER_ONLY = frozenset({"bloom", "gemma2", "gpt_neo", "gptj", "mpt"})
 
@@ -109,11 +118,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Every causal language model with every strategy, and a table of what came out.",
     )
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="Every combination of parameters, not only every pair of them.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # In the environment, so that workers of pytest-xdist choose the same tests.
     os.environ.setdefault("HF_SPEC_SEED", str(random.randrange(10**6)))
+    if config.getoption("--every-case"):
+        os.environ[EVERY_CASE] = "1"
+
+
+def pytest_collection_finish() -> None:
+    # All that imports have made stays: there is nothing in it for the garbage collector to find.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -136,6 +158,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.line(f"{model_type}: {', '.join(sorted(names))}: {outcome}")
 
 
+_shared: list[PreTrainedModel] = []
+
+
 @cache
 def _build(architecture: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     model_type, fields = ARCHITECTURES[architecture]
@@ -149,7 +174,16 @@ def _build(architecture: str, attention: str, dtype: torch.dtype) -> PreTrainedM
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     model.generation_config.eos_token_id = None  # outputs run to their full length ...
     model.generation_config.pad_token_id = PAD  # ... unless a test says otherwise
-    return model.eval().to(dtype)
+    _shared.append(model.eval().to(dtype))
+    return model
+
+
+def shared(
+    architecture: str = "llama", attention: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """What the fixture ``tiny`` gives, for what tests make once and keep."""
+    best = "eager" if architecture in EAGER_ONLY else "sdpa"
+    return _build(architecture, attention or best, dtype)
 
 
 @pytest.fixture(scope="session")
@@ -158,16 +192,33 @@ def tiny() -> Callable[..., PreTrainedModel]:
 
     A test must leave it as it found it; one that changes a model takes ``fresh``.
     """
+    return shared
 
-    def factory(
-        architecture: str = "llama",
-        attention: str | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> PreTrainedModel:
-        best = "eager" if architecture in EAGER_ONLY else "sdpa"
-        return _build(architecture, attention or best, dtype)
 
-    return factory
+_plain: dict[Any, torch.Tensor] = {}
+
+
+def plainly(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
+    """What plain ``generate`` gives; made once where the model is shared and greedy."""
+    try:
+        known = tuple((name, _hashable(value)) for name, value in sorted(settings.items()))
+    except TypeError:  # a processor, a cache, a streamer
+        return model.generate(**settings)
+    if settings["do_sample"] or all(model is not one for one in _shared):
+        return model.generate(**settings)
+    if (id(model), known) not in _plain:
+        _plain[id(model), known] = model.generate(**settings)
+    return _plain[id(model), known].clone()
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, tuple(value.flatten().tolist())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(value)
 
 
 @pytest.fixture
@@ -177,6 +228,22 @@ def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel
 
     def factory(*args: Any, **kwargs: Any) -> PreTrainedModel:
         return copy.deepcopy(tiny(*args, **kwargs))
+
+    return factory
+
+
+@pytest.fixture
+def shallow(fresh: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """Like ``fresh``, with the first layers only, where nothing depends on how many there are."""
+    from modeling_patches.layer_skip import decoder_layers
+
+    def factory(architecture: str = "llama", layers: int = 1) -> PreTrainedModel:
+        model: Any = fresh(architecture)
+        del decoder_layers(model)[layers:]
+        model.config.num_hidden_layers = layers
+        if getattr(model.config, "layer_types", None):
+            model.config.layer_types = model.config.layer_types[:layers]
+        return model
 
     return factory
 
@@ -213,6 +280,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Keywords for ``generate`` that name a strategy; the test runs once with each."""
     return STRATEGIES[request.param]
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings draw no curves, which takes as long as a few of their steps."""
+    monkeypatch.setattr("hf_spec.training.train.plot_history", lambda history, folder: None)
 
 
 @pytest.fixture

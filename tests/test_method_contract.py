@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, EAGER_ONLY, VOCAB, prompt, ragged
+from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, prompt, ragged, shared
+from covering import covering, pairs
 from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -100,9 +99,7 @@ def back_ends(architecture: str) -> list[str]:
 @cache
 def plain(architecture: str, attention: str, dtype: torch.dtype, row: int | None) -> list:
     """What plain generation makes of the ragged batch, or of one of its rows alone."""
-    from conftest import _build
-
-    model = _build(architecture, attention, dtype)
+    model = shared(architecture, attention, dtype)
     return model.generate(**inputs(row), max_new_tokens=NEW, do_sample=False).tolist()
 
 
@@ -153,15 +150,24 @@ def test_described(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "architecture", "attention"),
-    [
-        (*case, architecture, attention)
-        for case in CASES
-        for architecture in ARCHITECTURES
-        for attention in back_ends(architecture)
-        # Options have nothing to do with the back end: one of them will do.
-        if case in FIRST or attention == back_ends(architecture)[-1]
-    ],
+    ("name", "variant", "architecture", "attention", "row"),
+    covering(
+        [
+            (*case, architecture, attention, row)
+            for case in CASES
+            for architecture in ARCHITECTURES
+            for attention in back_ends(architecture)
+            for row in (None, 1)
+            # Options have nothing to do with the back end: one of them will do.
+            if case in FIRST or attention == back_ends(architecture)[-1]
+        ],
+        # Each strategy on each architecture, each of its variants with each kind of positions.
+        lambda name, variant, architecture, attention, row: [
+            *pairs(name, architecture, attention, row),
+            (name, variant, POSITIONS.get(architecture)),
+            (name, variant, row),
+        ],
+    ),
 )
 def test_greedy_equals_plain(
     tiny: Callable[..., PreTrainedModel],
@@ -170,18 +176,18 @@ def test_greedy_equals_plain(
     variant: str,
     architecture: str,
     attention: str,
+    row: int | None,
 ) -> None:
-    """A ragged batch, left padded, and a row alone; the cache is checked on the way."""
+    """A ragged batch, left padded, or a row alone; the cache is checked on the way."""
     model = tiny(architecture, attention)
     steps = watch_cache_lengths(monkeypatch, methods()[name])
     with adapted(model, name, variant):
-        for row in (None, 1):
-            out = model.generate(
-                **inputs(row), **strategy(name, variant),
-                max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
-            )  # fmt: skip
-            assert out.sequences.tolist() == plain(architecture, attention, torch.float32, row)
-            check_cache(model, out, inputs(row))
+        out = model.generate(
+            **inputs(row), **strategy(name, variant),
+            max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert out.sequences.tolist() == plain(architecture, attention, torch.float32, row)
+        check_cache(model, out, inputs(row))
     assert steps
 
 
@@ -233,7 +239,7 @@ def test_batch_rows_equal_rows_alone(tiny: Callable[..., PreTrainedModel]) -> No
     lengths = (12, 1, 5, 9, 2, 11)
     for name, variant in FIRST:
         with adapted(model, name, variant):
-            settings = {**strategy(name, variant), "max_new_tokens": NEW, "do_sample": False}
+            settings = {**strategy(name, variant), "max_new_tokens": NEW // 2, "do_sample": False}
             batch = model.generate(**inputs(None, lengths), **settings)
             for row in range(len(lengths)):
                 alone = model.generate(**inputs(row, lengths), **settings)
@@ -313,20 +319,33 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt"])
-@every_case
+@pytest.mark.parametrize(
+    ("name", "variant", "architecture"),
+    covering(
+        [(*case, architecture) for case in CASES for architecture in ("llama", "gemma3", "opt")],
+        lambda name, variant, architecture: [(name, variant), (name, architecture)],
+    ),
+)
 def test_seeded_sampling_equals_plain(
-    tiny: Callable[..., PreTrainedModel], architecture: str, name: str, variant: str
+    tiny: Callable[..., PreTrainedModel], name: str, variant: str, architecture: str
 ) -> None:
     """The match rule draws once per emitted token, as plain generation does, in the same order."""
     model = tiny(architecture)
-    for seed, settings in enumerate(WARPERS.values()):
-        settings = {**settings, "do_sample": True, "max_new_tokens": NEW}
+    for seed, warper in enumerate(WARPERS):
         with adapted(model, name, variant):
             torch.manual_seed(seed)
-            ours = model.generate(prompt(), **settings, **strategy(name, variant))
-        torch.manual_seed(seed)
-        assert ours.tolist() == model.generate(prompt(), **settings).tolist()
+            ours = model.generate(prompt(), **sampled(warper), **strategy(name, variant))
+        assert ours.tolist() == plain_sampled(architecture, seed, warper)
+
+
+def sampled(warper: str) -> dict[str, Any]:
+    return {**WARPERS[warper], "do_sample": True, "max_new_tokens": NEW}
+
+
+@cache
+def plain_sampled(architecture: str, seed: int, warper: str) -> list:
+    torch.manual_seed(seed)
+    return shared(architecture).generate(prompt(), **sampled(warper)).tolist()
 
 
 #: Sampling is restricted to these tokens, and the prompt consists of them: drafts always hit.
@@ -339,20 +358,26 @@ FALSE_ALARM = 1e-6
 
 @pytest.mark.parametrize(
     ("name", "variant", "warper"),
-    [
-        (name, variant, warper)
-        for name, variant in CASES
-        for warper in WARPERS
-        if variant == HITTING.get(name, variant)
-        and (name in HITTING or (name, variant) in FIRST or warper == "all")
-    ]
-    + [
-        (name, variant, warper)
-        for name, variants in SAMPLED.items()
-        for variant in variants
-        for warper in WARPERS
-    ],
-)
+    covering(
+        [
+            (name, variant, warper)
+            for name, variant in CASES
+            for warper in WARPERS
+            if variant == HITTING.get(name, variant)
+            and (name in HITTING or (name, variant) in FIRST or warper == "all")
+        ]
+        + [
+            (name, variant, warper)
+            for name, variants in SAMPLED.items()
+            for variant in variants
+            for warper in WARPERS
+        ],
+        # Each strategy and each rule of acceptance with each warper.
+        lambda name, variant, warper: [
+            (name, variant), (name, warper), (variant in SAMPLED[name], warper)
+        ],
+    ),
+)  # fmt: skip
 def test_sampling_follows_the_plain_distribution(
     tiny: Callable[..., PreTrainedModel],
     monkeypatch: pytest.MonkeyPatch,
@@ -485,10 +510,7 @@ def test_adapter_in_a_fresh_process(
         out = model.generate(torch.tensor({prompt().tolist()}), generation_config=config)
         print(out.tolist(), hf_spec.last_stats(model).num_drafted_tokens)
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    result = forks.run(program)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == f"{here.tolist()} {drafted}"
     assert here.tolist() == model.generate(prompt(), max_new_tokens=NEW, do_sample=False).tolist()

@@ -34,15 +34,16 @@ MIN_TOKENS = 120
 def library_files(held_out: bool = False) -> list[Path]:
     """Source files of the standard library: the held-out modules, or all the others, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = {f"{name}.py" for name in HELD_OUT}
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if EXCLUDED_PARTS & set(parts) or parts[-1].startswith("_sysconfigdata"):
-            continue
-        if (len(parts) == 1 and parts[0] in names) == held_out:
-            files.append(path)
-    return files
+    own = [root / f"{name}.py" for name in HELD_OUT]
+    if held_out:  # without a walk through all that is installed
+        return [path for path in own if path.is_file()]
+    return [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not EXCLUDED_PARTS & {*path.relative_to(root).parts}
+        and not path.name.startswith("_sysconfigdata")
+        and path not in own
+    ]
 
 
 def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:

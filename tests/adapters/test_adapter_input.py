@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -87,6 +89,12 @@ def adapter(good: Path, tmp_path: Path) -> Path:
 
 
 def load(path: str) -> Any:
+    """A model of a test's own: loading takes longer than copying."""
+    return copy.deepcopy(loaded(path))
+
+
+@cache
+def loaded(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path)
 
 
@@ -445,11 +453,11 @@ def test_another_base(good: Path, base_path: str, tmp_path: Path, field: str) ->
         with pytest.raises(ValueError, match=message):
             onto(door, good, base)
         assert adapters_of(base) <= {"other"}
-    copy = Path(shutil.copytree(good, tmp_path / "copy"))
-    edit(copy, base_model_name_or_path=other)
+    elsewhere = Path(shutil.copytree(good, tmp_path / "copy"))
+    edit(elsewhere, base_model_name_or_path=other)
     for door in ("AutoPeftModel", "AutoModel"):
         with pytest.raises(ValueError, match=f"made for a model with {field}="):
-            onto(door, copy)
+            onto(door, elsewhere)
 
 
 def test_another_architecture_of_the_same_shape(good: Path, tmp_path: Path) -> None:

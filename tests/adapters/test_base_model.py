@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from conftest import ARCHITECTURES
@@ -98,10 +97,8 @@ def test_another_process_finds_the_same(model: PreTrainedModel, tmp_path: Path) 
         "from hf_spec.adapters.base_model import fingerprint\n"
         f"print(fingerprint(M.from_pretrained({str(tmp_path)!r})))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout.split() == [fingerprint(model)]
+    done = forks.run(code)
+    assert done.stdout.split() == [fingerprint(model)], done.stderr
 
 
 def test_strides_do_not_matter(model: PreTrainedModel) -> None:

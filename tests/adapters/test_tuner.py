@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import forks
 import pytest
 import torch
 from peft import (
@@ -383,8 +382,7 @@ for m in (model, base):
     assert (config.skip_attention, config.skip_mlp) == ([1, 2], [1]), config
 print("loaded")
 """
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    done = forks.run(code)
     assert done.stdout.split() == ["loaded"], done.stderr
 
 

@@ -67,8 +67,10 @@ def compiled(output: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture(fresh: Any, architecture: str) -> None:
-    model = adapt(fresh(architecture), "space")
+def test_every_architecture(shallow: Any, architecture: str) -> None:
+    """With a layer of each kind that it has."""
+    layers = 2 if architecture in ("gemma2", "gemma3", "cohere2", "gpt_neo") else 1
+    model = adapt(shallow(architecture, layers), "space")
     plain = generate(model, ragged()).sequences
     output = generate(model, ragged(), **strategy("space", candidates=3), **CAPTURED)
     assert torch.equal(output.sequences, plain)
@@ -90,9 +92,9 @@ def test_every_strategy(fresh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "space", "medusa"])
-def test_the_policy_decides(fresh: Any, name: str) -> None:
+def test_the_policy_decides(shallow: Any, name: str) -> None:
     """The shipped default: every step another size, all of them padded to few."""
-    model = adapt(fresh(), name)
+    model = adapt(shallow(), name)
     plain = generate(model, ragged(), max_new_tokens=60).sequences
     for _ in range(3):
         output = generate(model, ragged(), max_new_tokens=60, assistant_strategy=name, **CAPTURED)
@@ -112,9 +114,9 @@ def test_sampling_and_processors(fresh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "bita"])
-def test_rows_end_one_by_one(fresh: Any, name: str) -> None:
+def test_rows_end_one_by_one(shallow: Any, name: str) -> None:
     """The batch goes down in powers of two, and outputs are those of rows alone."""
-    model = adapt(fresh(), name)
+    model = adapt(shallow(), name)
     inputs = ragged((12, 5, 9, 7, 8, 12, 6, 10))
     whole = generate(model, inputs, max_new_tokens=40).sequences
     ends = [int(token) for token in whole[:, -38:].flatten()[::3].unique()[:6]]
@@ -135,8 +137,8 @@ def test_hidden_states_and_scores(fresh: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_caches_go_in_and_out(fresh: Any) -> None:
-    model = fresh()
+def test_caches_go_in_and_out(shallow: Any) -> None:
+    model = shallow()
     first = prompt(10, 2)
     plain = generate(model, first).sequences
     longer = generate(model, plain).sequences
@@ -151,11 +153,11 @@ def test_caches_go_in_and_out(fresh: Any) -> None:
         assert torch.equal(again.sequences, longer)
 
 
-def test_peft_model(fresh: Any) -> None:
+def test_peft_model(shallow: Any) -> None:
     """Another adapter's LoRA around the model, active and not, are different graphs."""
     import peft
 
-    model = peft.get_peft_model(fresh(), peft.LoraConfig(init_lora_weights=False))
+    model = peft.get_peft_model(shallow(), peft.LoraConfig(init_lora_weights=False))
     for _ in range(2):
         plain = generate(model, prompt()).sequences
         output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
@@ -173,11 +175,11 @@ def test_peft_model(fresh: Any) -> None:
     assert compiled(output)["made"]
 
 
-def test_fine_tuned_models(fresh: Any) -> None:
+def test_fine_tuned_models(shallow: Any) -> None:
     """Updates of the whole model: merged, taken out, switched and disabled between calls."""
     import peft
 
-    peft_model = peft.get_peft_model(fresh(), hf_spec.SpaceConfig(update="lora"), "one")
+    peft_model = peft.get_peft_model(shallow(), hf_spec.SpaceConfig(update="lora"), "one")
     randomise(peft_model, "SPACE", seed=1)
     peft_model.add_adapter("two", hf_spec.SpaceConfig(update="lora"))
     peft_model.set_adapter("two")
@@ -215,10 +217,10 @@ def test_fine_tuned_models(fresh: Any) -> None:
     assert torch.equal(check("prompt_lookup")[0], second)
 
 
-def test_a_lora_is_merged_between_calls(fresh: Any) -> None:
+def test_a_lora_is_merged_between_calls(shallow: Any) -> None:
     import peft
 
-    model = peft.get_peft_model(fresh(), peft.LoraConfig(init_lora_weights=False))
+    model = peft.get_peft_model(shallow(), peft.LoraConfig(init_lora_weights=False))
     plain = []
     for change in (lambda: None, model.merge_adapter, model.unmerge_adapter, model.merge_adapter):
         change()
@@ -245,11 +247,11 @@ def test_fully_fine_tuned_weights(fresh: Any) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_with_a_compiler(fresh: Any) -> None:
+def test_with_a_compiler(shallow: Any) -> None:
     """Inductor's code gives the same tokens, and is made once."""
     from torch._dynamo.utils import counters
 
-    model = adapt(fresh(), "space")
+    model = adapt(shallow(), "space")
     plain = generate(model, prompt()).sequences
     options = strategy("space", tree="chain")
     config = {"cache_implementation": STATIC, "compile_config": CompileConfig()}
@@ -265,9 +267,9 @@ def test_with_a_compiler(fresh: Any) -> None:
 # -- few graphs --------------------------------------------------------------------------------
 
 
-def test_a_steady_state_compiles_nothing(fresh: Any) -> None:
+def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
     """50 calls of mixed lengths, trees, strategies, adapters and batch sizes."""
-    model = adapt(adapt(fresh(), "medusa", "heads"), "space", "masks")
+    model = adapt(adapt(shallow(), "medusa", "heads"), "space", "masks")
     model.set_adapter(["heads", "masks"])
     generator = torch.Generator().manual_seed(0)
     calls = []
@@ -288,9 +290,9 @@ def test_a_steady_state_compiles_nothing(fresh: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa", "space"])
-def test_a_warm_up(fresh: Any, name: str) -> None:
+def test_a_warm_up(shallow: Any, name: str) -> None:
     """Behind it nothing is compiled, whatever the policy chooses."""
-    model = adapt(fresh(), name)
+    model = adapt(shallow(), name)
     config = CAPTURED["compile_config"]
     options = {"assistant_strategy": name, "compile_config": config}
     told: list[int] = []
@@ -307,7 +309,7 @@ def test_a_warm_up(fresh: Any, name: str) -> None:
         hf_spec.warm_up(model, batch_sizes=(0,), **options)
 
 
-def test_buffers_are_used_again(fresh: Any, monkeypatch: Any) -> None:
+def test_buffers_are_used_again(shallow: Any, monkeypatch: Any) -> None:
     """CUDA graphs are for places in memory; a cache that the caller has is his."""
     places, caches = [], []
     release = TreeCache.release
@@ -318,7 +320,7 @@ def test_buffers_are_used_again(fresh: Any, monkeypatch: Any) -> None:
         return buffers
 
     monkeypatch.setattr(TreeCache, "release", note)
-    model = fresh()
+    model = shallow()
     plain = generate(model, prompt()).sequences
     for _ in range(3):
         for _ in range(2):
@@ -354,9 +356,9 @@ def test_weights_may_change(fresh: Any) -> None:
     assert compiled(third)["made"]
 
 
-def test_adapters_of_one_name(fresh: Any) -> None:
+def test_adapters_of_one_name(shallow: Any) -> None:
     """One that is deleted and another of its name are not mixed up."""
-    model = fresh()
+    model = shallow()
     plain = generate(model, prompt()).sequences
     histories = []
     for seed in (2, 3):
@@ -369,8 +371,8 @@ def test_adapters_of_one_name(fresh: Any) -> None:
         model.delete_adapter("one")
 
 
-def test_threads(fresh: Any) -> None:
-    model = adapt(fresh(), "medusa")
+def test_threads(shallow: Any) -> None:
+    model = adapt(shallow(), "medusa")
     inputs = [prompt(6 + n, seed=n) for n in range(4)]
     plain = [generate(model, ids).sequences for ids in inputs]
     found: list[Any] = [None] * 8
@@ -387,11 +389,11 @@ def test_threads(fresh: Any) -> None:
     assert all(torch.equal(one, plain[place % 4]) for place, one in enumerate(found))
 
 
-def test_a_model_is_freed(fresh: Any) -> None:
+def test_a_model_is_freed(shallow: Any) -> None:
     import gc
     import weakref
 
-    model = adapt(fresh(), "space")
+    model = adapt(shallow(), "space")
     generate(model, prompt(), **strategy("space"), **CAPTURED)
     seen = weakref.ref(model)
     del model

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, prompt
+from conftest import ARCHITECTURES, prompt, shared
 from peft import LoraConfig, get_peft_model
 from running import drafting
 from test_method_contract import CASES, FIRST, IDS, adapted, strategy
@@ -46,6 +47,12 @@ def alone(model: Any, prompts: Sequence[torch.Tensor], **kwargs: Any) -> list[li
     ]
 
 
+@cache
+def answers(architecture: str = "llama_tied") -> list[list[int]]:
+    """Plain greedy answers to all prompts."""
+    return alone(shared(architecture), PROMPTS, **GREEDY)
+
+
 def together(
     model: Any, prompts: Sequence[torch.Tensor], size: int, **kwargs: Any
 ) -> list[list[int]]:
@@ -66,7 +73,7 @@ def together(
 @every_case
 def test_greedy_equals_each_alone(fresh: Tiny, name: str, variant: str) -> None:
     model = fresh("llama_tied")
-    plain = alone(model, PROMPTS, **GREEDY)
+    plain = answers()
     assert len({len(row) - len(ids) for row, ids in zip(plain, PROMPTS)}) > 3
     with adapted(model, name, variant):
         assert together(model, PROMPTS, 3, **GREEDY, **strategy(name, variant)) == plain
@@ -76,7 +83,7 @@ def test_greedy_equals_each_alone(fresh: Tiny, name: str, variant: str) -> None:
 def test_every_architecture(fresh: Tiny, architecture: str) -> None:
     """With probes, which bring slots in front of the tokens along."""
     model = fresh(architecture)
-    plain = alone(model, PROMPTS, **GREEDY)
+    plain = answers(architecture)
     name, variant = next(case for case in FIRST if case[0] == "bita")
     with adapted(model, name, variant):
         assert together(model, PROMPTS, 3, **GREEDY, **strategy(name, variant)) == plain
@@ -86,7 +93,7 @@ def test_every_architecture(fresh: Tiny, architecture: str) -> None:
 @every_strategy
 def test_any_number_of_places(fresh: Tiny, name: str, variant: str, size: int) -> None:
     model = fresh("llama_tied")
-    plain = alone(model, PROMPTS, **GREEDY)
+    plain = answers()
     with adapted(model, name, variant):
         assert together(model, PROMPTS, size, **GREEDY, **strategy(name, variant)) == plain
 
@@ -98,7 +105,7 @@ def test_prompts_too_long_for_probes(
     """Some join with predictions, some without."""
     monkeypatch.setattr(prefill, "RIDING", 8)
     model = fresh("llama_tied")
-    plain = alone(model, PROMPTS, **GREEDY)
+    plain = answers()
     with adapted(model, name, variant):
         assert together(model, PROMPTS, 3, **GREEDY, **strategy(name, variant)) == plain
 
@@ -106,7 +113,7 @@ def test_prompts_too_long_for_probes(
 @every_strategy
 def test_the_policy_decides(fresh: Tiny, name: str, variant: str) -> None:
     model = fresh("llama_tied")
-    plain = alone(model, PROMPTS, **GREEDY)
+    plain = answers()
     spec = {**strategy(name, variant)}
     options = {k: v for k, v in spec.pop("assistant_kwargs").items() if k != "fallback"}
     with adapted(model, name, variant):
@@ -137,7 +144,7 @@ def test_processors_and_criteria_see_their_own_prompt(fresh: Tiny, name: str, va
         "stopping_criteria": StoppingCriteriaList([Even()]),
     }  # fmt: skip
     plain = alone(model, PROMPTS, **settings)
-    assert plain != alone(model, PROMPTS, **GREEDY)
+    assert plain != answers()
     with adapted(model, name, variant):
         assert together(model, PROMPTS, 3, **settings, **strategy(name, variant)) == plain
 
@@ -188,7 +195,7 @@ def test_a_peft_model(fresh: Tiny) -> None:
 )
 def test_compiled_steps(fresh: Tiny, name: str, variant: str) -> None:
     model = fresh("llama_tied")
-    plain = alone(model, PROMPTS, **GREEDY)
+    plain = answers()
     settings = {
         **GREEDY, "cache_implementation": "static",
         "compile_config": CompileConfig(backend="eager"),
@@ -222,7 +229,7 @@ def test_places_are_taken_at_once(fresh: Tiny) -> None:
 def test_prompts_may_come_later(fresh: Tiny) -> None:
     """Also when the batch has been empty, and while it runs out of prompts."""
     model = fresh("llama_tied")
-    plain = alone(model, PROMPTS, **GREEDY)
+    plain = answers()
     batch = hf_spec.Batch(model, 3, **GREEDY, **LOOKUP)
     found: dict[int, list[int]] = {}
     for index, ids in enumerate(PROMPTS):

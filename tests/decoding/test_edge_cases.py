@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PAD, prompt, ragged
+from conftest import PAD, plainly, prompt, ragged
 from running import drafting, fingerprint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,7 +24,7 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 def check_same(model: Any, spec: Spec, **kwargs: Any) -> torch.Tensor:
     settings = {**GREEDY, **kwargs}
-    plain = model.generate(**settings)
+    plain = plainly(model, **settings)
     assert model.generate(**settings, **spec).tolist() == plain.tolist()
     return plain
 

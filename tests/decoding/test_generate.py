@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, VOCAB, prompt, ragged
+from conftest import EOS, PAD, STRATEGIES, VOCAB, plainly, prompt, ragged
 from peft import LoraConfig, get_peft_model
 from tiny_checkpoint import make_model, make_tokenizer
 from transformers import (
@@ -47,7 +47,7 @@ GREEDY = {"max_new_tokens": 20, "do_sample": False}
 def check_same(model: PreTrainedModel, spec: Spec, **kwargs: Any) -> torch.Tensor:
     """Plain ids, after comparing ours with them."""
     settings = {**GREEDY, **kwargs}
-    plain = model.generate(**settings)
+    plain = plainly(model, **settings)
     ours = model.generate(**settings, **spec)
     assert ours.tolist() == plain.tolist()
     assert ours.dtype == plain.dtype

@@ -45,9 +45,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa", "propd", "bita", "space", "ppd"])
 def test_one_read_per_step(
-    fresh: Any, monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool
 ) -> None:
-    model = adapt(fresh(), name)
+    model = adapt(shallow(layers=2), name)
     options: dict[str, Any] = {"fallback": False}
     if name == "propd":
         options["prune"] = False

@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from architectures import OVERRIDES, build
 from conftest import _LLAMA, STRATEGIES, prompt, ragged
+from covering import covering
 from running import drafting
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -83,13 +85,15 @@ def check_same(kind: str, given: dict[str, Any], spec: dict[str, Any], new: int 
     return ours.spec_stats
 
 
-@pytest.mark.parametrize("lengths", [(20,), (31,), (32,), (33,), (20, 9, 15), (28, 33, 5)], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
-def test_calls_that_cross_the_end(
-    kind: str, lengths: tuple[int, ...], spec: dict[str, Any]
-) -> None:
+LENGTHS = [(20,), (31,), (32,), (33,), (20, 9, 15), (28, 33, 5)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "name"), covering(product(MODELS, LENGTHS, STRATEGIES)), ids=str
+)
+def test_calls_that_cross_the_end(kind: str, lengths: tuple[int, ...], name: str) -> None:
     given = ragged(lengths) if len(lengths) > 1 else {"input_ids": prompt(*lengths)}
-    check_same(kind, given, spec)
+    check_same(kind, given, STRATEGIES[name])
 
 
 def test_rows_that_are_all_padded() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, prompt, ragged
+from conftest import EOS, PAD, STRATEGIES, plainly, prompt, ragged
+from covering import EVERY_CASE
 from running import drafting
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,11 +32,20 @@ KINDS = ("llama", "mistral", "gemma3", "gpt2", "bloom")
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 
+def kinds_in_turn(first: int) -> pytest.MarkDecorator:
+    """Each kind with a strategy, another one in the test after it."""
+    names = [*STRATEGIES]
+    cases = [(kind, names[(first + place) % len(names)]) for place, kind in enumerate(KINDS)]
+    if os.environ.get(EVERY_CASE):
+        cases = [*product(KINDS, names)]
+    return pytest.mark.parametrize(("architecture", "spec"), cases, indirect=["spec"])
+
+
 def turn(seed: int, length: int = 6, rows: int = 1) -> torch.Tensor:
     return prompt(length, rows, seed=100 + seed)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@kinds_in_turn(0)
 def test_users_dynamic_cache_is_filled_as_by_plain_generation(
     tiny: Tiny, spec: Spec, architecture: str
 ) -> None:
@@ -58,25 +70,25 @@ def test_users_dynamic_cache_is_filled_as_by_plain_generation(
             torch.testing.assert_close(mine.values * mask, theirs.values * mask, **CLOSE)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@kinds_in_turn(1)
 def test_users_dynamic_cache_over_turns(tiny: Tiny, spec: Spec, architecture: str) -> None:
     """Speculative and plain turns take each other's cache."""
     model = tiny(architecture)
     for order in ((spec, spec, spec), ({}, spec, {}), (spec, {}, spec)):
         ids, cache = prompt(), DynamicCache(config=model.config)
         for number, strategy in enumerate(order):
-            expected = model.generate(ids, **GREEDY)
+            expected = plainly(model, inputs=ids, **GREEDY)
             ours = model.generate(ids, **GREEDY, **strategy, past_key_values=cache)
             assert ours.tolist() == expected.tolist()
             ids = torch.cat([ours, turn(number)], dim=1)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@kinds_in_turn(2)
 def test_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
     model = tiny(architecture)
     ids, cache = prompt(), None
     for number in range(3):
-        expected = model.generate(ids, **GREEDY)
+        expected = plainly(model, inputs=ids, **GREEDY)
         out = model.generate(
             ids, **GREEDY, **spec, past_key_values=cache, return_dict_in_generate=True
         )
@@ -88,12 +100,12 @@ def test_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> No
         ids = torch.cat([expected, turn(number)], dim=1)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@kinds_in_turn(3)
 def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
     """Rows end at different times, so that padding stands in the middle of the next prompt."""
     model = tiny(architecture)
     batch = ragged()
-    free = model.generate(**batch, **GREEDY)
+    free = plainly(model, **batch, **GREEDY)
     settings = {**GREEDY, "eos_token_id": [EOS, int(free[0, 16]), int(free[1, 20])]}
     out = model.generate(**batch, **settings, **spec, return_dict_in_generate=True)
     mask = batch["attention_mask"]
@@ -130,7 +142,7 @@ def test_only_the_new_tokens(tiny: Tiny, spec: Spec, architecture: str, kind: ty
     first = model.generate(prompt(), **GREEDY, **spec, **given, return_dict_in_generate=True)
     assert isinstance(first.past_key_values, kind)
     ids = torch.cat([first.sequences, turn(0)], dim=1)
-    expected = model.generate(ids, **GREEDY)
+    expected = plainly(model, inputs=ids, **GREEDY)
     cached = first.past_key_values.get_seq_length()
     out = model.generate(
         ids[:, cached:], attention_mask=torch.ones_like(ids),
@@ -139,12 +151,12 @@ def test_only_the_new_tokens(tiny: Tiny, spec: Spec, architecture: str, kind: ty
     assert out.tolist() == expected[:, cached:].tolist()
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@kinds_in_turn(4)
 def test_plain_generation_continues_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
     model = tiny(architecture)
     first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
     ids = torch.cat([first.sequences, turn(0)], dim=1)
-    expected = model.generate(ids, **GREEDY)
+    expected = plainly(model, inputs=ids, **GREEDY)
     cache = first.past_key_values
     assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == expected.tolist()
     # ... and ours goes on with what plain generation has appended.
@@ -163,7 +175,7 @@ def test_plain_generation_cannot_use_ragged_rows(tiny: Tiny, spec: Spec) -> None
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@kinds_in_turn(5)
 def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
     tiny: Tiny, spec: Spec, architecture: str
 ) -> None:
@@ -180,7 +192,7 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
             ids = torch.cat([ids, turn(length, rows=rows)], 1)[:, : max(length, width + 6)]
             given = torch.cat([mask[:, :length], torch.ones(rows, 6).long()], 1)
             given = {"input_ids": ids, "attention_mask": given[:, : ids.shape[1]]}
-            wanted = model.generate(**given, **GREEDY)
+            wanted = plainly(model, **given, **GREEDY)
             ours = model.generate(**given, **GREEDY, **spec, past_key_values=cache)
             assert ours.tolist() == wanted.tolist()
 
@@ -233,11 +245,11 @@ def test_caches_that_cannot_hold_a_tree(tiny: Tiny, spec: Spec) -> None:
             model.generate(prompt(), past_key_values=cache, **GREEDY, **spec)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@kinds_in_turn(6)
 def test_prefill_in_chunks(tiny: Tiny, spec: Spec, architecture: str) -> None:
     model = tiny(architecture)
     for inputs in ({"input_ids": prompt(21)}, ragged((21, 4))):
-        expected = model.generate(**inputs, **GREEDY)
+        expected = plainly(model, **inputs, **GREEDY)
         ours = model.generate(**inputs, **GREEDY, **spec, prefill_chunk_size=5)
         assert ours.tolist() == expected.tolist()
 
@@ -335,7 +347,7 @@ def test_a_dynamic_cache_has_the_last_tokens_of_rows_that_ended_before_others(
     model = tiny("llama_tied")
     for ends in ((2, 16, 5), (16, 15, 3), (7, 7, 7)):
         given, own = ragged(), DynamicCache(config=model.config)
-        free = model.generate(**given, **GREEDY)
+        free = plainly(model, **given, **GREEDY)
         eos = [int(free[row, 11 + end]) for row, end in enumerate(ends) if end < 16]
         out = model.generate(**given, **GREEDY, **spec, eos_token_id=eos, past_key_values=own)
         assert out.tolist() == model.generate(**given, **GREEDY, eos_token_id=eos).tolist()
@@ -365,7 +377,7 @@ class LargestTensor(TorchDispatchMode):
 def test_until_eos(tiny: Tiny, spec: Spec, tokens: int) -> None:
     """A limit that means none takes no memory and overflows nothing, with caches of both kinds."""
     model = tiny()
-    free = model.generate(prompt(), **GREEDY)
+    free = plainly(model, inputs=prompt(), **GREEDY)
     given = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": int(free[0, -1])}
     for settings in ({}, {"repetition_penalty": 1.1}):
         plain = model.generate(prompt(), **given, **settings)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, prompt, ragged
+from conftest import ARCHITECTURES, plainly, prompt, ragged
 from running import drafting
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
@@ -88,7 +88,7 @@ def test_probes_see_each_rows_prompt(
     """In one forward, padding or not, also where a sliding window is shorter than the prompt."""
     model = tiny(architecture)
     batch = ragged((12, 5, 9))
-    expected = model.generate(**batch, **GREEDY)
+    expected = plainly(model, **batch, **GREEDY)
     with adapted(model, name):
         with forwards(model) as (rows, logits):
             out = model.generate(**batch, **GREEDY, **drafting(name))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import forks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 
 def worker(rank: int, folder: str) -> None:
@@ -42,7 +42,7 @@ def worker(rank: int, folder: str) -> None:
 
 
 def test_ranks_that_finish_early_keep_calling_the_model(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    forks.ranks(worker, str(tmp_path))
     long, short = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert long["equal"] and short["equal"]
     assert long["calls"] == short["calls"], "a rank that calls less often leaves the other waiting"

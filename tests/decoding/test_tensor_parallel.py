@@ -15,15 +15,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_spec.methods.registry import methods
 
-PROMPTS, NEW = 6, 16
+PROMPTS, NEW = 3, 16
 OPTIONS = {"layer_skip": {"skip_attention": [1], "skip_mlp": [2]}}
 
 
@@ -72,7 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("split")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=48, max_position_embeddings=128,
         initializer_range=0.25, tie_word_embeddings=False,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def found(checkpoint: Path) -> list[dict[str, list[list[int]]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(worker, args=(str(checkpoint), port), nprocs=2)
+    forks.ranks(worker, str(checkpoint), port)
     return [json.loads((checkpoint / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -21,7 +21,7 @@ import modeling_patches
 from hf_spec.methods.registry import methods
 
 THREADS, ROUNDS = 8, 1
-GREEDY = {"max_new_tokens": 24, "do_sample": False}
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0, 2]}}
 OURS = tuple(str(Path(one.__path__[0])) for one in (hf_spec, modeling_patches))
 

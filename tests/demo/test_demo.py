@@ -117,7 +117,7 @@ def test_a_difference_is_an_error(tmp_path, small_prompts, monkeypatch, capsys):
 def test_the_shipped_model_and_adapters(tmp_path, capsys):
     folder = demo.model_folder()
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 16 * 2**20
-    arguments = ["demo", "--output", str(tmp_path), "--limit", "2", "--max-new-tokens", "24"]
+    arguments = ["demo", "--output", str(tmp_path), "--limit", "1", "--max-new-tokens", "16"]
     assert cli.main(arguments) == 0, capsys.readouterr().err
     data = json.loads((tmp_path / "results.json").read_text())
     names = {row["strategy"] for row in data["runs"]}

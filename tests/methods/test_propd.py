@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import VOCAB, prompt, ragged
+from covering import covering
 from peft import get_peft_model
 from running import drafting
 from torch.nn import functional
@@ -263,9 +265,10 @@ def test_probabilities_are_those_of_the_model_s_own_logits(
 # -- decoding ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 20, VOCAB])
-@pytest.mark.parametrize("layer", [1, 2])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    ("architecture", "layer", "top_k"),
+    covering(product(["llama", "gemma3", "gpt2", "bloom"], [1, 2], [1, 5, 20, VOCAB])),
+)
 def test_greedy_output_is_the_same_for_every_layer_and_k(
     fresh: Callable[..., PreTrainedModel], architecture: str, layer: int, top_k: int
 ) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from adapter_oracle import hooked, randomise, with_updates
@@ -444,10 +442,7 @@ def test_saved_and_loaded_in_every_way(tiny: Tiny, tmp_path: Path) -> None:
         for kwargs in ({{}}, {{"assistant_strategy": "space"}}):
             print(model.generate(ids, max_new_tokens=8, do_sample=False, **kwargs).tolist())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = forks.run(program)
     here = model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist()
     assert done.stdout.splitlines()[-2:] == [str(here)] * 2, done.stderr
 

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -109,6 +110,12 @@ OUTPUTS = re.compile(
 
 
 def build(architecture: str, **changes: object) -> nn.Module:
+    """A model that the test may change."""
+    return copy.deepcopy(built(architecture, **changes))
+
+
+@cache
+def built(architecture: str, **changes: object) -> nn.Module:
     model_type, config = ARCHITECTURES[architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(

@@ -13,12 +13,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import PAD, STRATEGIES, prompt, ragged
+from covering import covering
 from fake_clock import FakeClock
 from transformers import PreTrainedModel
 
@@ -721,9 +723,9 @@ INPUTS = {"one": {"input_ids": prompt()}, "ragged": ragged()}
 GREEDY = {"max_new_tokens": 100, "do_sample": False, "return_dict_in_generate": True}
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("retrieval", [False, True])
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize(
+    ("name", "retrieval", "inputs"), covering(product(methods(), (False, True), INPUTS))
+)
 def test_expensive_drafts_are_given_up(
     timed: Callable[[float], tuple[Any, Timed]], name: str, retrieval: bool, inputs: str
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import torch
 from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
@@ -347,14 +348,13 @@ distill.AnswerFolder.add = slowly
 distill.BATCHES = 1
 sys.exit(cli.main({arguments(root, output, "--batch-size", "2")!r}))
 """
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
+    program = forks.Program(code, cwd=ROOT)
     deadline = time.monotonic() + 300
     while len(list(output.glob("parts/*.parquet"))) < 2 and time.monotonic() < deadline:
-        assert process.poll() is None, process.stderr.read()
+        assert program.process.is_alive(), program.finish().stderr
         time.sleep(0.05)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.stderr.close()
+    program.process.kill()
+    assert program.finish().returncode == -signal.SIGKILL
     before = {path.name: path.stat().st_mtime_ns for path in output.glob("parts/*.parquet")}
     units = len(work.units([0] * len(oracle), 2))
     assert 2 <= len(before) < units and not (output / "provenance.json").exists()

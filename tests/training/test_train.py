@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from datasets import Dataset
@@ -35,6 +33,8 @@ from hf_spec.training.train import (
     training_arguments,
 )
 from hf_spec.training.trainer import SpecTrainer
+
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def answers(count: int = 24, length: int = 24) -> Dataset:
@@ -63,7 +63,8 @@ def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
+def test_the_loss_falls_and_the_base_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # with its plots
     model = make_model()
     before = bit_sums(list(model.parameters()))
     settings = TrainSettings(
@@ -263,12 +264,7 @@ def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
         assert name in script
         script = script.replace(name, real)
     script = script.replace("max_steps=400", "max_steps=4")
-    found = [str(Path(entry).resolve()) for entry in sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True, text=True, env=environment, cwd=tmp_path,
-    )  # fmt: skip
+    run = forks.run(script, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert cli.main([
         "train", "bita", "--model", str(base), "--data", str(data), "--dtype", "float32",

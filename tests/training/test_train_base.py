@@ -24,6 +24,8 @@ from hf_spec.methods.registry import get_method
 from hf_spec.training.base_weights import base_state, load_checkpoint
 from hf_spec.training.train import TrainSettings, bit_sums, train, training_arguments
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 SETTINGS: dict[str, Any] = {
     "max_steps": 4, "eval_steps": 2, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
     "batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,

@@ -18,6 +18,8 @@ from hf_spec import cli
 from hf_spec.methods.registry import get_method
 from hf_spec.training.train import TrainSettings, bit_sums, extended, train
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 #: Small adapters without a transition.
 METHODS: dict[str, dict[str, Any]] = {
     "bita": {"num_mask_tokens": 2, "num_prompt_tokens": 4},

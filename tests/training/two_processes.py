@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import socket
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 START = """
-    import sys
-    sys.path[:0] = {paths!r}
-    import torch
-    torch.set_num_threads(1)
-    from pathlib import Path
-    size, output = int(sys.argv[1]), Path(sys.argv[2])
+import sys, torch
+from pathlib import Path
+size, output = int(sys.argv[1]), Path(sys.argv[2])
 """
 
 
@@ -28,20 +24,27 @@ def run_both(program: str, tmp_path: Path) -> tuple[Path, Path]:
     Returns:
         What one process of 4 rows wrote, and what two of 2 rows did (gloo).
     """
-    start = START.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(start) + textwrap.dedent(program))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = START + textwrap.dedent(program)
     one, two = tmp_path / "one", tmp_path / "two"
-    alone = [sys.executable, str(script), "4", str(one)]
-    both = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-        "--standalone", str(script), "2", str(two),
-    ]  # fmt: skip
-    for command in (alone, both):
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert run.returncode == 0, run.stderr
+    done = [forks.run(code, "4", str(one))]
+    both = [forks.Program(code, "2", str(two), environment=each) for each in ranks(2)]
+    done += [each.finish() for each in both]
+    for each in done:
+        assert each.returncode == 0, each.stderr
     return one, two
+
+
+def ranks(size: int) -> list[dict[str, str]]:
+    """What ``torchrun`` tells each of this many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    every = {
+        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }  # fmt: skip
+    own = [{"RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    return [{key: str(value) for key, value in {**every, **one}.items()} for one in own]
 
 
 def assert_same_history(

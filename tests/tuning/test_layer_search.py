@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-import torch
 from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 
+from hf_spec.tuning.layers import search as work
 from hf_spec.tuning.layers import study
 from hf_spec.tuning.layers.costs import Skip, Sublayers
 from hf_spec.tuning.layers.objective import Evaluator
@@ -40,6 +41,12 @@ def run(folder: Path, trials: int, settings: Settings = SETTINGS, **kwargs: Any)
     prompts = kwargs.pop("prompts", PROMPTS)
     kwargs = {"baselines": False, "costs": COSTS, **kwargs}
     return search(model, tokenizer, prompts, folder, settings, trials=trials, **kwargs)
+
+
+@pytest.fixture
+def few_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing draft exits takes longer than a few trials do."""
+    monkeypatch.setattr(work, "exit_choices", lambda settings: exit_choices(settings)[:2])
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +137,7 @@ def test_draft_exits_are_compared(whole: SearchResult) -> None:
 # -- stopping and continuing ---------------------------------------------------------------------
 
 KILLED = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-import torch
-torch.set_num_threads({threads})
+import os, signal
 from pathlib import Path
 from planted import COSTS, PROMPTS, SETTINGS, planted_model
 from hf_spec.tuning.layers.objective import Evaluator
@@ -153,13 +157,8 @@ search(*planted_model(), PROMPTS, Path({folder!r}), SETTINGS, trials=30, costs=C
 def test_a_killed_search_ends_like_one_that_ran_through(
     whole: SearchResult, tmp_path: Path
 ) -> None:
-    here = Path(__file__).parent
-    program = KILLED.format(
-        path=[str(here), str(here.parent), str(here.parent.parent)],
-        threads=torch.get_num_threads(), calls=35, folder=str(tmp_path),
-    )  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = forks.run(KILLED.format(calls=35, folder=str(tmp_path)))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     before = LayerStudy(tmp_path, study.study_identity(
         planted_model()[0], PROMPTS, SETTINGS
     ))  # fmt: skip
@@ -172,6 +171,7 @@ def test_a_killed_search_ends_like_one_that_ran_through(
     assert result.costs == whole.costs and result.exits == whole.exits
 
 
+@pytest.mark.usefixtures("few_exits")
 @pytest.mark.parametrize("place", ["enqueue_trial", "ask", "tell"])
 def test_a_search_interrupted_anywhere(
     place: str, whole: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +198,7 @@ def test_a_search_interrupted_anywhere(
     assert outline(run(tmp_path, 10)) == outline(whole)[:10]
 
 
+@pytest.mark.usefixtures("few_exits")
 def test_trials_are_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     first = run(tmp_path, 5, progress=lambda done, total, best: seen.append((done, total)))
@@ -214,6 +215,7 @@ def test_trials_are_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert outline(again) == outline(more) and again.exits == more.exits
 
 
+@pytest.mark.usefixtures("few_exits")
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     run(tmp_path, 1)
     other = dataclasses.replace(SETTINGS, max_draft=5, seed=7)
@@ -235,6 +237,7 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     assert len(run(tmp_path, 2).trials) == 2  # none of these left a trace
 
 
+@pytest.mark.usefixtures("few_exits")
 def test_a_second_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     code = (
         "import sys, time, filelock\n"
@@ -257,6 +260,7 @@ def test_a_broken_study_is_reported(tmp_path: Path) -> None:
         run(tmp_path, 1)
 
 
+@pytest.mark.usefixtures("few_exits")
 def test_objectives_and_samplers(tmp_path: Path) -> None:
     measured = dataclasses.replace(SETTINGS, objective="measured", max_new_tokens=4)
     result = run(tmp_path / "measured", 2, measured, prompts=PROMPTS[:1])

@@ -1,0 +1,49 @@
+"""A few cases of many in which each pair of values still occurs: most faults need no more than two.
+
+``pytest --every-case``, or ``make test-all``, runs all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import TypeVar
+
+Case = TypeVar("Case", bound=Sequence[Hashable])
+
+#: In the environment, so that workers of pytest-xdist choose the same cases.
+EVERY_CASE = "HF_SPEC_EVERY_CASE"
+
+
+def covering(
+    cases: Iterable[Case], tested: Callable[..., Iterable[Hashable]] | None = None
+) -> list[Case]:
+    """Choose cases that together test what all of them test.
+
+    Args:
+        cases: values of the same parameters: their product, or the part of it that makes sense.
+        tested: given a case's values, what it tests; by default each pair of them.
+
+    Returns:
+        The chosen cases, in the order given; the same in every run.
+    """
+    every = list(cases)
+    if os.environ.get(EVERY_CASE):
+        return every
+    tests = [set(tested(*case) if tested else pairs(*case)) for case in every]
+    missing: set[Hashable] = set().union(*tests)
+    # At random, so that what need not be paired comes in turns; the seed is fixed.
+    order = random.Random(0).sample(range(len(every)), len(every))
+    chosen = []
+    while missing:
+        best = max(order, key=lambda place: len(tests[place] & missing))
+        chosen.append(best)
+        missing -= tests[best]
+    return [every[place] for place in sorted(chosen)]
+
+
+def pairs(*values: Hashable) -> list[Hashable]:
+    """Each pair of these values, with their places."""
+    return list(combinations(enumerate(values), 2))
