@@ -52,7 +52,7 @@ def train(
         typer.Option(min=1, help="Most places trained per sequence.  [default: the method's]"),
     ] = None,
     max_length: Annotated[int, typer.Option(min=4, help="Cut longer sequences.")] = 1024,
-    held_out: Annotated[int, typer.Option(min=1, help="Rows kept for evaluation.")] = 32,
+    held_out: Annotated[int, typer.Option(min=1, help="Answers kept for evaluation.")] = 32,
     served_prompts: Annotated[
         int, typer.Option(min=1, help="Held-out prompts decoded at each evaluation.")
     ] = 16,

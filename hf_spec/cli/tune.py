@@ -116,7 +116,7 @@ def _print(entry: dict[str, Any], path: Path) -> None:
     )
     for setting in entry["settings"]:
         title = f"batch {setting['batch_size']}, context {setting['context']}"
-        heads = ("rows", "tau", "static", "random", "step, ms", "speedup")
+        heads = ("step tokens", "tau", "static", "random", "step, ms", "speedup")
         shown = new_table(title, (), heads)
         table = zip(entry["sizes"], setting["step_seconds"], setting["speedups"])
         for size, seconds, speedup in table:

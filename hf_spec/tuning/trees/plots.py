@@ -60,7 +60,7 @@ def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
         )
     figure.suptitle(
         f"{entry['device']}, {entry['dtype']}, batch {chosen['batch_size']}, context "
-        f"{chosen['context']}: {chosen['size']} rows, tau {chosen['tau']:.2f}\n"
+        f"{chosen['context']}: {chosen['size']} step tokens, tau {chosen['tau']:.2f}\n"
         "numbers: probability of being accepted in %"
         + ("; +n: probes under a node" if probed else ""),
         fontsize=10,
@@ -133,7 +133,7 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
     counts = [one["size"] for one in sizes]
     for key, label in (("tau", "tuned"), ("static_tau", "static"), ("random_tau", "random")):
         left.plot(counts, [one[key] for one in sizes], label=label)
-    left.set(xlabel="rows per step", ylabel="tau (tokens per forward pass)", title="acceptance")
+    left.set(xlabel="step tokens", ylabel="tau (tokens per forward pass)", title="acceptance")
     left.legend()
     for entry in data["devices"]:
         for one in entry["settings"]:
@@ -144,8 +144,8 @@ def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
             plot_points(middle, measured, "o-", markersize=3, label=label)
             (line,) = right.plot(counts, one["speedups"], label=label)
             right.plot(one["size"], one["speedup"], "*", color=line.get_color(), markersize=13)
-    middle.set(xlabel="rows per step", ylabel="time / plain step", title="step time")
-    right.set(xlabel="rows per step", ylabel="predicted speedup", title="speedup (star: chosen)")
+    middle.set(xlabel="step tokens", ylabel="time / plain step", title="step time")
+    right.set(xlabel="step tokens", ylabel="predicted speedup", title="speedup (star: chosen)")
     right.axhline(1.0, color="0.4", linestyle=":")
     middle.legend(fontsize=7)
     return save_figure(figure, folder / TUNE_PLOT)

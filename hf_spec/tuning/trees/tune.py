@@ -128,7 +128,7 @@ class TreeTuner:
         if settings.max_size <= drafter.per_distance:
             raise ValueError(
                 f"max_size={settings.max_size}: a step that predicts one token has "
-                f"{1 + drafter.per_distance} rows with this adapter; raise it"
+                f"{1 + drafter.per_distance} step tokens with this adapter; raise it"
             )
         self.prompts, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
         self.answers: list[list[int]] = []
