@@ -20,7 +20,7 @@ from hf_spec.decoding.validate import check_request
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
     "warmup", "doctor",
-    "plot search", "plot tune", "plot tree", "card", "push", "import", "export",
+    "plot search", "plot tune", "plot tree", "plot policy", "card", "push", "import", "export",
     "run",
 ]  # fmt: skip
 

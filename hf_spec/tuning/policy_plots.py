@@ -1,7 +1,7 @@
 """Draws what the policy decided, from the ``results.json`` of a benchmark.
 
 A run's statistics are those of its last call: the trees it chose, the step times these rest on, and
-the tokens that it promised itself beside those that came.
+the tokens it predicted beside those it emitted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hf_spec.bench.report import ALL
 from hf_spec.hub.card import RESULTS
 from hf_spec.hub.folder import read_json
 
+POLICY_PLOT = "policy.png"
 PROMISED, MEASURED = "tab:red", "tab:blue"
 #: Decisions that a running mean is taken over.
 WINDOW = 16
@@ -46,14 +47,14 @@ def read_policies(path: Path) -> list[dict[str, Any]]:
     return chosen
 
 
-def plot_policies(runs: list[dict[str, Any]], path: Path) -> Path:
-    """Write a PNG: a row of three panels for each run, and one panel for all runs.
+def plot_policies(runs: list[dict[str, Any]], folder: Path) -> Path:
+    """Write ``policy.png``: a row of three panels for each run, and one panel for all runs.
 
     Args:
         runs: from :func:`read_policies`.
-        path: of the image.
+        folder: for the image.
     """
-    return save_figure(draw_policies(runs), path)
+    return save_figure(draw_policies(runs), folder / POLICY_PLOT)
 
 
 def draw_policies(runs: list[dict[str, Any]]) -> Any:
@@ -98,7 +99,7 @@ def _title(run: dict[str, Any]) -> str:
     policy = _policy(run)
     parts = [f"{run['strategy']}, batch {run['batch_size']}"]
     if policy["came_per_promised"] is not None:
-        parts.append(f"{policy['came_per_promised']:.2f} tokens came per promised one")
+        parts.append(f"{policy['came_per_promised']:.2f} tokens emitted per predicted one")
     if policy["median_time_error"] is not None:
         parts.append(f"median error of step times {policy['median_time_error']:.0%}")
     if policy["paused"]:
@@ -135,17 +136,17 @@ def _times(axes: Any, policy: dict[str, Any]) -> None:
 
 
 def _promises(axes: Any, policy: dict[str, Any]) -> None:
-    """Promised beside emitted tokens per step and row, over what was chosen."""
+    """Predicted beside emitted tokens per step and row, over what was chosen."""
     history = [one for one in policy["history"] if one["batch_size"]]
-    # Only what was promised can be compared with a promise.
+    # Trees without probabilities predict nothing.
     known = [(at, one) for at, one in enumerate(history) if one["promised_tokens"]]
     for name, color, label in (
-        ("promised_tokens", PROMISED, "promised"), ("tokens", MEASURED, "emitted"),
+        ("promised_tokens", PROMISED, "predicted"), ("tokens", MEASURED, "emitted"),
     ):  # fmt: skip
         values = [one[name] / one["batch_size"] for _, one in known]
         line = list(zip((at for at, _ in known), running_mean(values)))
         plot_points(axes, line, color=color, label=f"{label}, mean of {WINDOW}")
-    axes.set(xlabel="decision", ylabel="tokens per step and row", title="promised and emitted")
+    axes.set(xlabel="decision", ylabel="tokens per step and row", title="predicted and emitted")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, loc="lower left", framealpha=0.5)
     chosen = axes.twinx()
@@ -163,10 +164,10 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def _speedups(axes: Any, runs: list[dict[str, Any]]) -> None:
-    """What the choices of the last calls promised beside the speedup that was measured."""
+    """The speedup that the choices of the last calls predict beside the measured one."""
     places = np.arange(len(runs))
     promised = [promised_speedup(_policy(run)) or 0.0 for run in runs]
-    axes.bar(places - 0.13, promised, 0.26, color=PROMISED, label="promised, last call")
+    axes.bar(places - 0.13, promised, 0.26, color=PROMISED, label="predicted, last call")
     measured = [run["speedup"] for run in runs]
     axes.bar(places + 0.13, measured, 0.26, color=MEASURED, label="measured, all calls")
     axes.set_xticks(places, [f"{run['strategy']}, batch {run['batch_size']}" for run in runs])
