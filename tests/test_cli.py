@@ -240,6 +240,19 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
     assert "interrupted after 3 of 6 calls" in capsys.readouterr().out
 
 
+def test_bench_interrupted_at_once_keeps_earlier_results(
+    checkpoint, prompts, tmp_path, monkeypatch, capsys
+):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    (tmp_path / "results.json").write_text("earlier")
+    monkeypatch.setattr(runner.Session, "generate", interrupt)
+    assert bench(checkpoint, prompts, tmp_path) == 130
+    assert (tmp_path / "results.json").read_text() == "earlier"
+    assert "nothing was written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -9,7 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, taking_part
+from hf_spec.cli.common import (
+    INTERRUPTED,
+    check_writable,
+    progress_bar,
+    stop_without,
+    taking_part,
+)
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
@@ -135,6 +141,7 @@ def bench(
             seed=seed, compiled=backend if compile else None, throughput=throughput,
             progress=progress,
         )  # fmt: skip
+    stop_without(result.measurements)
     target = output / "results.json"
     report.write_results(target, result, environment)
     console = Console(highlight=False, emoji=False, markup=False)

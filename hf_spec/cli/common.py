@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from hf_spec.cli.options import parse_kwargs
 
@@ -48,6 +50,13 @@ def check_writable(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write to --output {str(output)!r}: {error.strerror}") from error
+
+
+def stop_without(measurements: Sequence[Any]) -> None:
+    """Exit if an interrupt came before anything was measured: earlier results stay."""
+    if not measurements:
+        typer.echo("interrupted before anything was measured; nothing was written", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager
