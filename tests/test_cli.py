@@ -294,6 +294,19 @@ def test_bad_files_end_in_one_line(no_model, prompts, tmp_path, capsys):
     assert "cannot write to --output" in capsys.readouterr().err
 
 
+def test_a_folder_that_may_not_be_written_to(no_model, prompts, tmp_path, monkeypatch, capsys):
+    """Found out before the work, not after it."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed)
+    refused = f"'{closed}': Permission denied\n"
+    assert bench(Path("/nowhere"), prompts, closed) == 2
+    assert capsys.readouterr().err == "hf-spec: cannot write to --output " + refused
+    more = ("--spec-bench-output", str(closed / "answers.jsonl"))
+    assert bench(Path("/nowhere"), prompts, tmp_path, *more) == 2
+    assert capsys.readouterr().err == "hf-spec: cannot write to --spec-bench-output " + refused
+
+
 def test_a_folder_without_a_model(prompts, tmp_path, capsys):
     assert bench(tmp_path, prompts, tmp_path / "out") == 2
     error = capsys.readouterr().err

@@ -116,6 +116,8 @@ def bench(
     lineup.contenders(own, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
+    if spec_bench_output is not None:
+        check_writable(spec_bench_output.parent, "--spec-bench-output")
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation)
     lineup.load_adapters(loaded, adapters)

@@ -79,7 +79,7 @@ def tune(
         )
     before = read_tree_file(adapter)
     chosen = spread(read_prompts(prompts), limit)
-    check_writable(adapter)
+    check_writable(adapter, "--adapter")
 
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
