@@ -298,7 +298,7 @@ def test_a_folder_that_may_not_be_written_to(no_model, prompts, tmp_path, monkey
     """Found out before the work, not after it."""
     closed = tmp_path / "closed"
     closed.mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed or mode == os.R_OK)
     refused = f"'{closed}': Permission denied\n"
     assert bench(Path("/nowhere"), prompts, closed) == 2
     assert capsys.readouterr().err == "hf-spec: cannot write to --output " + refused

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import check_writable
+from hf_spec.cli.common import INTERRUPTED, check_writable
+from hf_spec.core.checks import check_range
 from hf_spec.model.loading import load_model
 
 #: What stands in place of a method for a part that an adapter can get later.
@@ -124,8 +125,13 @@ def train(
             default = chosen.trained.get(name, default)
             typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {default}]")
         return
-    if model is None or not (dry_run or (data and output)):
-        raise ValueError("give --model, --data and --output")
+    needed = {"--model": model, "--data": dry_run or data, "--output": dry_run or output}
+    missing = [option for option, value in needed.items() if not value]
+    if missing:
+        raise ValueError(f"'hf-spec train {method}' needs {', '.join(missing)}")
+    for option, number in (("--epochs", epochs), ("--learning-rate", learning_rate)):
+        if number is not None:
+            check_range(option, number, 0.0, open_low=True)
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
     # A wrong value is told before anything is loaded.
@@ -163,10 +169,17 @@ def train(
 
     base, tokenizer = load_model(model, dtype, device)
     rows = read_answers(data, tokenizer)
-    record = work.train(
-        base, rows, method, output, config, settings, resume,
-        provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
-    )  # fmt: skip
+    try:
+        record = work.train(
+            base, rows, method, output, config, settings, resume,
+            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        typer.echo(
+            "interrupted; the same command with --resume goes on from the last checkpoint, if one "
+            "was written", err=True,
+        )  # fmt: skip
+        raise typer.Exit(INTERRUPTED) from None
     if not record:  # not the main process
         return
 

@@ -383,6 +383,8 @@ def test_fields_of_the_config_are_options() -> None:
         (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
         (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
         (["bita", "--training-args", '{"no_such": 1}'], "no_such"),
+        (["bita", "--epochs", "0"], r"--epochs=0.0: must be a number in \(0"),
+        (["bita", "--learning-rate", "-1"], "--learning-rate=-1.0: must be"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_loaded(
@@ -394,6 +396,28 @@ def test_bad_input_is_told_before_anything_is_loaded(
     assert cli.main(["train", arguments[0], *needed, *arguments[1:]]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def test_missing_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "bita", "--model", "M"]) == 2
+    assert capsys.readouterr().err == "hf-spec: 'hf-spec train bita' needs --data, --output\n"
+    assert cli.main(["train", "bita", "--dry-run"]) == 2
+    assert capsys.readouterr().err == "hf-spec: 'hf-spec train bita' needs --model\n"
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n' * 3)
+    monkeypatch.setattr("hf_spec.cli.train.load_model", lambda *_: (None, None))
+    monkeypatch.setattr("hf_spec.training.train.train", interrupt)
+    folders = ["--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert cli.main(["train", "bita", "--model", "M", *folders]) == 130
+    error = capsys.readouterr().err
+    assert "interrupted; the same command with --resume" in error and "Traceback" not in error
 
 
 def test_too_little_data(fresh: Callable[..., Any], tmp_path: Path) -> None:
