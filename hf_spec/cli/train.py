@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable
+from hf_spec.cli.common import INTERRUPTED, check_writable, require
 from hf_spec.core.checks import check_range
 from hf_spec.model.loading import load_model
 
@@ -118,12 +118,15 @@ def train(
     chosen = work.trainable_method(method)
     fields = work.config_fields(chosen)
     if list_fields:
+        width = max(map(len, fields)) + 2
         for name, item in fields.items():
             option = "--" + name.replace("_", "-")
             factory: Any = item.default_factory
             default = factory() if item.default is dataclasses.MISSING else item.default
             default = chosen.trained.get(name, default)
-            typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {default}]")
+            text = item.metadata.get("help", "")
+            told = "" if "Default" in text else f" [default: {default}]"
+            typer.echo(f"{option:{width}}  {text}{told}")
         return
     needed = {"--model": model, "--data": dry_run or data, "--output": dry_run or output}
     missing = [option for option, value in needed.items() if not value]
@@ -163,6 +166,7 @@ def train(
         )
         return
     assert data is not None and output is not None
+    require("train", "accelerate", "datasets")
     check_writable(output)
 
     from hf_spec.training.dataset import read_answers, read_provenance

@@ -65,9 +65,12 @@ def trainable_method(name: str) -> Method:
     Raises:
         ValueError: there is no such method, or it has nothing to train.
     """
+    known = ", ".join(trainable())
+    if name not in methods():
+        raise ValueError(f"there is no method {name!r} to train; choose one of {known}.")
     method = get_method(name)
     if method.training is None:
-        raise ValueError(f"{name!r} has nothing to train; choose one of {', '.join(trainable())}.")
+        raise ValueError(f"{name!r} has nothing to train; choose one of {known}.")
     return method
 
 

@@ -375,7 +375,8 @@ def test_fields_of_the_config_are_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prompt_lookup"], "nothing to train"),
+        (["prompt_lookup"], "nothing to train; choose one of bita, layer_skip"),
+        (["bitta"], "no method 'bitta' to train; choose one of bita, layer_skip"),
         (["bita", "--num-mask-token", "3"], "no option '--num-mask-token'.*--num-mask-tokens"),
         (["bita", "--num-mask-tokens"], "needs a value"),
         (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
@@ -396,6 +397,23 @@ def test_bad_input_is_told_before_anything_is_loaded(
     assert cli.main(["train", arguments[0], *needed, *arguments[1:]]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def test_missing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    needed = ["--model", "/none", "--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert cli.main(["train", "bita", *needed]) == 2
+    assert "pip install 'hf_spec[train]'" in capsys.readouterr().err
+
+
+def test_fields_are_listed_with_one_default_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "bita", "--list-fields"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(config_fields(get_method("bita")))
+    assert all(line.lower().count("default") == 1 for line in lines)
+    assert len({len(line) - len(line.partition("  ")[2].lstrip()) for line in lines}) == 1
 
 
 def test_missing_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
