@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,7 +162,9 @@ def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
     """
     for adapter in adapters:
         try:
-            model.load_adapter(adapter.path, adapter_name=adapter.name)
+            with warnings.catch_warnings():  # PEFT's, of adapters side by side, which we want
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")
+                model.load_adapter(adapter.path, adapter_name=adapter.name)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             reason = first_line(error)
             raise ValueError(f"cannot load adapter {adapter.path!r}: {reason}") from error
