@@ -19,6 +19,7 @@ from hf_spec.cli.common import (
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
+DEFAULT_BACKEND = "inductor"
 
 
 def bench(
@@ -63,7 +64,12 @@ def bench(
             help="Measure compiled steps with a static cache, too, plain generate included.",
         ),
     ] = False,
-    backend: opt.Backend = "inductor",
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"
+        ),
+    ] = None,
     throughput: Annotated[
         bool,
         typer.Option(
@@ -109,6 +115,10 @@ def bench(
         raise ValueError(
             f"--throughput with {other}: it measures all prompts in one go. Leave one out."
         )
+    if compile:
+        opt.check_backend(backend or DEFAULT_BACKEND)
+    elif backend is not None:
+        raise ValueError("--backend needs --compile")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters, names, options = taking_part(adapter, strategies, strategy_kwargs, "prompt_lookup")
     # Only checks that every adapter is used; assistants are loaded later.
@@ -140,8 +150,8 @@ def bench(
         result = run(
             loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
-            seed=seed, compiled=backend if compile else None, throughput=throughput,
-            progress=progress,
+            seed=seed, compiled=(backend or DEFAULT_BACKEND) if compile else None,
+            throughput=throughput, progress=progress,
         )  # fmt: skip
     stop_without(result.measurements)
     target = output / "results.json"

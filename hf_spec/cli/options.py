@@ -31,7 +31,6 @@ def use_threads(threads: int | None) -> int | None:
 
 Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
 Dtype = Annotated[str, typer.Option(callback=_known, help=f"One of {', '.join(DTYPES)}.")]
-Backend = Annotated[str, typer.Option(help="Backend of torch.compile.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]
@@ -81,6 +80,15 @@ def sampling(
     if top_p is not None:
         check_range("--top-p", top_p, 0.0, 1.0, open_low=True)
     return given
+
+
+def check_backend(backend: str) -> None:
+    """Raise a ValueError unless ``torch.compile`` knows the backend."""
+    import torch
+
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"--backend {backend!r}: choose from {', '.join(known)}")
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
