@@ -90,8 +90,8 @@ def tree_plot(
     from hf_spec.tuning.trees.plots import entry_of, plot_trees
 
     entry = entry_of(tuned(folder), device)
-    if setting > len(entry["settings"]):
-        raise ValueError(f"--setting {setting}: the entry has {len(entry['settings'])}")
+    if setting > (known := len(entry["settings"])):
+        raise ValueError(f"--setting {setting}: choose from 1 to {known}")
     check_writable(target := output or folder)
     typer.echo(f"plot: {plot_trees(entry, setting - 1, target)}")
 

@@ -22,7 +22,7 @@ from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
-from hf_spec.methods.registry import Export, Method, Published, get_method, methods
+from hf_spec.methods.registry import Export, Method, Published, methods
 
 #: End of the name of a file that says which tensors are in which of several files.
 INDEX = ".index.json"
@@ -35,8 +35,8 @@ def importable(name: str) -> tuple[Method, Published]:
     Raises:
         ValueError: there is no such method, or it reads none.
     """
-    method = get_method(name)
-    if method.published is None:
+    method = methods().get(name)
+    if method is None or method.published is None:
         known = ", ".join(name for name, one in methods().items() if one.published is not None)
         raise ValueError(f"no published layout of {name!r} is known; choose one of {known}.")
     return method, method.published
@@ -188,7 +188,9 @@ def exporter(folder: Path, form: str) -> Export:
         if getattr(method.adapter_config, "type_name", None) == kind:
             if form in method.exports:
                 return method.exports[form]
-            known = ", ".join(method.exports) or "no form at all"
+            if not method.exports:
+                raise ValueError(f"adapters of {method.name!r} cannot be exported")
+            known = ", ".join(method.exports)
             raise ValueError(
                 f"adapters of {method.name!r} can be exported as {known}, not {form!r}"
             )
