@@ -49,7 +49,8 @@ def bench(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="For greedy decoding and sampling.")
+        float | None,
+        typer.Option(help="For greedy decoding and sampling.  [default: the model's]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: opt.Device = None,

@@ -30,6 +30,7 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Another model folder instead of the shipped one.")
     ] = None,
+    threads: opt.Threads = None,
 ) -> None:
     """See a small model write the same code, faster.
 

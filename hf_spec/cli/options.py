@@ -39,7 +39,8 @@ Threads = Annotated[
     int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
+    int | None,
+    typer.Option(min=1, help="Maximum number of prompts, spread evenly over categories."),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
 AdapterFolder = Annotated[Path, typer.Argument(help="Adapter folder.")]
@@ -56,9 +57,11 @@ StoredKwargs = Annotated[
     typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
 ]
 DoSample = Annotated[bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.")]
-Temperature = Annotated[float | None, typer.Option(help="With --do-sample.")]
-TopK = Annotated[int | None, typer.Option(help="With --do-sample.")]
-TopP = Annotated[float | None, typer.Option(help="With --do-sample.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="With --do-sample.  [default: the model's]")
+]
+TopK = Annotated[int | None, typer.Option(help="With --do-sample.  [default: the model's]")]
+TopP = Annotated[float | None, typer.Option(help="With --do-sample.  [default: the model's]")]
 
 
 def sampling(

@@ -50,7 +50,10 @@ def train(
     ] = None,
     num_anchors: Annotated[
         int | None,
-        typer.Option(min=1, help="Most places trained per sequence.  [default: the method's]"),
+        typer.Option(
+            min=1,
+            help="Maximum number of places trained per sequence.  [default: the method's]",
+        ),
     ] = None,
     max_length: Annotated[int, typer.Option(min=4, help="Cut longer sequences.")] = 1024,
     held_out: Annotated[int, typer.Option(min=1, help="Answers kept for evaluation.")] = 32,

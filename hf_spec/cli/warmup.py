@@ -23,7 +23,7 @@ def warmup(
     strategy_kwargs: opt.KwargsByName = None,
     batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
     max_length: Annotated[
-        int, typer.Option(min=1, help="Most tokens of prompt and output together.")
+        int, typer.Option(min=1, help="Maximum number of tokens of prompt and output together.")
     ] = 1024,
     backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
     dtype: opt.Dtype = "bfloat16",
