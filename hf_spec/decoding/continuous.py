@@ -42,6 +42,7 @@ _REFUSED = {
     "synced_gpus": "ranks would have other prompts at the same step",
     "output_scores": "results are tokens",
     "output_logits": "results are tokens",
+    "return_dict_in_generate": "results are tokens; statistics are in the batch's stats",
 }
 
 
@@ -144,7 +145,7 @@ class Batch:
             ValueError: if the prompt is empty or has several rows, or if ``generate`` refuses it;
                 running prompts are not affected.
         """
-        ids = torch.as_tensor(prompt, dtype=torch.long)
+        ids = _token_ids(prompt)
         ids = ids[None] if ids.ndim == 1 else ids
         if ids.ndim != 2 or len(ids) != 1 or not ids.shape[1]:
             raise ValueError(
@@ -388,6 +389,24 @@ class _Running:
         request = self.requests[row]
         assert request is not None
         return _finished(request)
+
+
+def _token_ids(prompt: Any) -> Tensor:
+    """A prompt as int64.
+
+    Raises:
+        ValueError: it is none of whole numbers.
+    """
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"a prompt of type {type(prompt).__name__}: give the token ids of one prompt, such as "
+            "tokenizer(text).input_ids."
+        ) from error
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise ValueError(f"a prompt of {ids.dtype}: token ids are whole numbers.")
+    return ids.long()
 
 
 def _finished(request: _Request) -> Finished:
