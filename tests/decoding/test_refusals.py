@@ -77,6 +77,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "assistant_kwargs.*no option 'tree_width'; its options are acceptance",
     ),
     "kwargs no dict": ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
+    "a list of strategies": (
+        {"assistant_strategy": ["ppd"]},
+        r"assistant_strategy=\['ppd'\] is unknown: choose one of",
+    ),
     "unknown strategy": (
         {"assistant_strategy": "oracle"},
         "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup",
