@@ -199,11 +199,20 @@ def test_the_same_folder_gives_the_same_card(adapter: Path) -> None:
     assert render_card(adapter) == render_card(adapter) == (adapter / "README.md").read_text()
 
 
+def assert_tables_end_in_blank_lines(card: str) -> None:
+    """In Markdown, a line right after a table is one of its rows."""
+    lines = card.splitlines()
+    for line, following in zip(lines, lines[1:]):
+        assert not line.startswith("|") or not following or following.startswith("|"), following
+
+
 def test_card_by_task(adapter: Path) -> None:
     (adapter / "results.json").write_text(json.dumps(results(tasks=("qa", "math"))))
     card = render_card(adapter)
     for task in ("qa", "math", "all"):
         assert f"| {task} | 4 | 50.0 | 61.7 |" in card
+    assert_tables_end_in_blank_lines(card)
+    assert "\n\n\n" not in card
 
 
 def test_card_with_several_batch_sizes(adapter: Path) -> None:
@@ -214,6 +223,7 @@ def test_card_with_several_batch_sizes(adapter: Path) -> None:
     for line in ("| batch | 1 | 8 |", "| --- | --- | --- |", "| speedup | 1.23x | 0.90x |"):
         assert f"\n{line}\n" in card
     assert "\n\nBy batch size:\n\n" in card and "\n\n\n" not in card
+    assert_tables_end_in_blank_lines(card)
 
 
 def test_card_on_development_prompts(adapter: Path) -> None:
