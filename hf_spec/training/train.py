@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import Method, get_method, methods
+
+logger = logging.getLogger(__name__)
 
 #: Files that training leaves in the adapter folder, beside the adapter.
 RECORD, LOSS_PLOT, TAU_PLOT = "training.json", "loss.png", "tau.png"
@@ -100,6 +103,24 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
     kept_out = {index * len(rows) // held_out for index in range(held_out)} if held_out else set()
     train = rows.select([index for index in range(len(rows)) if index not in kept_out])
     return train, rows.select(sorted(kept_out))
+
+
+def check_lengths(rows: Any, max_length: int) -> None:
+    """Raise a ValueError if sequences are cut before there is anything to predict in any of them.
+
+    If that is so in some, the log says in how many.
+    """
+    pairs = zip(rows["prompt_ids"], rows["answer_ids"])
+    # The token behind a prompt is certain; what is trained predicts those that follow it.
+    short = sum(min(len(answer), max_length - len(prompt)) < 2 for prompt, answer in pairs)
+    told = (
+        f"in {short} of {len(rows)} sequences the first max_length={max_length} tokens hold less "
+        "than two of the answer, so that nothing is learned from them"
+    )
+    if short == len(rows):
+        raise ValueError(f"{told}: raise it, or give longer answers")
+    if short:
+        logger.warning(told)
 
 
 def training_arguments(
@@ -216,6 +237,7 @@ def train(
             "or choose another --output"
         )
     training_rows, held = split(rows, settings.held_out)
+    check_lengths(training_rows, settings.max_length)
     base = list(model.parameters())
     before = bit_sums(base)
     data: dict[str, Any] = {

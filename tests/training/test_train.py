@@ -29,6 +29,7 @@ from hf_spec.training.served import Served
 from hf_spec.training.train import (
     TrainSettings,
     bit_sums,
+    check_lengths,
     config_fields,
     train,
     trainable,
@@ -442,6 +443,16 @@ def test_too_little_data(fresh: Callable[..., Any], tmp_path: Path) -> None:
     settings = TrainSettings(**{**SETTINGS, "held_out": 24})
     with pytest.raises(ValueError, match="held_out=24: the data has 24 rows"):
         train(make_model(), answers(), "bita", tmp_path, CONFIG, settings)
+
+
+def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Dataset.from_dict({"prompt_ids": [[5] * 6, [5] * 2], "answer_ids": [[7] * 3] * 2})
+    check_lengths(rows, 8)
+    assert not caplog.records
+    check_lengths(rows, 7)
+    assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
+    with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
+        check_lengths(rows, 3)
 
 
 class Sharded(SpecTrainer):
