@@ -135,6 +135,7 @@ def train(
     missing = [option for option, value in needed.items() if not value]
     if missing:
         raise ValueError(f"'hf-spec train {method}' needs {', '.join(missing)}")
+    assert model is not None
     for option, number in (("--epochs", epochs), ("--learning-rate", learning_rate)):
         if number is not None:
             check_range(option, number, 0.0, open_low=True)
