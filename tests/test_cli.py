@@ -280,7 +280,7 @@ def test_bench_interrupted_at_once_keeps_earlier_results(
         (["--strategy-kwargs", "prompt_lookup={"], "not JSON"),
         (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
         (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),
-        (["--adapter", "/nowhere"], "cannot read adapter '/nowhere'"),
+        (["--adapter", "/nowhere"], "cannot read adapter '/nowhere': there is no such folder"),
         (["--batch-size", "2", "--spec-bench-output", "a"], "needs batch size 1"),
         (["--compile", "--backend", "no"], "--backend 'no': choose from"),
         (["--backend", "eager"], "--backend needs --compile"),

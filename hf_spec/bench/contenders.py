@@ -14,6 +14,7 @@ from transformers import CompileConfig
 import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import get_method
+from hf_spec.model.loading import is_path
 
 PLAIN_NAME = "plain"
 #: Ends the name of a contender whose steps are compiled.
@@ -140,6 +141,8 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
     """
     adapters = []
     for index, path in enumerate(paths):
+        if is_path(path) and not Path(path).is_dir():
+            raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
         try:
             config = hf_spec.SpecConfig.from_pretrained(path)
         except (OSError, ValueError) as error:

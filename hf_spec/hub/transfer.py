@@ -7,6 +7,7 @@ here files are read and written.
 from __future__ import annotations
 
 import json
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -212,7 +213,9 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     form_of = exporter(folder, form)
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder)!r} holds no adapter_model.safetensors")
-    peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
+        peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     config: Any = peft_model.active_peft_config
     try:
         adapter = require_active(model, config.type_name, config.type_name.lower())
