@@ -152,6 +152,12 @@ class Batch:
                 f"a prompt of shape {tuple(ids.shape)}: give the token ids of one prompt, at "
                 "least one token. Each prompt is added by itself."
             )
+        known = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+        if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+            raise ValueError(
+                f"a prompt with token ids from {int(ids.min())} to {int(ids.max())}: the model's "
+                f"are 0 to {known - 1}."
+            )
         self._waiting.append(self._prepared(ids.to(self.model.device)))
         self._added += 1
         self._last = False

@@ -315,6 +315,9 @@ def test_prompts_with_several_rows_or_outputs(fresh: Tiny) -> None:
             batch.add(wrong)
     with pytest.raises(ValueError, match=r"torch.float32: token ids are whole"):
         batch.add([1.5])
+    for outside in (-1, 61):
+        with pytest.raises(ValueError, match=f"ids from .*{outside}.*the model's are 0 to 60"):
+            batch.add([5, outside])
     assert batch.num_unfinished == 0
     several = hf_spec.Batch(
         fresh("llama_tied"), 2, max_new_tokens=4, do_sample=True, num_return_sequences=2, **spec
