@@ -28,7 +28,7 @@ from hf_spec.hub.folder import (
 )
 
 #: What an earlier adapter may have left in a repository that would be taken for the new one's.
-STALE = (TREE, "search.json", "results.json", *UNSAFE)
+STALE = (TREE, "search.json", "training.json", "results.json", *UNSAFE)
 
 
 def push(

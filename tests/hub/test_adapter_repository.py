@@ -440,8 +440,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
             operations = kwargs.pop("operations", None)
             if operations is not None:
                 kwargs["files"] = {
-                    one.path_in_repo: Path(one.path_or_fileobj).read_bytes() for one in operations
+                    one.path_in_repo: Path(one.path_or_fileobj).read_bytes()
+                    for one in operations
+                    if hasattr(one, "path_or_fileobj")
                 }
+                kwargs["deleted"] = {one.path_in_repo for one in operations} - {*kwargs["files"]}
             calls.append((name, {"repo_id": repo_id, **kwargs}))
             return SimpleNamespace(commit_url="https://hub/commit/1")
 
@@ -477,6 +480,15 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     assert "![skipped sublayers](layers.png)" in card and str(adapter.parent) not in card
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
+
+
+def test_push_removes_what_was_an_earlier_adapters(
+    adapter: Path, hub: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ["training.json", "tree.json", "results.json", "old.bin", "NOTES.md", "README.md"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: there)
+    assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 0
+    assert hub[-1][1]["deleted"] == {"training.json", "tree.json", "old.bin"}
 
 
 def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:
