@@ -8,6 +8,7 @@ attributes at None, ``generate`` is unchanged.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -15,8 +16,15 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation import utils as generation_utils
 
+logger = logging.getLogger(__name__)
+
 #: Called as ``validate(model, generation_config, mode_kwargs)`` before inputs are prepared.
 Validate = Callable[[Any, GenerationConfig, dict[str, Any]], None]
+
+
+@functools.cache
+def _warn_of_unused(option: str, switch: str) -> None:
+    logger.warning("%s has no effect without %s, which this call does not name.", option, switch)
 
 
 def register(
@@ -95,6 +103,9 @@ def register(
         if generation_mode is mode:
             validate(self, generation_config, generation_mode_kwargs)
         else:
+            unused = [name for name in attributes if getattr(generation_config, name, None)]
+            if unused:
+                _warn_of_unused(unused[0], switch)
             original_validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     mixin._validate_generation_mode = _validate_generation_mode

@@ -20,7 +20,7 @@ from hf_spec.decoding.validate import check_request
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
     "warmup", "doctor",
-    "plot search", "plot tune", "plot tree", "card", "push", "import", "export",
+    "plot search", "plot tune", "plot tree", "plot policy", "card", "push", "import", "export",
     "run",
 ]  # fmt: skip
 
@@ -84,6 +84,19 @@ def test_warmup(checkpoint, capsys):
     shown = capsys.readouterr()
     assert "prompt_lookup: 14 graphs" in shown.out and "kept in" not in shown.out
     assert "prompt_lookup: compiling" in shown.err and "generation_config" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--backend", "no"], "--backend 'no': choose from"),
+        (["--strategies", "transformers:prompt_lookup"], "only strategies of hf_spec"),
+    ],
+)
+def test_what_warmup_refuses(no_model, capsys, more, message):
+    assert cli.main(["warmup", "--model", "/nowhere", *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -240,6 +253,19 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
     assert "interrupted after 3 of 6 calls" in capsys.readouterr().out
 
 
+def test_bench_interrupted_at_once_keeps_earlier_results(
+    checkpoint, prompts, tmp_path, monkeypatch, capsys
+):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    (tmp_path / "results.json").write_text("earlier")
+    monkeypatch.setattr(session.Session, "generate", interrupt)
+    assert bench(checkpoint, prompts, tmp_path) == 130
+    assert (tmp_path / "results.json").read_text() == "earlier"
+    assert "nothing was written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -254,8 +280,10 @@ def test_interrupted_bench_writes_what_it_has(checkpoint, prompts, tmp_path, mon
         (["--strategy-kwargs", "prompt_lookup={"], "not JSON"),
         (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
         (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),
-        (["--adapter", "/nowhere"], "cannot read adapter '/nowhere'"),
+        (["--adapter", "/nowhere"], "cannot read adapter '/nowhere': there is no such folder"),
         (["--batch-size", "2", "--spec-bench-output", "a"], "needs batch size 1"),
+        (["--compile", "--backend", "no"], "--backend 'no': choose from"),
+        (["--backend", "eager"], "--backend needs --compile"),
         (["--frobnicate"], "No such option: --frobnicate"),
     ],
 )
@@ -281,11 +309,23 @@ def test_bad_files_end_in_one_line(no_model, prompts, tmp_path, capsys):
     assert "cannot write to --output" in capsys.readouterr().err
 
 
+def test_a_folder_that_may_not_be_written_to(no_model, prompts, tmp_path, monkeypatch, capsys):
+    """Found out before the work, not after it."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed or mode == os.R_OK)
+    refused = f"'{closed}': Permission denied\n"
+    assert bench(Path("/nowhere"), prompts, closed) == 2
+    assert capsys.readouterr().err == "hf-spec: cannot write to --output " + refused
+    more = ("--spec-bench-output", str(closed / "answers.jsonl"))
+    assert bench(Path("/nowhere"), prompts, tmp_path, *more) == 2
+    assert capsys.readouterr().err == "hf-spec: cannot write to --spec-bench-output " + refused
+
+
 def test_a_folder_without_a_model(prompts, tmp_path, capsys):
     assert bench(tmp_path, prompts, tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"hf-spec: cannot load model '{tmp_path}': ")
-    assert error.count("\n") == 1
+    assert error == f"hf-spec: cannot load model '{tmp_path}': the folder has no config.json\n"
 
 
 def test_a_device_that_is_not_there(checkpoint, prompts, tmp_path, capsys):

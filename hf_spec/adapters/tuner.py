@@ -17,6 +17,7 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.integrations import init_empty_weights
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
+from transformers.utils import ModelOutput
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import (
@@ -53,6 +55,21 @@ from hf_spec.adapters.layer import (
 
 #: ``objective(base model, adapter, **batch)`` returns the training loss, {"loss": scalar, ...}.
 Objective = Callable[..., dict[str, torch.Tensor]]
+
+
+@dataclass
+class TrainingOutput(ModelOutput):
+    """The output of a `PeftModel` for a batch with ``anchors``.
+
+    Attributes:
+        loss: a scalar.
+        logits: ``(..., vocab)`` of what was predicted, if the objective gives them.
+        labels: ``(...)`` the tokens to predict there; -100 where there is none.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
 
 
 class SpecTuner(BaseTuner):
@@ -112,7 +129,7 @@ class SpecTuner(BaseTuner):
         given = {key: value for key, value in kwargs.items() if value is not None}
         # Trainer's number of tokens is not needed: the losses are means over sequences.
         given.pop("num_items_in_batch", None)
-        return self.objective(self.model, adapter, *args, **given)
+        return TrainingOutput(**self.objective(self.model, adapter, *args, **given))
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("adapters of hf_spec replace no modules")

@@ -14,6 +14,7 @@ from transformers import CompileConfig
 import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import get_method
+from hf_spec.model.loading import is_path
 
 PLAIN_NAME = "plain"
 #: Suffix of a contender whose steps are compiled.
@@ -151,6 +152,8 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
     """
     adapters = []
     for index, path in enumerate(paths):
+        if is_path(path) and not Path(path).is_dir():
+            raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
         try:
             config = hf_spec.SpecConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
@@ -173,7 +176,7 @@ def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
     """
     for adapter in adapters:
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings():  # PEFT's, of adapters side by side, which we want
                 warnings.filterwarnings("ignore", "Already found a `peft_config`")
                 model.load_adapter(adapter.path, adapter_name=adapter.name)
         except (OSError, ValueError, RuntimeError, KeyError) as error:

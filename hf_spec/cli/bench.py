@@ -9,10 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, taking_part
+from hf_spec.cli.common import (
+    INTERRUPTED,
+    check_writable,
+    progress_bar,
+    stop_without,
+    taking_part,
+)
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
+DEFAULT_BACKEND = "inductor"
 
 
 def bench(
@@ -42,7 +49,8 @@ def bench(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="For greedy decoding and sampling.")
+        float | None,
+        typer.Option(help="For greedy decoding and sampling.  [default: the model's]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: opt.Device = None,
@@ -57,7 +65,12 @@ def bench(
             help="Measure compiled steps with a static cache, too, plain generate included.",
         ),
     ] = False,
-    backend: opt.Backend = "inductor",
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"
+        ),
+    ] = None,
     throughput: Annotated[
         bool,
         typer.Option(
@@ -103,6 +116,10 @@ def bench(
         raise ValueError(
             f"--throughput with {other}: it measures all prompts in one go. Leave one out."
         )
+    if compile:
+        opt.check_backend(backend or DEFAULT_BACKEND)
+    elif backend is not None:
+        raise ValueError("--backend needs --compile")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters, names, options = taking_part(adapter, strategies, strategy_kwargs, "prompt_lookup")
     # Only checks that every adapter is used; assistants are loaded later.
@@ -110,6 +127,8 @@ def bench(
     lineup.contenders(own, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
+    if spec_bench_output is not None:
+        check_writable(spec_bench_output.parent, "--spec-bench-output")
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation)
     lineup.load_adapters(loaded, adapters)
@@ -132,9 +151,10 @@ def bench(
         result = run(
             loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
-            seed=seed, compiled=backend if compile else None, throughput=throughput,
-            progress=progress,
+            seed=seed, compiled=(backend or DEFAULT_BACKEND) if compile else None,
+            throughput=throughput, progress=progress,
         )  # fmt: skip
+    stop_without(result.measurements)
     target = output / "results.json"
     report.write_results(target, result, environment)
     console = Console(highlight=False, emoji=False, markup=False)

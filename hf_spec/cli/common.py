@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from hf_spec.cli.options import parse_kwargs
 
@@ -49,11 +53,21 @@ def taking_part(
     return adapters, names, parse_kwargs(kwargs or (), names)
 
 
-def check_writable(output: Path) -> None:
+def check_writable(folder: Path, option: str = "--output") -> None:
+    """Make a folder; raise a ValueError naming the option if files cannot be written into it."""
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ValueError(f"cannot write to --output {str(output)!r}: {error.strerror}") from error
+        raise ValueError(f"cannot write to {option} {str(folder)!r}: {error.strerror}") from error
+
+
+def stop_without(measurements: Sequence[Any]) -> None:
+    """Exit if an interrupt came before anything was measured: earlier results stay."""
+    if not measurements:
+        typer.echo("interrupted before anything was measured; nothing was written", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager

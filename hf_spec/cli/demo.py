@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
+from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, stop_without
 
 DEFAULT_OUTPUT = Path("hf-spec-demo")
 #: Lines of the prompt and of the continuation that are shown.
@@ -30,6 +30,7 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Another model folder instead of the shipped one.")
     ] = None,
+    threads: opt.Threads = None,
 ) -> None:
     """See a small model write the same code, faster.
 
@@ -60,25 +61,25 @@ def demo(
             show_steps=show_steps, progress=progress,
             status=lambda text: typer.echo(text, err=True),
         )  # fmt: skip
+    stop_without(result.bench.measurements)
     results, chart = output / "results.json", output / "speed.png"
     report.write_results(results, result.bench, result.environment)
-    if result.bench.measurements:
-        save_figure(draw_chart(result.bench), chart)
-        given, written = (text.splitlines() for text in result.sample)
-        console.rule("end of a prompt", align="left")
-        console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
-        console.rule("what the model writes after it, with and without speculation", align="left")
-        console.print("\n".join(written[:SHOWN_LINES]), markup=False)
-        for name, steps in result.steps.items():
-            tokens = sum(map(len, steps))
-            console.rule(f"{name}: {tokens} tokens in {len(steps)} steps", align="left")
-            if console.is_terminal and not console.no_color:
-                console.print(coloured(result.tokenizer, steps))
-            else:
-                console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
-        console.rule()
-        report.print_table(result.bench, console)
-        console.print(f"results: {results}\nchart:   {chart}")
+    save_figure(draw_chart(result.bench), chart)
+    given, written = (text.splitlines() for text in result.sample)
+    console.rule("end of a prompt", align="left")
+    console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
+    console.rule("what the model writes after it, with and without speculation", align="left")
+    console.print("\n".join(written[:SHOWN_LINES]), markup=False)
+    for name, steps in result.steps.items():
+        tokens = sum(map(len, steps))
+        console.rule(f"{name}: {tokens} tokens in {len(steps)} steps", align="left")
+        if console.is_terminal and not console.no_color:
+            console.print(coloured(result.tokenizer, steps))
+        else:
+            console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
+    console.rule()
+    report.print_table(result.bench, console)
+    console.print(f"results: {results}\nchart:   {chart}")
     if result.bench.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not result.all_identical:

@@ -162,7 +162,8 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
 def _print(made: dict[str, Any], output: Path) -> None:
     measured = made["measured"]
     cut = made["truncated_prompts"]
-    typer.echo(f"rows: {made['rows']:,}" + (f", {cut:,} of them with a cut prompt" if cut else ""))
+    shortened = f", {cut:,} of them with a cut prompt" if cut else ""
+    typer.echo(f"examples: {made['rows']:,}{shortened}")
     typer.echo(f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer")
     typer.echo(
         f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "

@@ -25,6 +25,7 @@ def doctor(
     ] = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
+    threads: opt.Threads = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Show versions and device, and what works.

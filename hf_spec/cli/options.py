@@ -31,7 +31,6 @@ def use_threads(threads: int | None) -> int | None:
 
 Model = Annotated[str, typer.Option(help="Model: a folder, or a repository on the Hub.")]
 Dtype = Annotated[str, typer.Option(callback=_known, help=f"One of {', '.join(DTYPES)}.")]
-Backend = Annotated[str, typer.Option(help="Backend of torch.compile.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, ...  [default: an accelerator if there is one]")
 ]
@@ -40,7 +39,8 @@ Threads = Annotated[
     int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
+    int | None,
+    typer.Option(min=1, help="Maximum number of prompts, spread evenly over categories."),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
 AdapterFolder = Annotated[Path, typer.Argument(help="Adapter folder.")]
@@ -57,9 +57,11 @@ StoredKwargs = Annotated[
     typer.Option(help="Options of the strategy, a JSON object; stored with the adapter."),
 ]
 DoSample = Annotated[bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.")]
-Temperature = Annotated[float | None, typer.Option(help="With --do-sample.")]
-TopK = Annotated[int | None, typer.Option(help="With --do-sample.")]
-TopP = Annotated[float | None, typer.Option(help="With --do-sample.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="With --do-sample.  [default: the model's]")
+]
+TopK = Annotated[int | None, typer.Option(help="With --do-sample.  [default: the model's]")]
+TopP = Annotated[float | None, typer.Option(help="With --do-sample.  [default: the model's]")]
 
 
 def sampling(
@@ -81,6 +83,15 @@ def sampling(
     if top_p is not None:
         check_range("--top-p", top_p, 0.0, 1.0, open_low=True)
     return given
+
+
+def check_backend(backend: str) -> None:
+    """Raise a ValueError unless ``torch.compile`` knows the backend."""
+    import torch
+
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"--backend {backend!r}: choose from {', '.join(known)}")
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

@@ -26,7 +26,7 @@ def plots() -> None:
       hf-spec plot search ./skip
       hf-spec plot tune ./bita
       hf-spec plot tree ./bita
-      hf-spec plot policy ./results -o policy.png
+      hf-spec plot policy ./results
     """
 
 
@@ -90,8 +90,8 @@ def tree_plot(
     from hf_spec.tuning.trees.plots import entry_of, plot_trees
 
     entry = entry_of(tuned(folder), device)
-    if setting > len(entry["settings"]):
-        raise ValueError(f"--setting {setting}: the entry has {len(entry['settings'])}")
+    if setting > (known := len(entry["settings"])):
+        raise ValueError(f"--setting {setting}: choose from 1 to {known}")
     check_writable(target := output or folder)
     typer.echo(f"plot: {plot_trees(entry, setting - 1, target)}")
 
@@ -99,23 +99,23 @@ def tree_plot(
 @plot.command("policy")
 def policy_plot(
     results: Annotated[Path, typer.Argument(help="results.json of hf-spec bench, or its folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The image, a PNG file.")],
+    output: Target = None,
 ) -> None:
-    """Draw what the policy decided, from results.json.
+    """Draw policy.png from results.json: what the policy decided.
 
-    For each strategy: the sizes of the trees chosen, the step times behind them, promised and
-    emitted tokens. For all: promised and measured speedup.
+    For each strategy: the sizes of the trees chosen, the step times behind them, predicted and
+    emitted tokens. For all: predicted and measured speedup.
 
     \b
     Examples:
-      hf-spec plot policy ./results -o policy.png
-      hf-spec plot policy ./results/results.json --output figures/medusa.png
+      hf-spec plot policy ./results
+      hf-spec plot policy ./results/results.json --output ./figures
     """
     from hf_spec.tuning.policy_plots import plot_policies, read_policies
 
     runs = read_policies(results)
-    check_writable(output.parent)
-    typer.echo(f"plot: {plot_policies(runs, output)}")
+    check_writable(target := output or (results if results.is_dir() else results.parent))
+    typer.echo(f"plot: {plot_policies(runs, target)}")
 
 
 def tuned(folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def run(
 
     \b
     Examples:
-      hf-spec run lm_eval --model hf --model_args pretrained=M --tasks gsm8k
+      hf-spec run lm_eval --model hf --model_args pretrained=M --tasks gsm8k \\
           --gen_kwargs assistant_strategy=prompt_lookup
       hf-spec run train.py --epochs 1
       hf-spec run -m package.module

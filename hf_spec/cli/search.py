@@ -36,7 +36,9 @@ def search(
     ] = "modelled",
     sampler: Annotated[str, typer.Option(help="tpe, gp or random.")] = "tpe",
     dtype: opt.Dtype = "bfloat16",
-    max_draft: Annotated[int, typer.Option(min=1, help="K, most tokens drafted per step.")] = 12,
+    max_draft: Annotated[
+        int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")
+    ] = 12,
     target_acceptance: Annotated[
         float, typer.Option(help="alpha, what the adaptive draft exit aims at.")
     ] = 0.85,

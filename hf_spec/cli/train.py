@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import check_writable
+from hf_spec.cli.common import INTERRUPTED, check_writable, require
+from hf_spec.core.checks import check_range
 from hf_spec.model.loading import load_model
 
 #: Value of ``METHOD`` that adds a transition to an existing adapter.
@@ -52,7 +53,7 @@ def train(
         typer.Option(min=1, help="Most trained positions per sequence.  [default: the method's]"),
     ] = None,
     max_length: Annotated[int, typer.Option(min=4, help="Cut longer sequences.")] = 1024,
-    held_out: Annotated[int, typer.Option(min=1, help="Examples kept for evaluation.")] = 32,
+    held_out: Annotated[int, typer.Option(min=1, help="Answers kept for evaluation.")] = 32,
     served_prompts: Annotated[
         int, typer.Option(min=1, help="Held-out prompts decoded at each evaluation.")
     ] = 16,
@@ -117,15 +118,24 @@ def train(
     chosen = work.trainable_method(method)
     fields = work.config_fields(chosen)
     if list_fields:
+        width = max(map(len, fields)) + 2
         for name, item in fields.items():
             option = "--" + name.replace("_", "-")
             factory: Any = item.default_factory
             default = factory() if item.default is dataclasses.MISSING else item.default
             default = chosen.trained.get(name, default)
-            typer.echo(f"{option:24} {item.metadata.get('help', '')} [default: {default}]")
+            text = item.metadata.get("help", "")
+            told = "" if "Default" in text else f" [default: {default}]"
+            typer.echo(f"{option:{width}}  {text}{told}")
         return
-    if model is None or not (dry_run or (data and output)):
-        raise ValueError("give --model, --data and --output")
+    needed = {"--model": model, "--data": dry_run or data, "--output": dry_run or output}
+    missing = [option for option, value in needed.items() if not value]
+    if missing:
+        raise ValueError(f"'hf-spec train {method}' needs {', '.join(missing)}")
+    assert model is not None
+    for option, number in (("--epochs", epochs), ("--learning-rate", learning_rate)):
+        if number is not None:
+            check_range(option, number, 0.0, open_low=True)
     config = parse_fields(context.args, fields, method)
     assert chosen.adapter_config is not None
     # Invalid values are refused before anything is loaded.
@@ -157,16 +167,24 @@ def train(
         )
         return
     assert data is not None and output is not None
+    require("train", "accelerate", "datasets")
     check_writable(output)
 
     from hf_spec.training.dataset import read_answers, read_provenance
 
     base, tokenizer = load_model(model, dtype, device)
     rows = read_answers(data, tokenizer)
-    record = work.train(
-        base, rows, method, output, config, settings, resume,
-        provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
-    )  # fmt: skip
+    try:
+        record = work.train(
+            base, rows, method, output, config, settings, resume,
+            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        typer.echo(
+            "interrupted; the same command with --resume goes on from the last checkpoint, if one "
+            "was written", err=True,
+        )  # fmt: skip
+        raise typer.Exit(INTERRUPTED) from None
     if not record:  # not the main process
         return
 

@@ -23,7 +23,8 @@ def tune(
     limit: opt.Limit = 64,
     max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per prompt.")] = 128,
     max_size: Annotated[
-        int, typer.Option(min=2, max=512, help="Most step tokens: candidates and probes.")
+        int,
+        typer.Option(min=2, max=512, help="Maximum number of step tokens: candidates and probes."),
     ] = 64,
     batch_size: Annotated[
         str, typer.Option(help="Batch sizes to time steps with: 1,4.")
@@ -79,7 +80,7 @@ def tune(
         )
     before = read_tree_file(adapter)
     chosen = spread(read_prompts(prompts), limit)
-    check_writable(adapter)
+    check_writable(adapter, "--adapter")
 
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])

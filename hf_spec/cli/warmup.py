@@ -23,9 +23,9 @@ def warmup(
     strategy_kwargs: opt.KwargsByName = None,
     batch_size: Annotated[str, typer.Option(help="One size, or several: 1,2,4.")] = "1",
     max_length: Annotated[
-        int, typer.Option(min=1, help="Most tokens of prompt and output together.")
+        int, typer.Option(min=1, help="Maximum number of tokens of prompt and output together.")
     ] = 1024,
-    backend: opt.Backend = "inductor",
+    backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -49,6 +49,12 @@ def warmup(
     sizes = opt.whole_numbers("--batch-size", batch_size)
     adapters, names, options = taking_part(adapter, strategies, strategy_kwargs, "prompt_lookup")
     chosen = [one for one in lineup.contenders(names, options, adapters) if not one.stock]
+    if not chosen:
+        raise ValueError(
+            f"--strategies {strategies!r}: only strategies of hf_spec are compiled in advance; "
+            "name one of 'hf-spec strategies'"
+        )
+    opt.check_backend(backend)
     loaded, _ = load_model(model, dtype, device)
     lineup.load_adapters(loaded, adapters)
     for contender in chosen:

@@ -32,6 +32,7 @@ _REFUSED = {
     "synced_gpus": "ranks would have other prompts at the same step",
     "output_scores": "results are tokens",
     "output_logits": "results are tokens",
+    "return_dict_in_generate": "results are tokens; statistics are in the batch's stats",
 }
 
 
@@ -100,12 +101,18 @@ class Batch:
             ValueError: if the prompt is empty or has several rows, or if ``generate`` refuses it;
                 running prompts are not affected.
         """
-        ids = torch.as_tensor(prompt, dtype=torch.long)
+        ids = _token_ids(prompt)
         ids = ids[None] if ids.ndim == 1 else ids
         if ids.ndim != 2 or len(ids) != 1 or not ids.shape[1]:
             raise ValueError(
                 f"a prompt of shape {tuple(ids.shape)}: give the token ids of one prompt, at "
                 "least one token. Each prompt is added by itself."
+            )
+        known = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+        if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+            raise ValueError(
+                f"a prompt with token ids from {int(ids.min())} to {int(ids.max())}: the model's "
+                f"are 0 to {known - 1}."
             )
         self._waiting.append(self._prepared(ids.to(self.model.device), self._added))
         self._added += 1
@@ -200,3 +207,21 @@ class Batch:
             custom_generate=capture, **self._kwargs,
         )  # fmt: skip
         return found
+
+
+def _token_ids(prompt: Any) -> Tensor:
+    """A prompt as int64.
+
+    Raises:
+        ValueError: it is none of whole numbers.
+    """
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"a prompt of type {type(prompt).__name__}: give the token ids of one prompt, such as "
+            "tokenizer(text).input_ids."
+        ) from error
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise ValueError(f"a prompt of {ids.dtype}: token ids are whole numbers.")
+    return ids.long()

@@ -149,7 +149,7 @@ class TreeOptions(StrategyOptions):
         limits = {"candidates": (1, MAX_CANDIDATES), "probed": (1, MAX_NODES)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is None or value == AUTO == getattr(type(self), name):
+            if value == getattr(type(self), name):
                 continue
             check_count(name, value, low=low, high=high)
             if self.tree != ADAPTIVE:
@@ -167,6 +167,8 @@ class TreeOptions(StrategyOptions):
             )
         if self.max_depth is not None:
             check_count("max_depth", self.max_depth)
+        if not isinstance(self.tree, Sequence) or not len(self.tree):
+            self._refuse_tree()
         if is_dynamic(self.tree):
             if self.max_depth is not None:
                 raise ValueError(
@@ -179,11 +181,14 @@ class TreeOptions(StrategyOptions):
         elif not isinstance(self.tree, str):
             self._paths()
         elif self.tree not in (ADAPTIVE, *self.trees, ONLINE):
-            names = ", ".join((ADAPTIVE, *self.trees, ONLINE, TUNED))
-            raise ValueError(
-                f"tree={self.tree!r}: choose one of {names}, or give rank paths, or the states of "
-                "a dynamic tree."
-            )
+            self._refuse_tree()
+
+    def _refuse_tree(self) -> None:
+        names = ", ".join((ADAPTIVE, *self.trees, ONLINE, TUNED))
+        raise ValueError(
+            f"tree={self.tree!r}: choose one of {names}, or give rank paths, or the states of "
+            "a dynamic tree."
+        )
 
     def untimed(self) -> dict[str, Any]:
         found = super().untimed()

@@ -136,7 +136,7 @@ def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for entry in data["devices"] if data else ():
         threads = entry["threads"]
-        device = entry["device"] + (f", {threads} threads" if threads else "")
+        device = entry["device"] + (f", {threads} thread{'s' * (threads != 1)}" if threads else "")
         rows += [{**one, "device": device, "dtype": entry["dtype"]} for one in entry["settings"]]
     return rows
 

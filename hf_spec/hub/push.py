@@ -28,7 +28,7 @@ from hf_spec.hub.folder import (
 )
 
 #: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (TREE, "search.json", "results.json", *UNSAFE)
+STALE = (TREE, "search.json", "training.json", "results.json", *UNSAFE)
 
 
 def push(

@@ -7,6 +7,7 @@ This module reads and writes files; methods know what the tensors mean (``Method
 from __future__ import annotations
 
 import json
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
-from hf_spec.methods.registry import Export, Method, Published, get_method, methods
+from hf_spec.methods.registry import Export, Method, Published, methods
 
 #: Suffix of files that map tensors to checkpoint files.
 INDEX = ".index.json"
@@ -35,8 +36,8 @@ def importable(name: str) -> tuple[Method, Published]:
     Raises:
         ValueError: there is no such method, or it cannot read published checkpoints.
     """
-    method = get_method(name)
-    if method.published is None:
+    method = methods().get(name)
+    if method is None or method.published is None:
         known = ", ".join(name for name, one in methods().items() if one.published is not None)
         raise ValueError(f"no published layout of {name!r} is known; choose one of {known}.")
     return method, method.published
@@ -191,7 +192,9 @@ def exporter(folder: Path, form: str) -> Export:
         if getattr(method.adapter_config, "type_name", None) == kind:
             if form in method.exports:
                 return method.exports[form]
-            known = ", ".join(method.exports) or "no form at all"
+            if not method.exports:
+                raise ValueError(f"adapters of {method.name!r} cannot be exported")
+            known = ", ".join(method.exports)
             raise ValueError(
                 f"adapters of {method.name!r} can be exported as {known}, not {form!r}"
             )
@@ -219,7 +222,9 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     form_of = exporter(folder, form)
     if not StoredWeights(str(folder)).read():
         raise ValueError(f"{str(folder)!r} holds no adapter_model.safetensors")
-    peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
+        peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     config: Any = peft_model.active_peft_config
     try:
         adapter = require_active(model, config.type_name, config.type_name.lower())

@@ -174,7 +174,7 @@ def get_method(name: str) -> Method:
     Raises:
         ValueError: there is none; the message lists the strategies.
     """
-    if name not in methods():
+    if not isinstance(name, str) or name not in methods():
         raise ValueError(
             f"assistant_strategy={name!r} is unknown: choose one of {', '.join(methods())}."
         )

@@ -7,6 +7,9 @@ from typing import Any
 
 from hf_spec.core.checks import first_line
 
+#: A model's folder has one of these, the second one if it is an adapter of PEFT.
+CONFIGS = ("config.json", "adapter_config.json")
+
 
 def load_model(
     path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None
@@ -23,6 +26,8 @@ def load_model(
 
     if is_path(path) and not Path(path).is_dir():
         raise ValueError(f"cannot load model {path!r}: there is no such folder")
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in CONFIGS):
+        raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
 
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.training.plots import plot_history
+
+logger = logging.getLogger(__name__)
 
 #: Record of the training, in the adapter folder.
 RECORD = "training.json"
@@ -67,9 +70,12 @@ def trainable_method(name: str) -> Method:
     Raises:
         ValueError: there is no such method, or it cannot be trained.
     """
+    known = ", ".join(trainable())
+    if name not in methods():
+        raise ValueError(f"there is no method {name!r} to train; choose one of {known}.")
     method = get_method(name)
     if method.training is None:
-        raise ValueError(f"{name!r} has nothing to train; choose one of {', '.join(trainable())}.")
+        raise ValueError(f"{name!r} has nothing to train; choose one of {known}.")
     return method
 
 
@@ -98,6 +104,24 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
         )
     kept_out = np.arange(held_out) * len(rows) // max(held_out, 1)
     return rows.select(np.delete(np.arange(len(rows)), kept_out)), rows.select(kept_out)
+
+
+def check_lengths(rows: Any, max_length: int) -> None:
+    """Raise a ValueError if sequences are cut before there is anything to predict in any of them.
+
+    If that is so in some, the log says in how many.
+    """
+    pairs = zip(rows["prompt_ids"], rows["answer_ids"])
+    # The token behind a prompt is certain; what is trained predicts those that follow it.
+    short = sum(min(len(answer), max_length - len(prompt)) < 2 for prompt, answer in pairs)
+    told = (
+        f"in {short} of {len(rows)} sequences the first max_length={max_length} tokens hold less "
+        "than two of the answer, so that nothing is learned from them"
+    )
+    if short == len(rows):
+        raise ValueError(f"{told}: raise it, or give longer answers")
+    if short:
+        logger.warning(told)
 
 
 def training_arguments(
@@ -215,6 +239,7 @@ def train(
             "or choose another --output"
         )
     training_rows, held = split(rows, settings.held_out)
+    check_lengths(training_rows, settings.max_length)
     # Names only: parameters that are held here would stay whole where others are sharded.
     base = [name for name, _ in model.named_parameters()]
     before = bit_sums(map(model.get_parameter, base))

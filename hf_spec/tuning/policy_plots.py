@@ -1,7 +1,7 @@
 """Draws the policy's decisions from the ``results.json`` of a benchmark.
 
 The plots show the last call of each run: the trees it chose, the step times that the choices rest
-on, and expected beside emitted tokens.
+on, and predicted beside emitted tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hf_spec.bench.report import ALL
 from hf_spec.hub.card import RESULTS
 from hf_spec.hub.folder import read_json
 
+POLICY_PLOT = "policy.png"
 PROMISED, MEASURED = "tab:red", "tab:blue"
 #: Number of decisions in a running mean.
 WINDOW = 16
@@ -47,14 +48,14 @@ def read_policies(path: Path) -> list[dict[str, Any]]:
     return chosen
 
 
-def plot_policies(runs: list[dict[str, Any]], path: Path) -> Path:
-    """Write a PNG with three panels for each run, and one panel for all runs.
+def plot_policies(runs: list[dict[str, Any]], folder: Path) -> Path:
+    """Write ``policy.png`` with three panels for each run, and one panel for all runs.
 
     Args:
         runs: entries from :func:`read_policies`.
-        path: the image.
+        folder: folder of the image.
     """
-    return save_figure(draw_policies(runs), path)
+    return save_figure(draw_policies(runs), folder / POLICY_PLOT)
 
 
 def draw_policies(runs: list[dict[str, Any]]) -> Any:
@@ -101,7 +102,7 @@ def _title(run: dict[str, Any]) -> str:
     policy = _policy(run)
     parts = [f"{run['strategy']}, batch {run['batch_size']}"]
     if policy["came_per_promised"] is not None:
-        parts.append(f"{policy['came_per_promised']:.2f} tokens came per promised one")
+        parts.append(f"{policy['came_per_promised']:.2f} tokens emitted per predicted one")
     if policy["median_time_error"] is not None:
         parts.append(f"median error of step times {policy['median_time_error']:.0%}")
     if policy["paused"]:
@@ -138,17 +139,17 @@ def _times(axes: Any, policy: dict[str, Any]) -> None:
 
 
 def _promises(axes: Any, policy: dict[str, Any]) -> None:
-    """Draw promised and emitted tokens per step and sequence, above the chosen sizes."""
+    """Draw predicted and emitted tokens per step and sequence, above the chosen sizes."""
     history = [one for one in policy["history"] if one["batch_size"]]
-    # Steps without a promise have nothing to compare with.
+    # Steps without a prediction have nothing to compare with.
     known = [(at, one) for at, one in enumerate(history) if one["promised_tokens"]]
     for name, color, label in (
-        ("promised_tokens", PROMISED, "promised"), ("tokens", MEASURED, "emitted"),
+        ("promised_tokens", PROMISED, "predicted"), ("tokens", MEASURED, "emitted"),
     ):  # fmt: skip
         values = [one[name] / one["batch_size"] for _, one in known]
         line = list(zip((at for at, _ in known), running_mean(values)))
         plot_points(axes, line, color=color, label=f"{label}, mean of {WINDOW}")
-    axes.set(xlabel="decision", ylabel="tokens per step and row", title="promised and emitted")
+    axes.set(xlabel="decision", ylabel="tokens per step and row", title="predicted and emitted")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, loc="lower left", framealpha=0.5)
     chosen = axes.twinx()
@@ -166,10 +167,10 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def _speedups(axes: Any, runs: list[dict[str, Any]]) -> None:
-    """Draw the speedup that the last call's choices promised beside the measured one."""
+    """Draw the speedup that the last call's choices predicted beside the measured one."""
     places = np.arange(len(runs))
     promised = [promised_speedup(_policy(run)) or 0.0 for run in runs]
-    axes.bar(places - 0.13, promised, 0.26, color=PROMISED, label="promised, last call")
+    axes.bar(places - 0.13, promised, 0.26, color=PROMISED, label="predicted, last call")
     measured = [run["speedup"] for run in runs]
     axes.bar(places + 0.13, measured, 0.26, color=MEASURED, label="measured, all calls")
     axes.set_xticks(places, [f"{run['strategy']}, batch {run['batch_size']}" for run in runs])

@@ -344,6 +344,7 @@ def test_a_step_that_fails_loses_nothing(
         ({"past_key_values": object()}, "past_key_values"),
         ({"streamer": object()}, "streamer"),
         ({"output_scores": True}, "output_scores"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
     ],
 )
 def test_arguments_of_a_single_call(fresh: Tiny, given: dict[str, Any], message: str) -> None:
@@ -357,6 +358,15 @@ def test_prompts_with_several_rows_or_outputs(fresh: Tiny) -> None:
     batch = hf_spec.Batch(fresh("llama_tied"), 2, **GREEDY, **spec)
     with pytest.raises(ValueError, match=r"shape \(2, 6\)"):
         batch.add(torch.ones(2, 6, dtype=torch.long))
+    for wrong in ("def f(x):", None, {"input_ids": [5]}):
+        with pytest.raises(ValueError, match=r"of type \w+: give the token ids"):
+            batch.add(wrong)
+    with pytest.raises(ValueError, match=r"torch.float32: token ids are whole"):
+        batch.add([1.5])
+    for outside in (-1, 61):
+        with pytest.raises(ValueError, match=f"ids from .*{outside}.*the model's are 0 to 60"):
+            batch.add([5, outside])
+    assert batch.num_unfinished == 0
     several = hf_spec.Batch(
         fresh("llama_tied"), 2, max_new_tokens=4, do_sample=True, num_return_sequences=2, **spec
     )

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import hf_spec
+from modeling_patches import generation_mode
 
 Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
@@ -77,6 +78,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "assistant_kwargs.*no option 'tree_width'; its options are acceptance",
     ),
     "kwargs no dict": ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
+    "a list of strategies": (
+        {"assistant_strategy": ["ppd"]},
+        r"assistant_strategy=\['ppd'\] is unknown: choose one of",
+    ),
     "unknown strategy": (
         {"assistant_strategy": "oracle"},
         "assistant_strategy='oracle' is unknown: choose one of .*layer_skip.*prompt_lookup",
@@ -90,6 +95,18 @@ def test_options(tiny: Tiny, spec: Spec, case: str) -> None:
     model = tiny()
     with no_forward(model), pytest.raises(ValueError, match=message):
         model.generate(prompt(), **{**GREEDY, **spec, **kwargs})
+
+
+def test_options_without_a_strategy(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    """They do nothing, which is said once; a strategy may be left out for a single call."""
+    model = tiny()
+    generation_mode._warn_of_unused.cache_clear()
+    for _ in range(2):
+        found = model.generate(prompt(), **GREEDY, assistant_kwargs={"max_ngram": 3})
+    assert found.tolist() == model.generate(prompt(), **GREEDY).tolist()
+    assert [one.message for one in caplog.records if "assistant" in one.message] == [
+        "assistant_kwargs has no effect without assistant_strategy, which this call does not name."
+    ]
 
 
 def test_models_whose_own_default_is_no_cache(fresh: Tiny, spec: Spec) -> None:

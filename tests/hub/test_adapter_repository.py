@@ -199,11 +199,20 @@ def test_the_same_folder_gives_the_same_card(adapter: Path) -> None:
     assert render_card(adapter) == render_card(adapter) == (adapter / "README.md").read_text()
 
 
+def assert_tables_end_in_blank_lines(card: str) -> None:
+    """In Markdown, a line right after a table is one of its rows."""
+    lines = card.splitlines()
+    for line, following in zip(lines, lines[1:]):
+        assert not line.startswith("|") or not following or following.startswith("|"), following
+
+
 def test_card_by_task(adapter: Path) -> None:
     (adapter / "results.json").write_text(json.dumps(results(tasks=("qa", "math"))))
     card = render_card(adapter)
     for task in ("qa", "math", "all"):
         assert f"| {task} | 4 | 50.0 | 61.7 |" in card
+    assert_tables_end_in_blank_lines(card)
+    assert "\n\n\n" not in card
 
 
 def test_card_with_several_batch_sizes(adapter: Path) -> None:
@@ -214,6 +223,7 @@ def test_card_with_several_batch_sizes(adapter: Path) -> None:
     for line in ("| batch | 1 | 8 |", "| --- | --- | --- |", "| speedup | 1.23x | 0.90x |"):
         assert f"\n{line}\n" in card
     assert "\n\nBy batch size:\n\n" in card and "\n\n\n" not in card
+    assert_tables_end_in_blank_lines(card)
 
 
 def test_card_on_development_prompts(adapter: Path) -> None:
@@ -430,8 +440,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
             operations = kwargs.pop("operations", None)
             if operations is not None:
                 kwargs["files"] = {
-                    one.path_in_repo: Path(one.path_or_fileobj).read_bytes() for one in operations
+                    one.path_in_repo: Path(one.path_or_fileobj).read_bytes()
+                    for one in operations
+                    if hasattr(one, "path_or_fileobj")
                 }
+                kwargs["deleted"] = {one.path_in_repo for one in operations} - {*kwargs["files"]}
             calls.append((name, {"repo_id": repo_id, **kwargs}))
             return SimpleNamespace(commit_url="https://hub/commit/1")
 
@@ -467,6 +480,15 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     assert "![skipped sublayers](layers.png)" in card and str(adapter.parent) not in card
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
+
+
+def test_push_removes_what_was_an_earlier_adapters(
+    adapter: Path, hub: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ["training.json", "tree.json", "results.json", "old.bin", "NOTES.md", "README.md"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: there)
+    assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 0
+    assert hub[-1][1]["deleted"] == {"training.json", "tree.json", "old.bin"}
 
 
 def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:

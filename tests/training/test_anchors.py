@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import get_peft_model
+from tiny_checkpoint import make_model
 
+import hf_spec
 from hf_spec.training.anchors import AnswerDataset, collate
 
 ROWS = [
@@ -75,3 +78,14 @@ def test_collate_pads_on_the_right() -> None:
 def test_wrong_number_of_anchors() -> None:
     with pytest.raises(ValueError, match="num_anchors=0"):
         AnswerDataset(ROWS, num_anchors=0)
+
+
+def test_a_training_loop_of_ones_own() -> None:
+    """The loss is an attribute of the output, as with every model of Transformers."""
+    model = get_peft_model(make_model(), hf_spec.BitaConfig(num_mask_tokens=2))
+    data = AnswerDataset(ROWS, num_anchors=4)
+    output = model(**collate([data[0], data[1]]))
+    output.loss.backward()
+    assert output["loss"] is output.loss and output.logits.shape[:-1] == output.labels.shape
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained and all(p.grad.abs().sum() > 0 for p in trained)

@@ -27,6 +27,7 @@ from hf_spec.training.served import Served
 from hf_spec.training.train import (
     TrainSettings,
     bit_sums,
+    check_lengths,
     config_fields,
     train,
     trainable,
@@ -396,7 +397,8 @@ def test_fields_of_the_config_are_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prompt_lookup"], "nothing to train"),
+        (["prompt_lookup"], "nothing to train; choose one of bita, layer_skip"),
+        (["bitta"], "no method 'bitta' to train; choose one of bita, layer_skip"),
         (["bita", "--num-mask-token", "3"], "no option '--num-mask-token'.*--num-mask-tokens"),
         (["bita", "--num-mask-tokens"], "needs a value"),
         (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
@@ -404,6 +406,8 @@ def test_fields_of_the_config_are_options() -> None:
         (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
         (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
         (["bita", "--training-args", '{"no_such": 1}'], "no_such"),
+        (["bita", "--epochs", "0"], r"--epochs=0.0: must be a number in \(0"),
+        (["bita", "--learning-rate", "-1"], "--learning-rate=-1.0: must be"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_loaded(
@@ -417,10 +421,59 @@ def test_bad_input_is_told_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+def test_missing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    needed = ["--model", "/none", "--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert cli.main(["train", "bita", *needed]) == 2
+    assert "pip install 'hf_spec[train]'" in capsys.readouterr().err
+
+
+def test_fields_are_listed_with_one_default_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "bita", "--list-fields"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(config_fields(get_method("bita")))
+    assert all(line.lower().count("default") == 1 for line in lines)
+    assert len({len(line) - len(line.partition("  ")[2].lstrip()) for line in lines}) == 1
+
+
+def test_missing_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "bita", "--model", "M"]) == 2
+    assert capsys.readouterr().err == "hf-spec: 'hf-spec train bita' needs --data, --output\n"
+    assert cli.main(["train", "bita", "--dry-run"]) == 2
+    assert capsys.readouterr().err == "hf-spec: 'hf-spec train bita' needs --model\n"
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [5, 6], "answer_ids": [7]}\n' * 3)
+    monkeypatch.setattr("hf_spec.cli.train.load_model", lambda *_: (None, None))
+    monkeypatch.setattr("hf_spec.training.train.train", interrupt)
+    folders = ["--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert cli.main(["train", "bita", "--model", "M", *folders]) == 130
+    error = capsys.readouterr().err
+    assert "interrupted; the same command with --resume" in error and "Traceback" not in error
+
+
 def test_too_little_data(fresh: Callable[..., Any], tmp_path: Path) -> None:
     settings = TrainSettings(**{**SETTINGS, "held_out": 24})
     with pytest.raises(ValueError, match="held_out=24: the data has 24 rows"):
         train(make_model(), answers(), "bita", tmp_path, CONFIG, settings)
+
+
+def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Dataset.from_dict({"prompt_ids": [[5] * 6, [5] * 2], "answer_ids": [[7] * 3] * 2})
+    check_lengths(rows, 8)
+    assert not caplog.records
+    check_lengths(rows, 7)
+    assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
+    with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
+        check_lengths(rows, 3)
 
 
 class Sharded(SpecTrainer):

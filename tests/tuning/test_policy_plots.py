@@ -48,8 +48,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out"
 
 
-def plot(source: Path, image: Path) -> int:
-    return cli.main(["plot", "policy", str(source), "-o", str(image)])
+def plot(source: Path, *more: str) -> int:
+    return cli.main(["plot", "policy", str(source), *more])
 
 
 def step(**changes: Any) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def test_step_times_are_a_line_means_and_the_plain_step(run: dict[str, Any]) -> 
 def test_promises_stand_beside_what_came_of_them(run: dict[str, Any]) -> None:
     """Steps without a promise, as those of fixed trees, show their size only."""
     drawn = panels([run])
-    (axes,) = drawn["promised and emitted"]
-    assert lines(axes)[f"promised, mean of {WINDOW}"] == [(0, 3.0), (2, 2.0)]
+    (axes,) = drawn["predicted and emitted"]
+    assert lines(axes)[f"predicted, mean of {WINDOW}"] == [(0, 3.0), (2, 2.0)]
     assert lines(axes)[f"emitted, mean of {WINDOW}"] == [(0, 2.0), (2, 1.5)]
     (dots,) = drawn[""]
     assert lines(dots)["chosen"] == [(0, 2), (1, 8), (2, 0)]
@@ -139,7 +139,7 @@ def test_titles_say_how_far_promises_held(run: dict[str, Any]) -> None:
     figure = draw_policies([run, {**run, "strategy": "other"}])
     titles = [part.get_suptitle() for part in figure.subfigs]
     assert titles[0] == (
-        "medusa, batch 1; 0.80 tokens came per promised one; median error of step times 7%; "
+        "medusa, batch 1; 0.80 tokens emitted per predicted one; median error of step times 7%; "
         "paused at the end"
     )
     assert titles[1].startswith("other") and titles[2] == ""
@@ -148,15 +148,18 @@ def test_titles_say_how_far_promises_held(run: dict[str, Any]) -> None:
 def test_a_benchmark_can_be_drawn(results: Path, tmp_path: Path) -> None:
     runs = read_policies(results)
     assert [run["strategy"] for run in runs] == ["medusa", "medusa:sparse"]
-    assert plot(results, tmp_path / "new" / "folder.png") == 0
-    assert plot(results / "results.json", tmp_path / "file.png") == 0
-    assert (tmp_path / "file.png").is_file()
+    for source in (results, results / "results.json"):
+        (results / "policy.png").unlink(missing_ok=True)
+        assert plot(source) == 0
+        assert (results / "policy.png").is_file()
+    assert plot(results, "-o", str(tmp_path / "new" / "folder")) == 0
+    assert (tmp_path / "new" / "folder" / "policy.png").is_file()
 
     for run, axes in zip(runs, panels(runs)["trees chosen"]):
         steps = run["stats"]["details"]["policy"]["steps"]
         drawn = sum(bars(axes))
         assert drawn == sum(one["count"] for one in steps) > 0
-    fixed = panels(runs)["promised and emitted"][1]
+    fixed = panels(runs)["predicted and emitted"][1]
     assert not any(lines(fixed).values())  # a static tree promises nothing
 
 
@@ -187,6 +190,6 @@ def test_what_cannot_be_drawn(
     if content is not None:
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "results.json").write_text(text)
-    assert plot(tmp_path, tmp_path / "x.png") == 2
+    assert plot(tmp_path) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
+    assert not (tmp_path / "policy.png").exists()

@@ -88,6 +88,12 @@ class SpaceAdapter(SpecAdapterLayer):
             ValueError: no active adapter can be merged, or the weights cannot be changed.
         """
         here = self._active_updates()
+        if not here and adapter_names is None:
+            raise ValueError(
+                "no active SPACE adapter can be merged: only updates of the model (update='lora') "
+                "go into its weights. Activate one with set_adapter, or use unload() to take the "
+                "adapter off."
+            )
         names = here if adapter_names is None else list(adapter_names)
         if len(here) != 1 or names != here:
             raise ValueError(

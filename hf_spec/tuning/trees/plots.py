@@ -58,7 +58,7 @@ def draw_trees(entry: dict[str, Any], setting: int) -> Any:
         share = chosen["visits"][k]
         one.set_title(
             f"{k} token{'s' * (k != 1)} predicted: {states[k].tree.num_candidates} candidates"
-            + (f", {sum(states[k].probes)} probes" if probed else "")
+            + (f", {(n := sum(states[k].probes))} probe{'s' * (n != 1)}" if probed else "")
             + f"; {share:.0%} of steps",
             fontsize=10,
         )
