@@ -43,7 +43,7 @@ def demo(
     Examples:
       hf-spec demo
       hf-spec demo --limit 4 --max-new-tokens 64 --show-steps
-      hf-spec demo --dtype float32 --output /tmp/demo
+      hf-spec demo --dtype float32 --output ./demo
     """
     check_writable(output)
 
