@@ -270,6 +270,7 @@ def test_bench_interrupted_at_once_keeps_earlier_results(
     ("more", "message"),
     [
         (["--strategies", "fastest"], "unknown strategy 'fastest'; choose from"),
+        (["--strategies", ""], "no strategy is named; leave the option out"),
         (["--strategies", "transformers:assisted="], "unknown strategy"),
         (["--dtype", "int3"], "--dtype 'int3': choose from auto, bfloat16"),
         (["--batch-size", "0"], "--batch-size '0': must be numbers from 1"),

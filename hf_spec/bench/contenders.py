@@ -127,6 +127,8 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
         ValueError: a name is unknown.
     """
     listed = names.split(",") if isinstance(names, str) else list(names)
+    if listed == [""]:
+        raise ValueError("no strategy is named; leave the option out for the default")
     known = hf_spec.strategies()
     result: list[str] = []
     for name in (item.strip() for item in listed):

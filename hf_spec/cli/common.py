@@ -48,8 +48,10 @@ def taking_part(
     from hf_spec.bench.contenders import parse_names, read_adapters
 
     adapters = read_adapters(adapter or ())
-    named = strategies or ",".join(one.strategy for one in adapters) or default
-    names = parse_names(named) if named else []
+    named = strategies
+    if named is None:
+        named = ",".join(one.strategy for one in adapters) or default or None
+    names = [] if named is None else parse_names(named)
     return adapters, names, parse_kwargs(kwargs or (), names)
 
 

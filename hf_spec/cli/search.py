@@ -105,8 +105,8 @@ def search(
     environment = bench_report.environment(loaded, model, prompts)
     report.write_folder(output, loaded, result, bench, environment)
     console = Console(highlight=False)
-    report.print_result(result, bench, console)
     console.print(f"adapter: {output}", soft_wrap=True)
+    report.print_result(result, bench, console)
 
 
 def _as_option(message: str) -> str:

@@ -40,6 +40,11 @@ class StrategyOptions:
 
     #: Whether candidates can be sampled; they then carry the distribution they were sampled from.
     can_sample: ClassVar[bool] = False
+    #: Options that only some values of another one use: name -> (the other's name, its values).
+    belongs: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
+        "typical_epsilon": ("acceptance", ("typical",)),
+        "typical_delta": ("acceptance", ("typical",)),
+    }
 
     def __post_init__(self) -> None:
         check_choices(self, acceptance=("auto", *ACCEPTANCE_RULES))
@@ -54,6 +59,13 @@ class StrategyOptions:
                 raise ValueError(f"{name}={value!r}: must be 'auto', True or False.")
         for name in ("typical_epsilon", "typical_delta"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
+        for name, (other, users) in self.belongs.items():
+            value, chosen = getattr(self, name), getattr(self, other)
+            if value != getattr(type(self), name) and chosen not in users:
+                raise ValueError(
+                    f"{name}={value!r} with {other}={chosen!r}: it belongs to "
+                    f"{' and '.join(map(repr, users))}. Leave one of the two out."
+                )
 
     @property
     def samples(self) -> bool:

@@ -35,6 +35,9 @@ def draw_history(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
             style = "o-" if key.startswith("eval") else "-"
             plot_points(axes, points, style, label=title)
         axes.set(xlabel="step", ylabel=label)
+        if name == TAU_PLOT:  # noise of a hundredth is not to look like progress
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, 1.0), max(high, 2.0))
         axes.legend()
         axes.grid(alpha=0.3)
         figures[name] = figure

@@ -150,6 +150,11 @@ def test_defaults_are_the_papers_but_for_the_exit() -> None:
         ({"threshold_step": -0.1}, "threshold_step=-0.1"),
         ({"beta1": "half"}, "beta1='half'"),
         ({"beta2": True}, "beta2=True"),
+        ({"draft_exit": "fixed", "threshold": 0.5}, "threshold=0.5 with draft_exit='fixed'"),
+        (
+            {"draft_exit": "threshold", "beta1": 0.4},
+            "beta1=0.4 with draft_exit='threshold': it belongs to 'policy' and 'adaptive'",
+        ),
         ({"target_acceptance": float("nan")}, "target_acceptance=nan"),
         ({"skip_attention": 3}, "skip_attention=3: give a list of layer numbers"),
         ({"skip_mlp": "12"}, "skip_mlp='12': give a list of layer numbers"),

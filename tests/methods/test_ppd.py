@@ -476,11 +476,9 @@ def test_typical_acceptance_takes_more(fresh: Callable[..., PreTrainedModel]) ->
     with torch.no_grad():
         model.model.norm.weight.mul_(0.01)
     accepted = {}
-    for rule in ("match", "typical"):
-        run(
-            model, assistant_strategy="ppd",
-            assistant_kwargs={"acceptance": rule, "typical_epsilon": 1e-3, "typical_delta": 1e-3},
-        )  # fmt: skip
+    thresholds = {"typical_epsilon": 1e-3, "typical_delta": 1e-3}
+    for rule, more in (("match", {}), ("typical", thresholds)):
+        run(model, assistant_strategy="ppd", assistant_kwargs={"acceptance": rule, **more})
         accepted[rule] = hf_spec.last_stats(model).acceptance_per_position[0]
     assert accepted["typical"] == 1.0 > accepted["match"]
 

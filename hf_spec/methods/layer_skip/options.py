@@ -50,12 +50,19 @@ class LayerSkipOptions(StrategyOptions):
     draft_tokens: str = "auto"
 
     can_sample: ClassVar[bool] = True
+    #: Options of the adaptive threshold.
+    adapting: ClassVar[tuple[str, ...]] = ("threshold_step", "beta1", "beta2", "target_acceptance")
+    belongs: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
+        **StrategyOptions.belongs,
+        "threshold": ("draft_exit", (POLICY, "adaptive", "threshold")),
+        **dict.fromkeys(adapting, ("draft_exit", (POLICY, "adaptive"))),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, draft_exit=EXITS, draft_tokens=DRAFTS)
         check_count("max_draft", self.max_draft, high=MAX_CANDIDATES)
-        for name in ("threshold", "threshold_step", "beta1", "beta2", "target_acceptance"):
+        for name in ("threshold", *self.adapting):
             check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("skip_attention", "skip_mlp"):
             layers = getattr(self, name)
@@ -86,5 +93,7 @@ class LayerSkipOptions(StrategyOptions):
         return timed and self.draft_exit == POLICY and not self.samples
 
     def untimed(self) -> dict[str, Any]:
-        static = {} if self.draft_exit == "fixed" else {"draft_exit": "threshold"}
-        return {**super().untimed(), **static}
+        if self.draft_exit == "fixed":
+            return super().untimed()
+        unused = {name: getattr(type(self), name) for name in self.adapting}
+        return {**super().untimed(), "draft_exit": "threshold", **unused}

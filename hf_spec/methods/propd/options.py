@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.drafting.options import HeadOptions
@@ -45,22 +45,22 @@ class ProPDOptions(HeadOptions):
     prune_probability: float = 0.01
     prune_keep: int | None = None
 
+    belongs: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
+        **HeadOptions.belongs,
+        "prune_top_k": ("prune_criterion", ("top_k",)),
+        "prune_probability": ("prune_criterion", ("probability",)),
+        "prune_keep": ("prune_criterion", ("probability",)),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.prune, bool) and self.prune != "auto":
             raise ValueError(f"prune={self.prune!r}: must be 'auto', True or False.")
         check_choices(self, prune_criterion=CRITERIA)
         check_range("prune_probability", self.prune_probability, 0.0, 1.0, open_low=True)
-        for name, criterion in (("prune_top_k", "top_k"), ("prune_keep", "probability")):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            check_count(name, value)
-            if self.prune_criterion != criterion:
-                raise ValueError(
-                    f"{name}={value} with prune_criterion={self.prune_criterion!r}: it belongs to "
-                    f"{criterion!r}. Leave one of the two out."
-                )
+        for name in ("prune_top_k", "prune_keep"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if not isinstance(self.drafter_kwargs, dict):
             raise ValueError(f"drafter_kwargs={self.drafter_kwargs!r}: give a dict of options.")
         if self.drafter != HEADS:
