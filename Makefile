@@ -33,7 +33,8 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/hf-spec demo $(ARGS)
+	@echo 'hf-spec demo: loading PyTorch and Transformers, which takes a few seconds'
+	@$(BIN)/hf-spec demo $(ARGS)
 
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
 
