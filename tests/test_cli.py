@@ -15,7 +15,6 @@ from tiny_checkpoint import save_checkpoint, write_prompts
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
-from hf_spec.decoding.validate import check_request
 
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
@@ -377,7 +376,9 @@ def test_serve_hands_all_other_arguments_over(monkeypatch):
     monkeypatch.setattr("hf_spec.cli.serve.require", lambda *_: None)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
     assert cli.main(["serve", "--port", "1", "--grace", "5", "some/model"]) == 0
-    assert patched == [(check_request, "moved", "text", grace) for grace in (30, 5)]
+    assert [rest for _, _, *rest in patched] == [["moved", "text", grace] for grace in (30, 5)]
+    assert all(one.__self__ is other.__self__ for one, other, *_ in patched)
+    assert patched[0][0].__self__.default is None
     assert cli.main(["serve", "--help"]) == 0
     assert given == [
         ["serve", "some/model", "--port", "1"],

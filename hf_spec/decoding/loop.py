@@ -107,6 +107,7 @@ def decode(
             steps.take()
 
         sequences = emission.finish()
+        stats.num_generated_tokens = sum(emission.emitted)  # stops that were told late are cut
         past = handover.give_back()
     stats.details = steps.details()
     if graphs is not None:

@@ -179,7 +179,7 @@ def test_rows_are_those_of_plain_generate(
     assert measured["tau"] == 1.0 if name is None else measured["tau"] > 1.0
     assert (made["strategy"], made["strategy_kwargs"]) == (name, options)
     for shown in (
-        f"rows: {len(oracle)}", f"{tokens}", f"{measured['tokens_per_second']:.1f} tokens/s",
+        f"examples: {len(oracle)}", f"{tokens}", f"{measured['tokens_per_second']:.1f} tokens/s",
         f"tau {measured['tau']:.2f}", str(tmp_path / "out"),
     ):  # fmt: skip
         assert shown in printed
@@ -275,7 +275,7 @@ def test_a_prompt_that_does_not_fit_is_cut(
 ) -> None:
     long = write_prompts(tmp_path / "p.jsonl", [{"prompt": "short"}, {"prompt": "long " * CONTEXT}])
     assert distill(root, tmp_path / "out", "--prompts", str(long)) == 0
-    assert "rows: 2, 1 of them with a cut prompt" in capsys.readouterr().out
+    assert "examples: 2, 1 of them with a cut prompt" in capsys.readouterr().out
     short, cut = rows_of(tmp_path / "out")
     assert len(cut["prompt_ids"]) + NEW <= CONTEXT < len(cut["prompt"])
     template = make_tokenizer().apply_chat_template(
@@ -529,7 +529,7 @@ def test_two_processes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("rows: ") == 1, "one process speaks for all"
+    assert done.stdout.count("examples: ") == 1, "one process speaks for all"
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "one")
     made = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert made["processes"] == 2
