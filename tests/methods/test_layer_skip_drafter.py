@@ -91,10 +91,12 @@ def test_adaptation_equals_the_equations(seed: int) -> None:
 
 @pytest.mark.parametrize("mode", ["policy", "adaptive", "threshold", "fixed"])
 def test_what_each_mode_does(mode: str) -> None:
-    one = DraftExit(LayerSkipOptions(draft_exit=mode, threshold=0.5))
+    given = {} if mode == "fixed" else {"threshold": 0.5}
+    one = DraftExit(LayerSkipOptions(draft_exit=mode, **given))
     assert [one.go_on(p) for p in (0.4, 0.5, 0.6)] == [mode == "fixed", True, True]
+    before = one.gamma
     one.update(0.0)
-    assert (one.gamma == 0.5) == (mode in ("threshold", "fixed"))
+    assert (one.gamma == before) == (mode in ("threshold", "fixed"))
 
 
 @pytest.mark.parametrize("alpha", [0.7, 0.85])
@@ -648,6 +650,8 @@ def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
             "fallback": False, "draft_exit": "threshold"
         }  # fmt: skip
     assert LayerSkipOptions(draft_exit="fixed").untimed() == {"fallback": False}
+    aims = LayerSkipOptions(draft_exit="adaptive", target_acceptance=0.7)
+    assert LayerSkipOptions(**{**vars(aims), **aims.untimed()}).draft_exit == "threshold"
 
 
 def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> None:

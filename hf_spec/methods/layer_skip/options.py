@@ -95,5 +95,6 @@ class LayerSkipOptions(StrategyOptions):
     def untimed(self) -> dict[str, Any]:
         if self.draft_exit == "fixed":
             return super().untimed()
-        unused = {name: getattr(type(self), name) for name in self.adapting}
+        defaults = {name: getattr(type(self), name) for name in self.adapting}
+        unused = {name: value for name, value in defaults.items() if value != getattr(self, name)}
         return {**super().untimed(), "draft_exit": "threshold", **unused}
