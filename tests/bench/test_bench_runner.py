@@ -272,8 +272,11 @@ def test_names_and_options_as_the_command_line_has_them():
         "prompt_lookup",
         "transformers:assisted=a/b",
     ]
-    for bad in ("", "transformers:assisted=", "transformers:beam"):
-        with pytest.raises(ValueError, match="unknown strategy"):
+    for bad, rule in (
+        ("", "no strategy is named"), ("transformers:assisted=", "unknown strategy"),
+        ("transformers:beam", "unknown strategy"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rule):
             parse_names(bad)
     names = ["prompt_lookup", STOCK]
     given = ['prompt_lookup={"max_ngram": 3}', STOCK + '={"prompt_lookup_num_tokens": 5}']
