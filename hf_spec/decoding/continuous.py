@@ -85,7 +85,7 @@ class Batch:
         self._last = False
         self._finished: list[Finished] = []
         self._running: Running | None = None
-        #: Requests of a step that has failed.
+        #: Requests to start again: those of a step that has failed, or an interrupted one.
         self._again: list[Request] = []
 
     def add(self, prompt: Tensor | Sequence[int]) -> int:
@@ -160,7 +160,7 @@ class Batch:
         if self._running is None or (not self._running.num_active and self._running.shrunk):
             self._close()
             self._running = Running(self._waiting[0], self.batch_size, self.stats)
-        self._running.fill(self._waiting, self._finished)
+        self._running.fill(self._waiting, self._finished, self._again)
         finished, self._finished = self._finished, []
         if self._running.num_active:
             try:

@@ -102,15 +102,22 @@ class Running:
         """Whether the batch has shrunk."""
         return self.steps is not None and self.steps.state.batch_size < self.batch_size
 
-    def fill(self, waiting: deque[Request], finished: list[Finished]) -> None:
-        """Admit requests while places are free.
+    def fill(self, waiting: deque[Request], finished: list[Finished], again: list[Request]) -> None:
+        """Admit requests while places are free; one that fails leaves the others as they are.
 
         Args:
             finished: gets those that finish with their first token, also where a later one fails.
+            again: gets one that is interrupted.
         """
         while waiting and self.num_active < self.batch_size and not self.shrunk:
-            with self.watch.phase("forward"):
-                finished += self._join(waiting.popleft())
+            request = waiting.popleft()
+            try:
+                with self.watch.phase("forward"):
+                    finished += self._join(request)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # says nothing against the prompt
+                    again.append(request)
+                raise
         self.watch.step()
 
     def step(self, last: bool) -> list[Finished]:
@@ -207,9 +214,9 @@ class Running:
         policy = strategy.policy(self.stats, self._setting(cache, size), forward.width)
         state.draft_price = policy.draft_price
         chooser = Chooser(strategy.options, rows, bool(self.config.do_sample), False)
-        self.steps = Steps(state, strategy, chooser, policy, rows, self.watch, _no_ends)
         drafter.start(state)
         self.shrinking = Shrinking(state, drafter, rows, _no_ends, strategy.graphs is not None)
+        self.steps = Steps(state, strategy, chooser, policy, rows, self.watch, _no_ends)
         return self.steps
 
     def _setting(self, cache: TreeCache, size: int) -> tuple[int, int, str]:
@@ -277,11 +284,9 @@ class Rows:
         self._rows = [self._rows[row] for row in rows]
 
     def __call__(
-        self,
-        logits: Tensor,
-        suffixes: Sequence[Sequence[int]],
+        self, logits: Tensor, suffixes: Sequence[Sequence[int]],
         active: Sequence[bool] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Each row's scores, by its own processors; see :class:`Scorer`."""
         scores = logits.float()
         if self.trivial:
