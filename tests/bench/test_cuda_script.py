@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load_script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cuda.py"
 SMALL = [
     "--shape", "tiny", "--device", "cpu", "--backend", "eager", "--contexts", "24",
     "--batch-sizes", "2", "--tokens", "1,4", "--candidates", "5", "--repeats", "2", "--calls", "1",
@@ -20,11 +19,7 @@ WAYS = ("eager", "compiled")
 
 @pytest.fixture(scope="module")
 def cuda() -> Any:
-    spec = importlib.util.spec_from_file_location("cuda_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("cuda")
 
 
 def test_everything_is_measured(cuda: Any, tmp_path: Path, capsys: Any) -> None:

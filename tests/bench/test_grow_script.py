@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,16 @@ import pytest
 import torch
 from conftest import prompt
 from peft import get_peft_model
+from scripts import load_script
 from tiny_checkpoint import make_model, save_checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import hf_spec
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "grow.py"
-
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("grow_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("grow")
 
 
 def test_a_deeper_model_with_the_same_outputs(script: Any, tmp_path: Path) -> None:

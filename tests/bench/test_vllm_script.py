@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import time
@@ -12,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from scripts import load_script
 from tiny_checkpoint import save_checkpoint
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm.py"
 #: Answers with the model's own greedy tokens, which it reads from a file, the last one cut off
 #: where n-grams speculate.
 ANSWERS = """
@@ -42,11 +41,7 @@ print(json.dumps(dict(version="9.9", torch="1.0", seconds=seconds, tokens=tokens
 
 @pytest.fixture(scope="module")
 def vllm() -> Any:
-    spec = importlib.util.spec_from_file_location("vllm_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("vllm")
 
 
 @pytest.fixture(scope="module")
