@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.layer_skip import decoder_layers, sublayers
+from modeling_patches.narrow_products import product
 from modeling_patches.per_call import Changes, plain
 from modeling_patches.ranks import own_share, summed
 
@@ -384,7 +385,7 @@ class _Forward:
         weight = self.owner.weights[self.name]
         if isinstance(self.module, Conv1D):
             weight = weight.T
-        return nn.functional.linear(inputs, weight, self.module.bias)
+        return product(inputs, weight, self.module.bias)
 
 
 #: The copies of each update, and what identifies their sources. They are not an attribute of the

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
+from modeling_patches.narrow_products import product
 
 #: Columns of quantised or otherwise indirect output embeddings that are read at once.
 AT_ONCE = 64
@@ -68,7 +68,7 @@ class DraftVocabulary:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``(..., size)`` of final hidden states; replaces the output embeddings."""
         rows = self._rows()
-        return functional.linear(hidden.to(rows.weight), rows.weight, rows.bias)
+        return product(hidden.to(rows.weight), rows.weight, rows.bias)
 
     def of_all(self, logits: Tensor) -> Tensor:
         """Expand logits ``(..., size)`` to ``(..., vocab)``; other tokens get -inf."""

@@ -27,6 +27,7 @@ from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.low_rank import features
+from modeling_patches.narrow_products import product
 
 PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
 #: Names of the parameters: blocks' weights and biases, and the projections of heads with own ones.
@@ -135,7 +136,7 @@ def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     for blocks, biases in zip(weights[WEIGHTS], weights[BIASES]):
         state = hidden.to(blocks)
         for weight, bias in zip(blocks, biases):
-            state = state + functional.silu(functional.linear(state, weight, bias))
+            state = state + functional.silu(product(state, weight, bias))
         states.append(state)
     return torch.stack(states, dim=-2)
 
@@ -161,7 +162,7 @@ def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
     bias = getattr(model.get_output_embeddings(), "bias", None)
     bias = None if bias is None else bias.to(states)
     each = zip(states.unbind(-2), projections)
-    return torch.stack([functional.linear(x, weight, bias) for x, weight in each], dim=-2)
+    return torch.stack([product(x, weight, bias) for x, weight in each], dim=-2)
 
 
 def heads_loss(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from modeling_patches.narrow_products import narrow_products
 from modeling_patches.per_call import Changes
 
 #: Replaces output embeddings: from hidden states (..., hidden) to logits.
@@ -27,7 +28,13 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
         head: replaces the output embeddings.
     """
     # Flat: on CPUs, the matrix product of a slice (non-contiguous) is ten times slower.
-    flat = (head or model.get_output_embeddings())(hidden.flatten(0, -2))
+    flat, module = hidden.flatten(0, -2), model.get_output_embeddings()
+    if head is not None:
+        flat = head(flat)
+    else:
+        changes = Changes()
+        narrow_products(module, changes)
+        flat = changes.run(module, flat)
     return flat.unflatten(0, hidden.shape[:-1])
 
 

@@ -32,6 +32,7 @@ from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
 from modeling_patches.low_rank import LowRank
+from modeling_patches.narrow_products import narrow_products
 from modeling_patches.per_call import Changes, eager
 from modeling_patches.ranks import Ranks
 
@@ -221,6 +222,7 @@ class TreeForward:
         if graphs is not None:
             cache.use_buckets()
         self._changes, self._call = self.attention.changes, eager(model)
+        narrow_products(model, self._changes)
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = _Pass(), False
