@@ -105,9 +105,12 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     rows = inputs.numel() // max(inputs.shape[-1], 1)
     if not 1 < rows <= MOST or not _concerned(weight) or inputs.dtype != weight.dtype:
         return functional.linear(inputs, weight, bias)
+    captured = isinstance(inputs, FakeTensor)
+    if captured and torch._inductor.config.freezing:  # the compiler arranges weights for its own
+        return functional.linear(inputs, weight, bias)
     key = weight.shape, weight.stride(), rows, torch.get_num_threads()
     race = _RACES.get(key) or _RACES.setdefault(key, _Race(rows))
-    if race.fastest is None and isinstance(inputs, FakeTensor):
+    if captured and race.fastest is None:
         race.decide(rows, weight)
     result = race.run(inputs.reshape(rows, inputs.shape[-1]), weight, bias)
     return result.view(*inputs.shape[:-1], -1)

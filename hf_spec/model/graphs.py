@@ -3,8 +3,9 @@
 A function is captured by running it on tensors without data (`torch.fx`). All Python code, hooks
 and context variables included, runs at capture; only tensor operations remain. ``torch.compile``
 compiles these without guards: what guards would check is part of the key under which the code is
-kept (:meth:`Graphs.get`), and the model's tensors are checked once per call. Before code is used,
-its results are compared with the function's.
+kept (:meth:`Graphs.get`), and the model's tensors are checked once per call. With Inductor's option
+``freezing``, code contains the values of weights, arranged as its products read them fastest; the
+check is then one of values. Before code is used, its results are compared with the function's.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 SPARE = 512
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
 SMALL = 256
+#: Number of a weight's values that are compared to notice that frozen ones have changed.
+SAMPLED = 64
 
 #: From tensors to tensors; anything else it reads must be determined by its key.
 Function = Callable[..., tuple[Tensor, ...]]
@@ -90,8 +93,13 @@ class Graphs:
         with _COMPILING:
             self._kept = _KEPT.setdefault(model, _Kept())
         self._options = _options(config)
-        self._tensors = frozenset(map(_identity, _tensors(model)))
-        self._kind = kind, _state(model), repr(sorted(self._options.items(), key=repr))
+        self._frozen = config.backend == "inductor" and bool(
+            self._options["options"].get("freezing", torch._inductor.config.freezing)
+        )
+        self._identity = _content if self._frozen else _identity
+        self._tensors = frozenset(map(self._identity, _tensors(model)))
+        options = repr(sorted(self._options.items(), key=repr))
+        self._kind = kind, _state(model), options, self._frozen
         self.made = 0
         self.tell: Callable[[int], Any] | None = None
         self.obstacle = _obstacle(model)
@@ -128,7 +136,7 @@ class Graphs:
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
         different tensors."""
-        self._tensors |= frozenset(map(_identity, tensors))
+        self._tensors |= frozenset(map(self._identity, tensors))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values. Reuses an earlier call's buffer if possible, as CUDA graphs
@@ -168,8 +176,9 @@ class Graphs:
             if self.get(name, inputs) is not None:  # another thread was faster
                 return expected
             try:
-                graph = self._compile(function, inputs, static)
-                found = cut(graph.code(*inputs))[: len(expected)]
+                with torch._inductor.config.patch(freezing=self._frozen):
+                    graph = self._compile(function, inputs, static)
+                    found = cut(graph.code(*inputs))[: len(expected)]
                 problem = _difference(expected, found)
             except torch.OutOfMemoryError:
                 raise
@@ -196,9 +205,10 @@ class Graphs:
             if node.op == "get_attr"
         }
         tensors = [x for x in constants.values() if isinstance(x, Tensor)]
-        baked = {_identity(x) for x in tensors}
+        baked = {self._identity(x) for x in tensors}
         for x in tensors:
-            if x.is_floating_point() and x.numel() > SMALL and _identity(x) not in self._tensors:
+            known = self._identity(x) in self._tensors
+            if x.is_floating_point() and x.numel() > SMALL and not known:
                 raise ValueError(
                     f"it reads numbers {tuple(x.shape)} that are neither its inputs nor the "
                     "model's, and may change"
@@ -272,6 +282,14 @@ def _identity(tensor: Tensor) -> Hashable:
     except (RuntimeError, NotImplementedError):  # subclasses that cannot be taken apart
         place = id(tensor)
     return place, tensor.device
+
+
+def _content(tensor: Tensor) -> Hashable:
+    """What changes with a tensor's values: its version, and some values for writes through
+    ``.data``, which have no version."""
+    version = None if tensor.is_inference() else tensor._version
+    some = tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLED, 1)]
+    return _identity(tensor), version, tuple(some.tolist())
 
 
 def _state(model: Any) -> Hashable:

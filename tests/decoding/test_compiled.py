@@ -264,6 +264,25 @@ def test_with_a_compiler(shallow: Any) -> None:
     assert compiled(second)["made"] == 0 and not counters["stats"]
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_frozen_weights(shallow: Any) -> None:
+    """Graphs with the weights inside are made anew when a number in them changes."""
+    model = shallow()
+    weight, made, texts = model.model.layers[0].mlp.up_proj.weight, [], []
+    frozen = CompileConfig(options={"freezing": True}, mode=None)
+    config = {"cache_implementation": STATIC, "compile_config": frozen}
+    for change in (lambda: None, lambda: None, lambda: weight.data.neg_()):
+        change()
+        plain = generate(model, prompt()).sequences
+        output = generate(model, prompt(), **strategy("prompt_lookup", max_nodes=1), **config)
+        assert torch.equal(output.sequences, plain)
+        assert not compiled(output)["refused"]
+        made.append(compiled(output)["made"])
+        texts.append(plain.tolist())
+    assert made[0] and not made[1] and made[2] == made[0]
+    assert texts[0] != texts[2]
+
+
 # -- few graphs --------------------------------------------------------------------------------
 
 
