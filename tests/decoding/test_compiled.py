@@ -25,6 +25,7 @@ from hf_spec.core.cache import BUCKET, TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
+from hf_spec.model.graphs import Graphs
 from hf_spec.model.step_tokens import StepTokens, padded
 
 NEW = 20
@@ -264,23 +265,37 @@ def test_with_a_compiler(shallow: Any) -> None:
     assert compiled(second)["made"] == 0 and not counters["stats"]
 
 
+@torch.no_grad()
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_frozen_weights(shallow: Any) -> None:
-    """Graphs with the weights inside are made anew when a number in them changes."""
-    model = shallow()
-    weight, made, texts = model.model.layers[0].mlp.up_proj.weight, [], []
-    frozen = CompileConfig(options={"freezing": True}, mode=None)
-    config = {"cache_implementation": STATIC, "compile_config": frozen}
-    for change in (lambda: None, lambda: None, lambda: weight.data.neg_()):
-        change()
-        plain = generate(model, prompt()).sequences
-        output = generate(model, prompt(), **strategy("prompt_lookup", max_nodes=1), **config)
-        assert torch.equal(output.sequences, plain)
-        assert not compiled(output)["refused"]
-        made.append(compiled(output)["made"])
-        texts.append(plain.tolist())
-    assert made[0] and not made[1] and made[2] == made[0]
-    assert texts[0] != texts[2]
+@pytest.mark.parametrize("given", ["in options", "in the environment"])
+def test_frozen_weights(given: str, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code with the weights inside is made anew when the numbers in them change."""
+    model, config = fresh(), CompileConfig(mode=None)
+    if given == "in options":
+        config.options = {"freezing": True}
+    else:
+        monkeypatch.setattr(torch._inductor.config, "freezing", True)
+    head, inputs = model.lm_head, torch.randn(3, model.lm_head.in_features)
+    made, seen = [], []
+
+    def negate() -> None:
+        head.weight.data.neg_()
+
+    def halve() -> None:
+        head.weight.mul_(0.5)
+
+    for change in (None, None, negate, None, halve):
+        if change is not None:
+            change()
+        graphs = Graphs(model, config, "a test")
+        (found,) = graphs.run(
+            "head", lambda x: (head(x),), [inputs], lambda: (head(inputs),), lambda found: found
+        )
+        torch.testing.assert_close(found, head(inputs))
+        made.append(graphs.made)
+        seen.append(found)
+    assert made == [1, 0, 1, 0, 1]
+    assert torch.equal(seen[2], -seen[0])
 
 
 # -- few graphs --------------------------------------------------------------------------------
