@@ -1,9 +1,8 @@
-"""``hf-spec search`` and ``hf-spec plot search``: the adapter folder, and one line on bad input."""
+"""``hf-spec search`` and ``hf-spec plot``: the adapter folder, and one line on bad input."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def load(root: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("words", ["search", "plot", "plot search", "card", "push"])
+@pytest.mark.parametrize("words", ["search", "plot", "card", "push"])
 def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words.split(), "--help"]) == 0
     out = capsys.readouterr().out
@@ -122,9 +121,10 @@ def test_everything_is_in_the_json(made: Path) -> None:
 
 def test_plots_can_be_drawn_again(made: Path, tmp_path: Path) -> None:
     """From the JSON alone; what they show is tested in test_layer_plots.py."""
-    shutil.copy(made / "skip" / "search.json", tmp_path)
-    assert cli.main(["plot", "search", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"search.png", "layers.png"}
+    assert cli.main(["plot", str(made / "skip"), "--output", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "search.png", "layers.png", "policy.png",
+    }  # fmt: skip
     data = read_search(made / "skip")
     left, right = draw_search(data).get_axes()
     numbers = [one["number"] for one in data["trials"]]
@@ -134,11 +134,11 @@ def test_plots_can_be_drawn_again(made: Path, tmp_path: Path) -> None:
 
 
 def test_plot_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plot", "search", str(tmp_path)]) == 2
-    assert "has no search.json: run hf-spec search" in capsys.readouterr().err
+    assert cli.main(["plot", str(tmp_path)]) == 2
+    assert "has nothing to draw: search.json of hf-spec search" in capsys.readouterr().err
     for text, message in (("{", "is not JSON"), ("{}", "is not the result of hf-spec search")):
         (tmp_path / "search.json").write_text(text)
-        assert cli.main(["plot", "search", str(tmp_path)]) == 2
+        assert cli.main(["plot", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.hub.card import SEARCH
 from hf_spec.hub.folder import read_json
 
-SEARCH_FILE = "search.json"
 SEARCH_PLOT, LAYERS_PLOT = "search.png", "layers.png"
 KEPT, ATTENTION, MLP = "0.85", "tab:red", "tab:blue"
 MARKERS = {"first": "<", "middle": "d", "last": ">", "random": "X"}
@@ -20,21 +20,20 @@ def read_search(folder: Path) -> dict[str, Any]:
     """The ``search.json`` of a folder.
 
     Raises:
-        ValueError: there is no such file, or it is no result of ``hf-spec search``.
+        ValueError: it is no result of ``hf-spec search``.
     """
-    path = folder / SEARCH_FILE
-    if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no {SEARCH_FILE}: run hf-spec search")
+    path = folder / SEARCH
     data = read_json(path)
     if not {"trials", "best", "layers", "baselines"} <= data.keys():
         raise ValueError(f"{str(path)!r} is not the result of hf-spec search")
     return data
 
 
-def plot_search(data: dict[str, Any], folder: Path) -> list[Path]:
-    """Write ``search.png`` and ``layers.png``; returns their paths."""
+def plot_search(folder: Path, target: Path) -> list[Path]:
+    """Draw a folder's ``search.json`` as ``search.png`` and ``layers.png`` in ``target``."""
+    data = read_search(folder)
     drawn = ((SEARCH_PLOT, draw_search), (LAYERS_PLOT, draw_layers))
-    return [save_figure(draw(data), folder / name) for name, draw in drawn]
+    return [save_figure(draw(data), target / name) for name, draw in drawn]
 
 
 def draw_search(data: dict[str, Any]) -> Any:

@@ -11,11 +11,11 @@ from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import BenchResult, run
 from hf_spec.files import write_atomically
-from hf_spec.hub.card import RESULTS, write_card
+from hf_spec.hub.card import RESULTS, SEARCH, write_card
 from hf_spec.hub.folder import save_spec_config, save_weightless
 from hf_spec.methods.registry import get_method
 from hf_spec.tuning.layers.objective import STRATEGY
-from hf_spec.tuning.layers.plots import SEARCH_FILE, plot_search
+from hf_spec.tuning.layers.plots import plot_search
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,10 +45,10 @@ def write_folder(
     assert config_class is not None
     save_weightless(model, config_class(**result.best.skip.options()), folder)
     save_spec_config(folder, STRATEGY, result.options())
-    data = json.loads(json.dumps({"environment": environment, **result.to_dict()}))
-    write_atomically(folder / SEARCH_FILE, json.dumps(data, indent=1))
+    data = {"environment": environment, **result.to_dict()}
+    write_atomically(folder / SEARCH, json.dumps(data, indent=1))
     bench_report.write_results(folder / RESULTS, bench, environment)
-    plot_search(data, folder)
+    plot_search(folder, folder)
     write_card(folder)
 
 
