@@ -45,7 +45,7 @@ def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> d
     """As ``hf-spec bench`` writes them."""
     runs = [
         {
-            "strategy": name, "task": task, "batch_size": 1, "prompts": 4,
+            "strategy": name, "task": task, "batch_size": 1, "baseline": "plain", "prompts": 4,
             "tokens_per_second": speed, "speedup": speed / 50, "tau": tau, "identical": 3,
             "diverged_at_tie": 1, "diverged": 0,
         }
