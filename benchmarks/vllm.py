@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from hf_spec.bench.contenders import PLAIN, contenders, load_adapters, parse_nam
 from hf_spec.bench.contenders import with_compiled as and_compiled
 from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.bench.report import environment
-from hf_spec.bench.session import Session, own_generation_config
+from hf_spec.bench.session import Session
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
 from hf_spec.model.loading import load_model
@@ -136,9 +136,7 @@ def measure(args: argparse.Namespace) -> Row:
     lineup = [] if args.engines_only else [PLAIN, *contenders(args.strategies, {}, adapters)]
     if args.backend != "none" and lineup:
         lineup = and_compiled(lineup, args.backend, longest)
-    session = Session(
-        model, {"do_sample": False, "max_new_tokens": args.max_new_tokens}, bool(adapters)
-    )
+    greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
     eos = model.generation_config.eos_token_id
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     rates: dict[str, list[float]] = {}
@@ -150,7 +148,7 @@ def measure(args: argparse.Namespace) -> Row:
         answers.setdefault(name, [_before(ends, row) for row in tokens])
         print(f"{name}: {rates[name][-1]:.1f} tokens per second", file=sys.stderr, flush=True)
 
-    with own_generation_config(model, tokenizer, greedy=True), closing(session):
+    with Session.open(model, tokenizer, greedy, lineup) as session:
         for turn in range(args.repeats):
             first = turn % len(args.vllm)
             for engine in args.vllm[first:] + args.vllm[:first]:

@@ -18,9 +18,7 @@ from hf_spec.bench import session
 
 COMMANDS = [
     "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
-    "warmup", "doctor",
-    "plot search", "plot tune", "plot tree", "plot policy", "card", "push", "import", "export",
-    "run",
+    "warmup", "doctor", "plot", "card", "push", "import", "export", "run",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
+from hf_spec.adapters.active import find_active
 from hf_spec.bench.report import package_version
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import Method, methods
@@ -70,7 +71,7 @@ def _obstacle(model: Any, method: Method) -> str | None:
     config, lent = method.adapter_config, False
     active = [*model.active_adapters()] if getattr(model, "_hf_peft_config_loaded", False) else []
     try:
-        if config is not None and _active(model, config.type_name) is None:
+        if config is not None and find_active(model, config.type_name) is None:
             with warnings.catch_warnings(action="ignore"):  # of adapters side by side
                 model.add_adapter(config(), LENT)
             lent = True
@@ -87,9 +88,3 @@ def _obstacle(model: Any, method: Method) -> str | None:
         if active:
             model.set_adapter(active)
     return None
-
-
-def _active(model: Any, peft_type: str) -> Any:
-    from hf_spec.adapters.active import find_active
-
-    return find_active(model, peft_type)

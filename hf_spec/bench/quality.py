@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
-from hf_spec.bench.session import Session, own_generation_config
+from hf_spec.bench.session import Session
 
 #: A number such as 1,234.50, as answers to arithmetic problems end with.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -93,8 +92,7 @@ def quality(
     scores: list[Quality] = []
     texts: dict[str, list[str]] = {}
     options = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    session = Session(model, options, any(one.adapters for one in lineup))
-    with own_generation_config(model, tokenizer, greedy=True), closing(session):
+    with Session.open(model, tokenizer, options, lineup) as session:
         for turn, one in enumerate(lineup):
             losses, answers = 0.0, list[str]()
             for number, part in enumerate(parts):

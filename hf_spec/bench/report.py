@@ -142,9 +142,8 @@ def print_table(result: BenchResult, console: Console) -> None:
             continue
         counts = [row[kind.value] for kind in Agreement]
         shown = ["sampled" if count is None else str(count) for count in counts]
-        name = row["strategy"] + (" (lossy)" if row["strategy"] in lossy else "")
         table.add_row(
-            name, row["task"], str(row["batch_size"]), str(row["prompts"]),
+            _label(row, lossy), row["task"], str(row["batch_size"]), str(row["prompts"]),
             f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x",
             _shown(row["speedup_interval"]), f"{row['tau']:.2f}", _shown(row["tau_interval"]),
             *shown, end_section=row["task"] == ALL,
@@ -167,34 +166,26 @@ def _shown(found: Interval | None) -> str:
     return "" if found is None else f"{found[0]:.2f}-{found[1]:.2f}"
 
 
-def grid(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, float]]:
-    """A figure over all tasks, by strategy and batch size.
-
-    Args:
-        runs: entries from :func:`rows`.
-        figure: key of the figure.
-    """
-    found: dict[str, dict[int, float]] = {}
-    for row in runs:
-        if row["task"] == ALL:
-            found.setdefault(row["strategy"], {})[row["batch_size"]] = row[figure]
-    return found
-
-
 def _print_grid(data: Sequence[dict[str, Any]], lossy: set[str], console: Console) -> None:
     """Print speedup and tau by strategy and batch size; for plain decoding, tokens per second."""
     sizes = sorted({row["batch_size"] for row in data})
-    plain = {row["baseline"] for row in data}
-    speeds, speedups, taus = (grid(data, name) for name in ("tokens_per_second", "speedup", "tau"))
-    heads = [f"batch {size}" for size in sizes]
-    table = new_table("speedup (tau) by batch size", ["strategy"], heads)
-    for name, by_size in speedups.items():
-        shown = {size: f"{by_size[size]:.2f}x ({taus[name][size]:.2f})" for size in by_size}
-        if name in plain:
-            shown = {size: f"{speeds[name][size]:.1f} tok/s" for size in by_size}
-        label = name + (" (lossy)" if name in lossy else "")
-        table.add_row(label, *(shown.get(size, "") for size in sizes))
+    table = new_table(
+        "speedup (tau) by batch size", ["strategy"], [f"batch {size}" for size in sizes]
+    )
+    lines: dict[str, dict[int, str]] = {}
+    for row in data:
+        if row["task"] == ALL:
+            plain = row["strategy"] == row["baseline"]
+            rate, gain = f"{row['tokens_per_second']:.1f} tok/s", f"{row['speedup']:.2f}x"
+            shown = rate if plain else f"{gain} ({row['tau']:.2f})"
+            lines.setdefault(_label(row, lossy), {})[row["batch_size"]] = shown
+    for label, by_size in lines.items():
+        table.add_row(label, *(by_size.get(size, "") for size in sizes))
     console.print(table)
+
+
+def _label(row: dict[str, Any], lossy: set[str]) -> str:
+    return row["strategy"] + " (lossy)" * (row["strategy"] in lossy)
 
 
 def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:

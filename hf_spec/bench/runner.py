@@ -8,7 +8,6 @@ timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ from hf_spec.bench.contenders import (
     with_joining,
 )
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
-from hf_spec.bench.session import Session, own_generation_config
+from hf_spec.bench.session import Session
 from hf_spec.core.stats import SpecStats
 
 #: Category of measurements over all categories together.
@@ -197,9 +196,7 @@ def run(
         plan += [(size, taking_part, part) for part in parts]
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
-    session = Session(model, options, any(item.adapters for item in lineup))
-    greedy = not options["do_sample"]
-    with own_generation_config(model, tokenizer, greedy), closing(session):
+    with Session.open(model, tokenizer, options, lineup) as session:
         try:
             if warmup:
                 session.warm_up(plan, token_ids)
@@ -215,7 +212,7 @@ def run(
                     )
                     done += 1
                     progress(done, calls)
-                if greedy:
+                if not options["do_sample"]:
                     _compare(session, outcome, token_ids, taking_part)
                 result.measurements += [outcome[item.name] for item in taking_part]
             result.notes += [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,19 @@ class Session:
     managed: bool
     unmerged: dict[str, str] = field(default_factory=dict)
     compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, model: Any, tokenizer: Any, options: dict[str, Any], lineup: Iterable[Contender]
+    ) -> Iterator[Session]:
+        """A session for these contenders; the block ends with the model as it was."""
+        session = cls(model, options, any(one.adapters for one in lineup))
+        with (
+            own_generation_config(model, tokenizer, greedy=not options["do_sample"]),
+            closing(session),
+        ):
+            yield session
 
     def activate(self, contender: Contender) -> None:
         """Activate the contender's adapters, or none."""

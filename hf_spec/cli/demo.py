@@ -27,9 +27,6 @@ def demo(
         bool,
         typer.Option("--show-steps", help="Show which step emitted what of the sample text."),
     ] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="Another model folder instead of the shipped one.")
-    ] = None,
     threads: opt.Threads = None,
 ) -> None:
     """See a small model write the same code, faster.
@@ -57,8 +54,7 @@ def demo(
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
         result = run_demo(
-            model, limit=limit, max_new_tokens=max_new_tokens, dtype=dtype,
-            show_steps=show_steps, progress=progress,
+            limit, max_new_tokens, dtype, show_steps=show_steps, progress=progress,
             status=lambda text: typer.echo(text, err=True),
         )  # fmt: skip
     stop_without(result.bench.measurements)

@@ -47,7 +47,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(search)
 app.command()(tune)
 app.command()(warmup)
-app.add_typer(plot, name="plot")
+app.command()(plot)
 app.command()(card)
 app.command()(push)
 app.command(name="import")(import_)

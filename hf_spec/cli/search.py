@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,54 +28,38 @@ def search(
     ] = 100,
     limit: opt.Limit = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
-    objective: Annotated[
-        str, typer.Option(help="modelled (reproducible) or measured (wall-clock time).")
-    ] = "modelled",
-    sampler: Annotated[str, typer.Option(help="tpe, gp or random.")] = "tpe",
     dtype: opt.Dtype = "bfloat16",
     max_draft: Annotated[
         int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")
     ] = 12,
-    target_acceptance: Annotated[
-        float, typer.Option(help="alpha, what the adaptive draft exit aims at.")
-    ] = 0.85,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     seed: Annotated[int, typer.Option(help="Seed of the search and of the sampling.")] = 0,
-    baselines: Annotated[
-        bool, typer.Option(help="Compare with first, middle, last and random layers.")
-    ] = True,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
     """Search for the layers that layer_skip leaves out when it drafts.
 
-    Minimises time per token on your prompts. The output is an adapter folder without weights, with
-    settings, card and plots. Repeat the command to continue an interrupted search, or with more
-    --trials to extend it.
+    Minimises time per token on your prompts: the measured costs of forwards times their numbers.
+    Compares the result with first, middle, last and random layers. The output is an adapter folder
+    without weights, with settings, card and plots. Repeat the command to continue an interrupted
+    search, or with more --trials to extend it.
 
     \b
     Examples:
       hf-spec search --model Qwen/Qwen3-0.6B --prompts dev.jsonl --output ./skip
       hf-spec search --model M --prompts dev.jsonl --output ./skip --trials 500 --limit 16
-      hf-spec search --model M --prompts dev.jsonl --output ./skip --objective measured
       hf-spec bench --model M --adapter ./skip --prompts test.jsonl
     """
     from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.tuning.layers.objective import Settings
     from hf_spec.tuning.layers.search import search as run_search
-    from hf_spec.tuning.layers.study import Settings
 
     # Everything that can be checked without a model comes first.
-    try:
-        settings = Settings(
-            objective=objective, sampler=sampler, seed=seed, max_new_tokens=max_new_tokens,
-            max_draft=max_draft, target_acceptance=target_acceptance, do_sample=do_sample,
-            **opt.sampling(do_sample, temperature, top_k, top_p),
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(_as_option(str(error))) from error
+    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
+    settings = Settings(seed, max_new_tokens, max_draft, do_sample, **sampling)
     require("search", "optuna")
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
@@ -90,10 +71,11 @@ def search(
 
     loaded, tokenizer = load_model(model, dtype, device)
     try:
-        with search_bar() as (progress, status):
+        with progress_bar("search") as update:
             result = run_search(
-                loaded, tokenizer, chosen, output, settings, trials=trials, baselines=baselines,
-                progress=progress, status=status,
+                loaded, tokenizer, chosen, output, settings, trials=trials,
+                progress=lambda done, total, best: update(done, total, note=_about(best)),
+                status=lambda text: update(description=text),
             )  # fmt: skip
         with progress_bar("measuring") as update:
             bench = report.measure(loaded, tokenizer, chosen, result, update)
@@ -109,36 +91,12 @@ def search(
     report.print_result(result, bench, console)
 
 
-def _as_option(message: str) -> str:
-    """A message about a field of the settings, reworded to name the option."""
-    field, found = message.replace("=", " ", 1).split(" ", 1)
-    return f"--{field.replace('_', '-')} {found}"
-
-
-@contextmanager
-def search_bar() -> Iterator[
-    tuple[Callable[[int, int, Trial | None], None], Callable[[str], None]]
-]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line for each better choice.
-
-    Gives ``progress(done, total, best)`` and ``status(text)``.
-    """
-    shown: Trial | None = None
-    with progress_bar("search") as update:
-
-        def progress(done: int, total: int, best: Trial | None) -> None:
-            nonlocal shown
-            text = ""
-            if best is not None:
-                skip = best.skip
-                text = (
-                    f"best {1 / best.evaluation.value:.2f}x, tau {best.evaluation.counts.tau:.2f}, "
-                    f"skips {len(skip.attention)} attention + {len(skip.mlp)} MLP"
-                )
-            update(done, total, note=text)
-            better = best is not None and (shown is None or best.skip != shown.skip)
-            if better and not sys.stderr.isatty():
-                typer.echo(f"trial {done} of {total}: {text}", err=True)
-                shown = best
-
-        yield progress, lambda text: update(description=text)
+def _about(best: Trial | None) -> str:
+    """What stands behind the progress bar."""
+    if best is None:
+        return ""
+    skip, found = best.skip, best.evaluation
+    return (
+        f"best {1 / found.value:.2f}x, tau {found.counts.tau:.2f}, skips "
+        f"{len(skip.attention)} attention + {len(skip.mlp)} MLP"
+    )

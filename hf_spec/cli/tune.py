@@ -49,7 +49,7 @@ def tune(
     Examples:
       hf-spec tune --model Qwen/Qwen3-0.6B --adapter ./bita --prompts held_out.jsonl
       hf-spec tune --model M --adapter ./bita --prompts P.jsonl --batch-size 1,8 --context 512,4096
-      hf-spec plot tune ./bita
+      hf-spec plot ./bita
       hf-spec bench --model M --adapter ./bita --prompts other.jsonl
     """
     from hf_spec.adapters.checkpoint import WEIGHTS

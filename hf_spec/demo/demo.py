@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +13,7 @@ from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapte
 from hf_spec.bench.figures import new_figure
 from hf_spec.bench.prompts import Prompt, encode_prompts
 from hf_spec.bench.runner import BenchResult, run
-from hf_spec.bench.session import Session, own_generation_config
+from hf_spec.bench.session import Session
 from hf_spec.demo.prompts import demo_prompts
 from hf_spec.model.loading import load_model
 from hf_spec.viewing.steps import StepStreamer
@@ -74,20 +73,18 @@ def lineup(model: Any, adapters: list[Adapter]) -> list[Contender]:
 
 
 def run_demo(
-    folder: Path | None = None,
+    limit: int,
+    max_new_tokens: int,
+    dtype: str,
     *,
-    limit: int | None = None,
-    max_new_tokens: int = 128,
-    dtype: str = "bfloat16",
     show_steps: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
     status: Callable[[str], Any] = lambda text: None,
 ) -> DemoResult:
-    """Load a model and measure it, plainly and with each strategy.
+    """Load the shipped model and measure it, plainly and with each strategy.
 
     Args:
-        folder: the model; None for the shipped one with its adapters.
-        limit: most prompts; None for all.
+        limit: most prompts.
         max_new_tokens: limit for each prompt.
         dtype: dtype of the model.
         show_steps: whether to record which step emits which tokens after the sample prompt.
@@ -97,11 +94,10 @@ def run_demo(
     Raises:
         ValueError: the model cannot be loaded, or there are no prompts.
     """
-    adapters = read_adapters(map(str, adapter_folders())) if folder is None else []
-    folder = model_folder() if folder is None else folder
-    model, tokenizer = load_model(str(folder), dtype)
+    adapters = read_adapters(map(str, adapter_folders()))
+    model, tokenizer = load_model(str(model_folder()), dtype)
     prompts = demo_prompts(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
-    chosen = prompts if limit is None else prompts[:limit]
+    chosen = prompts[:limit]
     if not chosen:
         raise ValueError("this Python has no sources of its standard library to take prompts from")
     ways = lineup(model, adapters)
@@ -124,10 +120,8 @@ def _steps(
     """Tokens that each step of each contender writes after a prompt."""
     options = {"do_sample": False, "max_new_tokens": bench.settings["max_new_tokens"]}
     ids, _ = encode_prompts(model, tokenizer, [Prompt(prompt, "", 0)], options["max_new_tokens"])
-    managed = any(item.adapters for item in bench.contenders)
     found = {}
-    session = Session(model, options, managed)
-    with own_generation_config(model, tokenizer, greedy=True), closing(session):
+    with Session.open(model, tokenizer, options, bench.contenders) as session:
         for item in bench.contenders:
             streamer = StepStreamer()
             session.generate(item, ids, streamer=streamer)

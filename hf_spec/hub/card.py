@@ -158,8 +158,6 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
             if row["strategy"].partition("@")[0] == method.name and row["batch_size"] == size
         ]  # fmt: skip
         plain = {(row["strategy"], row["task"]): row for row in runs if row["batch_size"] == size}
-        for row in rows:  # missing in results of earlier releases
-            row.setdefault("baseline", "plain")
         if not rows:
             raise ValueError(f"no rows of strategy {method.name!r}")
         rows = [row for row in rows if row["strategy"] == rows[0]["strategy"]]

@@ -23,43 +23,34 @@ PROMISED, MEASURED = "tab:red", "tab:blue"
 WINDOW = 16
 
 
-def read_policies(path: Path) -> list[dict[str, Any]]:
-    """The entries over all tasks that contain decisions of the policy.
-
-    Args:
-        path: a ``results.json``, or its folder.
+def read_policies(folder: Path) -> list[dict[str, Any]]:
+    """The entries over all tasks in a folder's ``results.json`` that contain decisions.
 
     Raises:
-        ValueError: there is no such file, it is no result of ``hf-spec bench``, or no entry
-            contains decisions.
+        ValueError: it is no result of ``hf-spec bench``, or no entry contains decisions.
     """
-    path = path / RESULTS if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"there is no {str(path)!r}: run hf-spec bench --output DIR")
+    path = folder / RESULTS
     runs = read_json(path).get("runs")
     if not isinstance(runs, list):
         raise ValueError(f"{str(path)!r} is no result of hf-spec bench: it has no runs")
     chosen = [one for one in runs if one["task"] == ALL and _policy(one)]
     if not chosen:
-        raise ValueError(
-            f"{str(path)!r} has no run with a policy: the strategies are stock ones, or the file "
-            "was written by an earlier release; run hf-spec bench again"
-        )
+        raise ValueError(f"{str(path)!r} has no run with a policy: all strategies are stock ones")
     return chosen
 
 
-def plot_policies(runs: list[dict[str, Any]], folder: Path) -> Path:
-    """Write ``policy.png`` with three panels for each run, and one panel for all runs.
-
-    Args:
-        runs: entries from :func:`read_policies`.
-        folder: folder of the image.
-    """
-    return save_figure(draw_policies(runs), folder / POLICY_PLOT)
+def plot_policies(folder: Path, target: Path) -> list[Path]:
+    """Draw the policy's decisions in a folder's ``results.json`` as ``policy.png`` in ``target``,
+    with three panels for each run, and one panel for all runs."""
+    return [save_figure(draw_policies(read_policies(folder)), target / POLICY_PLOT)]
 
 
 def draw_policies(runs: list[dict[str, Any]]) -> Any:
-    """The figure that :func:`plot_policies` writes."""
+    """The figure that :func:`plot_policies` writes.
+
+    Args:
+        runs: entries from :func:`read_policies`.
+    """
     count = len(runs) + 1
     figure = new_figure(13, 3.6 * count)
     parts = figure.subfigures(count, 1, squeeze=False)[:, 0]

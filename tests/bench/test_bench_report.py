@@ -136,9 +136,6 @@ def test_several_batch_sizes_end_in_a_grid():
         dataclasses.replace(m, seconds=m.seconds * (2 - (m.strategy == "fast"))) for m in larger
     ]
     both = result(measurements() + larger)
-    found = report.grid(both.runs(), "speedup")
-    assert found["plain"] == {1: 1.0, 4: 1.0}
-    assert found["fast"][4] == pytest.approx(2 * found["fast"][1])
     for width in (40, 200):
         lines = table_of(both, width).splitlines()
         start = next(i for i, line in enumerate(lines) if "by batch size" in line)

@@ -45,7 +45,7 @@ def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> d
     """As ``hf-spec bench`` writes them."""
     runs = [
         {
-            "strategy": name, "task": task, "batch_size": 1, "prompts": 4,
+            "strategy": name, "task": task, "batch_size": 1, "baseline": "plain", "prompts": 4,
             "tokens_per_second": speed, "speedup": speed / 50, "tau": tau, "identical": 3,
             "diverged_at_tie": 1, "diverged": 0,
         }
@@ -229,8 +229,7 @@ def test_card_with_several_batch_sizes(adapter: Path) -> None:
 def test_card_on_development_prompts(adapter: Path) -> None:
     search = {
         "environment": {"prompts_sha256": "ab12"}, "identity": {"prompts": 4},
-        "settings": {"objective": "modelled", "sampler": "tpe", "seed": 0}, "trials": [{}] * 7,
-        "best": {"value": 1.1}, "baselines": None, "draft_exit": [],
+        "settings": {"seed": 0}, "trials": [{}] * 7, "best": {"value": 1.1}, "baselines": [],
     }  # fmt: skip
     (adapter / "search.json").write_text(json.dumps(search))
     card = render_card(adapter)

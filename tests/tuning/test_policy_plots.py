@@ -1,4 +1,4 @@
-"""``hf-spec plot policy``, from a real benchmark's ``results.json`` and from others."""
+"""``hf-spec plot`` of the policy, from a real benchmark's ``results.json`` and from others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plot(source: Path, *more: str) -> int:
-    return cli.main(["plot", "policy", str(source), *more])
+    return cli.main(["plot", str(source), *more])
 
 
 def step(**changes: Any) -> dict[str, Any]:
@@ -148,10 +148,8 @@ def test_titles_say_how_far_promises_held(run: dict[str, Any]) -> None:
 def test_a_benchmark_can_be_drawn(results: Path, tmp_path: Path) -> None:
     runs = read_policies(results)
     assert [run["strategy"] for run in runs] == ["medusa", "medusa:sparse"]
-    for source in (results, results / "results.json"):
-        (results / "policy.png").unlink(missing_ok=True)
-        assert plot(source) == 0
-        assert (results / "policy.png").is_file()
+    assert plot(results) == 0
+    assert (results / "policy.png").is_file()
     assert plot(results, "-o", str(tmp_path / "new" / "folder")) == 0
     assert (tmp_path / "new" / "folder" / "policy.png").is_file()
 
@@ -177,7 +175,7 @@ def test_the_start_of_a_call_can_be_drawn(run: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "run hf-spec bench"),
+        (None, "results.json of hf-spec bench"),
         ("{", "is not JSON"),
         ("[]", "must hold a JSON object"),
         ("{}", "is no result of hf-spec bench"),

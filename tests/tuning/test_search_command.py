@@ -1,9 +1,8 @@
-"""``hf-spec search`` and ``hf-spec plot search``: the adapter folder, and one line on bad input."""
+"""``hf-spec search`` and ``hf-spec plot``: the adapter folder, and one line on bad input."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.tuning.layers.objective import Evaluator
+from hf_spec.cli.search import _about
+from hf_spec.tuning.layers.costs import Skip
+from hf_spec.tuning.layers.objective import Counts, Evaluation, Evaluator
 from hf_spec.tuning.layers.plots import draw_search, read_search
+from hf_spec.tuning.layers.study import Trial
 
 pytest.importorskip("optuna")
 
@@ -54,7 +56,7 @@ def load(root: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("words", ["search", "plot", "plot search", "card", "push"])
+@pytest.mark.parametrize("words", ["search", "plot", "card", "push"])
 def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words.split(), "--help"]) == 0
     out = capsys.readouterr().out
@@ -110,12 +112,11 @@ def test_bench_takes_the_folder(made: Path, tmp_path: Path) -> None:
 
 def test_everything_is_in_the_json(made: Path) -> None:
     data = json.loads((made / "skip" / "search.json").read_text())
-    assert len(data["trials"]) == 4 and data["settings"]["objective"] == "modelled"
+    assert len(data["trials"]) == 4 and data["settings"]["max_draft"] == 4
     assert {"argv", "torch", "optuna", "threads", "prompts_sha256"} <= data["environment"].keys()
     assert [row["name"] for row in data["baselines"]] == [
         "searched", "first", "middle", "last", "random",
     ]  # fmt: skip
-    assert {row["draft_exit"] for row in data["draft_exit"]} == {"adaptive", "threshold", "fixed"}
     assert data["costs"]["plain"] > 0 and data["layers"] == 2
     measured = json.loads((made / "skip" / "results.json").read_text())["runs"]
     assert all(row["identical"] == row["prompts"] for row in measured)
@@ -123,9 +124,10 @@ def test_everything_is_in_the_json(made: Path) -> None:
 
 def test_plots_can_be_drawn_again(made: Path, tmp_path: Path) -> None:
     """From the JSON alone; what they show is tested in test_layer_plots.py."""
-    shutil.copy(made / "skip" / "search.json", tmp_path)
-    assert cli.main(["plot", "search", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"search.png", "layers.png"}
+    assert cli.main(["plot", str(made / "skip"), "--output", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "search.png", "layers.png", "policy.png",
+    }  # fmt: skip
     data = read_search(made / "skip")
     left, right = draw_search(data).get_axes()
     numbers = [one["number"] for one in data["trials"]]
@@ -135,19 +137,19 @@ def test_plots_can_be_drawn_again(made: Path, tmp_path: Path) -> None:
 
 
 def test_plot_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plot", "search", str(tmp_path)]) == 2
-    assert "has no search.json: run hf-spec search" in capsys.readouterr().err
+    assert cli.main(["plot", str(tmp_path)]) == 2
+    assert "has nothing to draw: search.json of hf-spec search" in capsys.readouterr().err
     for text, message in (("{", "is not JSON"), ("{}", "is not the result of hf-spec search")):
         (tmp_path / "search.json").write_text(text)
-        assert cli.main(["plot", "search", str(tmp_path)]) == 2
+        assert cli.main(["plot", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
 
 
 def test_continuing_with_other_settings(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert search(made, "--seed", "5", "--target-acceptance", "0.5") == 2
+    assert search(made, "--seed", "5", "--max-draft", "3") == 2
     error = capsys.readouterr().err
-    assert "target_acceptance was 0.85, now 0.5" in error and "seed was 0, now 5" in error
+    assert "max_draft was 4, now 3" in error and "seed was 0, now 5" in error
     assert error.startswith("hf-spec: ") and error.count("\n") == 1
 
 
@@ -159,7 +161,7 @@ def test_interrupted(
     def interrupt(self: Evaluator, *args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 16:
+        if calls == 12:
             raise KeyboardInterrupt
         return original(self, *args)
 
@@ -168,19 +170,16 @@ def test_interrupted(
         assert search(made, output="again") == 130
     assert "the same command continues the search" in capsys.readouterr().err
     assert not (made / "again" / "search.json").exists()
-    assert search(made, "--no-baselines", output="again") == 0
+    assert search(made, output="again") == 0
     data = json.loads((made / "again" / "search.json").read_text())
     assert [one["number"] for one in data["trials"]] == [0, 1, 2, 3]
-    assert data["baselines"] is None
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--objective", "guessed"], "--objective 'guessed': choose one of modelled, measured"),
-        (["--sampler", "grid"], "--sampler 'grid': choose one of tpe, gp, random"),
         (["--dtype", "int3"], "--dtype 'int3'"),
-        (["--target-acceptance", "2"], "--target-acceptance 2.0"),
+        (["--max-draft", "0"], "--max-draft"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),
         (["--trials", "0"], "--trials"),
         (["--prompts", "/nowhere.jsonl"], "cannot read prompt file '/nowhere.jsonl'"),
@@ -204,20 +203,9 @@ def test_without_optuna(
     assert "pip install 'hf_spec[search]'" in capsys.readouterr().err
 
 
-def test_progress_tells_of_better_choices(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there is no terminal: a line for each, and nothing else."""
-    from hf_spec.cli.search import search_bar
-    from hf_spec.tuning.layers.costs import Skip
-    from hf_spec.tuning.layers.objective import Counts, Evaluation
-    from hf_spec.tuning.layers.study import Trial
-
-    counts = Counts(1, 12, 4)
-    best = Trial(0, "complete", Skip((1,), ()), Evaluation(0.5, counts), "start", False, 1, 0.1)
-    with search_bar() as (progress, status):
-        status("searching")
-        progress(0, 3, None)
-        progress(1, 3, best)
-        progress(2, 3, best)
-    assert capsys.readouterr().err == (
-        "trial 1 of 3: best 2.00x, tau 3.00, skips 1 attention + 0 MLP\n"
+def test_what_stands_behind_the_progress_bar() -> None:
+    best = Trial(
+        0, "complete", Skip((1,), ()), Evaluation(0.5, Counts(1, 12, 4)), "start", False, 1, 0.1
     )
+    assert _about(best) == "best 2.00x, tau 3.00, skips 1 attention + 0 MLP"
+    assert _about(None) == ""

@@ -42,7 +42,7 @@ def test_parents_stand_above_the_middle_of_their_children() -> None:
 
 
 def test_the_tree_of_each_state_that_occurs(entry: dict[str, Any]) -> None:
-    figure = draw_trees(entry, 0)
+    figure = draw_trees(entry, entry["settings"][0])
     (axes,) = figure.get_axes()  # state 0 has no candidates, state 2 does not occur
     assert axes.get_title() == "1 token predicted: 2 candidates, 3 probes; 75% of steps"
     assert "Some CPU, float32, batch 2, context 100: 4 step tokens, tau 1.70" in (
@@ -56,7 +56,7 @@ def test_the_tree_of_each_state_that_occurs(entry: dict[str, Any]) -> None:
 
 
 def test_the_tree_of_another_setting(entry: dict[str, Any]) -> None:
-    (axes,) = draw_trees(entry, 1).get_axes()
+    (axes,) = draw_trees(entry, entry["settings"][1]).get_axes()
     assert axes.get_title() == "2 tokens predicted: 3 candidates, 4 probes; 100% of steps"
     assert texts(axes) == ["100", "+1", "50", "+1", "25", "20", "+2"]  # 0.5 * 0.4
     # A line from each parent to its child, wider where it is likelier.

@@ -1,4 +1,4 @@
-"""``hf-spec tune`` and ``plot tree``/``tune``, what it measures, and decoding with its trees."""
+"""``hf-spec tune`` and ``hf-spec plot``, what it measures, and decoding with its trees."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from running import configured, drafting
-from tiny_checkpoint import save_checkpoint, write_prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from tuned import content, load, make, tune
 
 import hf_spec
 from hf_spec import cli
@@ -34,42 +34,8 @@ from hf_spec.tuning.trees.step_times import PLAIN, START, StepTimer, StepTimes
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model ``m``, prompts ``p.jsonl`` and a tuned, untrained adapter ``bita``."""
-    root = tmp_path_factory.mktemp("tune")
-    save_checkpoint(root / "m")
-    rows = [{"prompt": text} for text in ("abab" * 4, "xyz xyz xyz", "one one one")]
-    write_prompts(root / "p.jsonl", rows)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32)
     config = hf_spec.BitaConfig(num_mask_tokens=2, num_prompt_tokens=2)
-    get_peft_model(model, config).save_pretrained(root / "bita")
-    (root / "bita" / "README.md").unlink()  # PEFT's general one
-    shutil.copytree(root / "bita", root / "untuned")
-    assert tune(root, "--batch-size", "1,2", "--context", "8,40") == 0
-    return root
-
-
-def tune(root: Path, *more: str, adapter: str = "bita") -> int:
-    return cli.main(
-        [
-            "tune", "--model", str(root / "m"), "--adapter", str(root / adapter),
-            "--prompts", str(root / "p.jsonl"), "--dtype", "float32", "--device", "cpu",
-            "--max-new-tokens", "24", "--max-size", "12", *more,
-        ]
-    )  # fmt: skip
-
-
-def load(root: Path, adapter: str | None = "bita") -> Any:
-    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32).eval()
-    model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = None
-    if adapter is not None:
-        model.load_adapter(root / adapter)
-    return model
-
-
-def content(root: Path) -> dict[str, Any]:
-    return json.loads((root / "bita" / "tree.json").read_text())
+    return make(tmp_path_factory.mktemp("tune"), config, "--batch-size", "1,2", "--context", "8,40")
 
 
 IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
@@ -77,13 +43,6 @@ NEW = {"max_new_tokens": 20, "do_sample": False}
 
 
 # -- the command -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", ["tune", "plot tune", "plot tree", "plot policy"])
-def test_help_has_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*words.split(), "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "Examples:" in out and f"hf-spec {words}" in out
 
 
 def test_the_file(made: Path) -> None:
@@ -113,13 +72,13 @@ def test_the_file(made: Path) -> None:
 
 def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
     plain = load(made, None).generate(IDS, **NEW)
-    config = hf_spec.SpecConfig.from_pretrained(made / "bita")
+    config = hf_spec.SpecConfig.from_pretrained(made / "tuned")
     assert config.assistant_kwargs == {"tree": "tuned"}
-    check_complete(made / "bita")
-    card = (made / "bita" / "README.md").read_text()
+    check_complete(made / "tuned")
+    card = (made / "tuned" / "README.md").read_text()
     assert "`tree.json`" in card and "| float32 | 1 | 40 |" in card
     base = load(made, None)
-    for model in (load(made), PeftModel.from_pretrained(base, made / "bita")):
+    for model in (load(made), PeftModel.from_pretrained(base, made / "tuned")):
         out = model.generate(
             input_ids=IDS, **configured(config), return_dict_in_generate=True, **NEW
         )
@@ -133,13 +92,13 @@ def test_the_folder_uses_them_in_every_way(made: Path, tmp_path: Path) -> None:
 
 def test_options_of_static_trees_give_way(made: Path, tmp_path: Path) -> None:
     """What the folder said of the tree's shape would contradict the tuned one."""
-    for name in ("m", "bita"):
+    for name in ("m", "tuned"):
         shutil.copytree(made / name, tmp_path / name)
     shutil.copy(made / "p.jsonl", tmp_path / "p.jsonl")
     stored = {"tree": "efficient", "top_k": 2, "max_depth": 1, "retrieval": True}
-    hf_spec.SpecConfig("bita", stored).save_pretrained(tmp_path / "bita")
+    hf_spec.SpecConfig("bita", stored).save_pretrained(tmp_path / "tuned")
     assert tune(tmp_path, "--limit", "1") == 0
-    config = hf_spec.SpecConfig.from_pretrained(tmp_path / "bita")
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path / "tuned")
     assert config.assistant_kwargs == {"tree": "tuned", "retrieval": True}
     for tree in ("tuned", "chain", [[0]]):
         with pytest.raises(ValueError, match="top_k=2 is of the trees 'efficient' and 'full'"):
@@ -153,10 +112,10 @@ def test_without_the_option_trees_stay_static(made: Path) -> None:
 
 
 def test_the_same_device_replaces_its_entry_and_others_stay(made: Path, tmp_path: Path) -> None:
-    for name in ("m", "bita"):
+    for name in ("m", "tuned"):
         shutil.copytree(made / name, tmp_path / name)
     shutil.copy(made / "p.jsonl", tmp_path / "p.jsonl")
-    path = tmp_path / "bita" / "tree.json"
+    path = tmp_path / "tuned" / "tree.json"
     data = json.loads(path.read_text())
     other = {**data["devices"][0], "device": "Some GPU", "kind": "cuda", "threads": None}
     path.write_text(json.dumps({**data, "devices": [data["devices"][0], other]}))
@@ -169,20 +128,21 @@ def test_the_same_device_replaces_its_entry_and_others_stay(made: Path, tmp_path
 
 
 def test_a_card_that_was_edited_stays(made: Path, tmp_path: Path) -> None:
-    for name in ("m", "bita"):
+    for name in ("m", "tuned"):
         shutil.copytree(made / name, tmp_path / name)
     shutil.copy(made / "p.jsonl", tmp_path / "p.jsonl")
-    (tmp_path / "bita" / "README.md").write_text("my own\n")
+    (tmp_path / "tuned" / "README.md").write_text("my own\n")
     assert tune(tmp_path, "--limit", "1") == 0
-    assert (tmp_path / "bita" / "README.md").read_text() == "my own\n"
+    assert (tmp_path / "tuned" / "README.md").read_text() == "my own\n"
 
 
 def test_plots(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["tune"], ["tree", "--setting", "2"]):
-        command = ["plot", words[0], str(made / "bita"), "--output", str(tmp_path), *words[1:]]
-        assert cli.main(command) == 0
-        image = tmp_path / f"{words[0]}.png"
-        assert image.is_file() and str(image) in capsys.readouterr().out
+    assert cli.main(["plot", str(made / "tuned"), "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    settings = len(content(made)["devices"][0]["settings"])
+    names = {"tune.png", *(f"tree-{n}.png" for n in range(1, settings + 1))}
+    assert {path.name for path in tmp_path.iterdir()} == names and settings > 1
+    assert all(str(tmp_path / name) in out for name in names)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +177,8 @@ def test_strategies_without_trees_are_refused(
     hf_spec.SpecConfig(assistant_strategy="prompt_lookup").save_pretrained(tmp_path / "lookup")
     assert tune(made, "--adapter", str(tmp_path / "lookup")) == 2
     assert "'prompt_lookup', which has no trees to tune; those of bita" in capsys.readouterr().err
-    assert cli.main(["plot", "tune", str(made / "untuned")]) == 2
-    assert "has no tree.json: run hf-spec tune" in capsys.readouterr().err
+    assert cli.main(["plot", str(made / "untuned")]) == 2
+    assert "tree.json of hf-spec tune" in capsys.readouterr().err
 
 
 # -- what is measured --------------------------------------------------------------------------
@@ -513,12 +473,12 @@ def test_a_rank_beyond_the_vocabulary(made: Path, tmp_path: Path) -> None:
     for tree in (states, [[0], [vocab]]):
         with pytest.raises(ValueError, match=f"^tree {message}"):
             model.generate(IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": tree})
-    shutil.copytree(made / "bita", tmp_path / "bita")
+    shutil.copytree(made / "tuned", tmp_path / "tuned")
     data = {"version": 1, "devices": [entry("x", "cpu", "f", 1, (1, 10, None))]}
     data["devices"][0]["settings"][0]["states"] = states
-    (tmp_path / "bita" / "tree.json").write_text(json.dumps(data))
+    (tmp_path / "tuned" / "tree.json").write_text(json.dumps(data))
     model = load(made, None)
-    model.load_adapter(tmp_path / "bita")
+    model.load_adapter(tmp_path / "tuned")
     with pytest.raises(ValueError, match=f"^tree.json {message}"):
         model.generate(IDS, **NEW, assistant_strategy="bita", assistant_kwargs={"tree": "tuned"})
 
@@ -554,7 +514,7 @@ def test_dynamic_trees_as_an_option(made: Path) -> None:
 
 
 def test_a_folder_that_names_trees_must_have_them(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "bita", tmp_path / "bita")
-    (tmp_path / "bita" / "tree.json").unlink()
+    shutil.copytree(made / "tuned", tmp_path / "tuned")
+    (tmp_path / "tuned" / "tree.json").unlink()
     with pytest.raises(ValueError, match="names tuned trees, and there is no tree.json"):
-        check_complete(tmp_path / "bita")
+        check_complete(tmp_path / "tuned")

@@ -14,8 +14,8 @@ import torch
 from peft import get_peft_model
 from running import configured, drafting
 from safetensors.torch import save_file
-from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM
+from tuned import content, load, make, tune
 
 import hf_spec
 from hf_spec import cli
@@ -34,43 +34,9 @@ HEADS, HIDDEN = 3, 32
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model ``m``, prompts ``p.jsonl``, and an adapter ``heads``, tuned; ``untuned``.
-
-    The heads are fresh, that is the LM head: they are right where a token is repeated.
-    """
-    root = tmp_path_factory.mktemp("heads")
-    save_checkpoint(root / "m")
-    rows = [{"prompt": text} for text in ("abab" * 4, "xyz xyz xyz", "one one one")]
-    write_prompts(root / "p.jsonl", rows)
-    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32)
-    get_peft_model(model, hf_spec.MedusaConfig(num_heads=HEADS)).save_pretrained(root / "heads")
-    (root / "heads" / "README.md").unlink()  # PEFT's general one
-    shutil.copytree(root / "heads", root / "untuned")
-    assert tune(root, "--batch-size", "1,3", "--context", "8,40") == 0
-    return root
-
-
-def tune(root: Path, *more: str, adapter: str = "heads") -> int:
-    return cli.main(
-        [
-            "tune", "--model", str(root / "m"), "--adapter", str(root / adapter),
-            "--prompts", str(root / "p.jsonl"), "--dtype", "float32", "--device", "cpu",
-            "--max-new-tokens", "24", "--max-size", "12", *more,
-        ]
-    )  # fmt: skip
-
-
-def load(root: Path, adapter: str | None = "heads") -> Any:
-    model = AutoModelForCausalLM.from_pretrained(root / "m", dtype=torch.float32).eval()
-    model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = None
-    if adapter is not None:
-        model.load_adapter(root / adapter)
-    return model
-
-
-def content(root: Path, adapter: str = "heads") -> dict[str, Any]:
-    return json.loads((root / adapter / "tree.json").read_text())
+    """The heads are fresh, that is the LM head: they are right where a token is repeated."""
+    root, config = tmp_path_factory.mktemp("heads"), hf_spec.MedusaConfig(num_heads=HEADS)
+    return make(root, config, "--batch-size", "1,3", "--context", "8,40")
 
 
 NEW = {"max_new_tokens": 20, "do_sample": False}
@@ -99,7 +65,7 @@ def test_tuned_trees_leave_the_output_as_it_is(made: Path, batch: int) -> None:
     )
     inputs = {"input_ids": ids[-batch:], "attention_mask": (ids[-batch:] != 0).long()}
     plain = load(made, None).generate(**inputs, **NEW)
-    config = hf_spec.SpecConfig.from_pretrained(made / "heads")
+    config = hf_spec.SpecConfig.from_pretrained(made / "tuned")
     assert config.assistant_kwargs == {"tree": "tuned"}
     model = load(made)
     out = model.generate(**inputs, **configured(config), return_dict_in_generate=True, **NEW)
@@ -129,9 +95,9 @@ def test_heads_of_a_strategy_that_prunes(made: Path, tmp_path: Path, capsys: Any
 
 
 def test_batch_size_and_context_choose_the_tree(made: Path, tmp_path: Path) -> None:
-    for name in ("m", "heads"):
+    for name in ("m", "tuned"):
         shutil.copytree(made / name, tmp_path / name)
-    path = tmp_path / "heads" / "tree.json"
+    path = tmp_path / "tuned" / "tree.json"
     data = json.loads(path.read_text())
     for length, one in enumerate(data["devices"][0]["settings"], start=2):
         paths = [[rank] for rank in range(length)]
@@ -156,12 +122,12 @@ def test_batch_size_and_context_choose_the_tree(made: Path, tmp_path: Path) -> N
 def test_a_tuned_folder_has_a_card_and_can_be_pushed(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_complete(made / "heads")
-    card = (made / "heads" / "README.md").read_text()
+    check_complete(made / "tuned")
+    card = (made / "tuned" / "README.md").read_text()
     assert "`tree.json`" in card and "| float32 | 3 | 40 |" in card
     before = card
-    assert cli.main(["card", str(made / "heads")]) == 0
-    assert (made / "heads" / "README.md").read_text() == before
+    assert cli.main(["card", str(made / "tuned")]) == 0
+    assert (made / "tuned" / "README.md").read_text() == before
     sent: dict[str, bytes] = {}
 
     def commit(self: Any, repo_id: str, operations: Any, **kwargs: Any) -> Any:
@@ -172,17 +138,19 @@ def test_a_tuned_folder_has_a_card_and_can_be_pushed(
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: [])
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", commit)
-    push(made / "heads", "org/heads", base_model="org/base")
+    push(made / "tuned", "org/heads", base_model="org/base")
     assert json.loads(sent["tree.json"]) == content(made)
     assert b"`tree` | `tuned`" in sent["README.md"]
 
 
 def test_plots(made: Path, tmp_path: Path) -> None:
-    for words in (["tune"], ["tree", "--setting", "3"]):
-        command = ["plot", words[0], str(made / "heads"), "--output", str(tmp_path), *words[1:]]
-        assert cli.main(command) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"tune.png", "tree.png"}
-    (axes,) = draw_trees(content(made)["devices"][-1], 2).get_axes()
+    data = content(made)
+    (entry,) = data["devices"]
+    entry["settings"] = entry["settings"][-1:]  # with a single one the file has no number
+    (tmp_path / "tree.json").write_text(json.dumps(data))
+    assert cli.main(["plot", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"tree.json", "tune.png", "tree.png"}
+    (axes,) = draw_trees(entry, entry["settings"][0]).get_axes()
     assert "probes" not in axes.get_title()  # heads predict without
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hf_spec.bench.figures import new_figure, save_figure
+from hf_spec.hub.card import SEARCH
 from hf_spec.hub.folder import read_json
 
-SEARCH_FILE = "search.json"
 SEARCH_PLOT, LAYERS_PLOT = "search.png", "layers.png"
 KEPT, ATTENTION, MLP = "0.85", "tab:red", "tab:blue"
 MARKERS = {"first": "<", "middle": "d", "last": ">", "random": "X"}
@@ -20,21 +20,20 @@ def read_search(folder: Path) -> dict[str, Any]:
     """The ``search.json`` of a folder.
 
     Raises:
-        ValueError: there is no such file, or it is no result of ``hf-spec search``.
+        ValueError: it is no result of ``hf-spec search``.
     """
-    path = folder / SEARCH_FILE
-    if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no {SEARCH_FILE}: run hf-spec search")
+    path = folder / SEARCH
     data = read_json(path)
-    if not {"trials", "best", "layers", "settings"} <= data.keys():
+    if not {"trials", "best", "layers", "baselines"} <= data.keys():
         raise ValueError(f"{str(path)!r} is not the result of hf-spec search")
     return data
 
 
-def plot_search(data: dict[str, Any], folder: Path) -> list[Path]:
-    """Write ``search.png`` and ``layers.png``; returns their paths."""
+def plot_search(folder: Path, target: Path) -> list[Path]:
+    """Draw a folder's ``search.json`` as ``search.png`` and ``layers.png`` in ``target``."""
+    data = read_search(folder)
     drawn = ((SEARCH_PLOT, draw_search), (LAYERS_PLOT, draw_layers))
-    return [save_figure(draw(data), folder / name) for name, draw in drawn]
+    return [save_figure(draw(data), target / name) for name, draw in drawn]
 
 
 def draw_search(data: dict[str, Any]) -> Any:
@@ -43,7 +42,6 @@ def draw_search(data: dict[str, Any]) -> Any:
     The right panel is figure 4 of Draft & Verify (Zhang et al., 2023).
     """
     trials, best = data["trials"], data["best"]
-    objective = data["settings"]["objective"]
     complete = [one for one in trials if one["state"] == "complete"]
     pruned = [one for one in trials if one["state"] == "pruned"]
     figure = new_figure(11, 4)
@@ -56,7 +54,7 @@ def draw_search(data: dict[str, Any]) -> Any:
     numbers = [one["number"] for one in complete]
     left.step(numbers, so_far, where="post", color="tab:red", label="best")
     left.axhline(1.0, color="0.4", linestyle=":", label="plain decoding")
-    left.set(xlabel="trial", ylabel=f"time per token / plain ({objective})", title="search")
+    left.set(xlabel="trial", ylabel="time per token / plain (modelled)", title="search")
     left.legend()
 
     envelope: dict[int, float] = {}
@@ -65,7 +63,7 @@ def draw_search(data: dict[str, Any]) -> Any:
     right.scatter([t["skipped"] for t in complete], [t["speedup"] for t in complete], s=14)
     right.plot(sorted(envelope), [envelope[n] for n in sorted(envelope)], "--", color="0.5")
     right.plot(best["skipped"], best["speedup"], "*", color="tab:red", markersize=14, label="best")
-    for row in data.get("baselines") or ():
+    for row in data["baselines"]:
         if row["name"] in MARKERS:
             right.plot(
                 best["skipped"], row["speedup"], MARKERS[row["name"]], color="tab:orange",
@@ -73,7 +71,7 @@ def draw_search(data: dict[str, Any]) -> Any:
             )  # fmt: skip
     right.axhline(1.0, color="0.4", linestyle=":")
     right.set(
-        xlabel="skipped sublayers", ylabel=f"speedup ({objective})",
+        xlabel="skipped sublayers", ylabel="speedup (modelled)",
         title=f"of {2 * data['layers']} sublayers",
     )  # fmt: skip
     right.legend()

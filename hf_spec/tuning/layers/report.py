@@ -11,11 +11,11 @@ from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import BenchResult, run
 from hf_spec.files import write_atomically
-from hf_spec.hub.card import RESULTS, write_card
+from hf_spec.hub.card import RESULTS, SEARCH, write_card
 from hf_spec.hub.folder import save_spec_config, save_weightless
 from hf_spec.methods.registry import get_method
 from hf_spec.tuning.layers.objective import STRATEGY
-from hf_spec.tuning.layers.plots import SEARCH_FILE, plot_search
+from hf_spec.tuning.layers.plots import plot_search
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +32,7 @@ def measure(
     settings = result.settings
     return run(
         model, tokenizer, prompts, [contender], max_new_tokens=settings.max_new_tokens,
-        generate_kwargs={"do_sample": settings.do_sample, **settings.sampling},
-        seed=settings.seed, progress=progress,
+        generate_kwargs=settings.sampling, seed=settings.seed, progress=progress,
     )  # fmt: skip
 
 
@@ -46,16 +45,16 @@ def write_folder(
     assert config_class is not None
     save_weightless(model, config_class(**result.best.skip.options()), folder)
     save_spec_config(folder, STRATEGY, result.options())
-    data = json.loads(json.dumps({"environment": environment, **result.to_dict()}))
-    write_atomically(folder / SEARCH_FILE, json.dumps(data, indent=1))
+    data = {"environment": environment, **result.to_dict()}
+    write_atomically(folder / SEARCH, json.dumps(data, indent=1))
     bench_report.write_results(folder / RESULTS, bench, environment)
-    plot_search(data, folder)
+    plot_search(folder, folder)
     write_card(folder)
 
 
 def print_result(result: SearchResult, bench: BenchResult, console: Console) -> None:
-    """Print the choice, the baselines, the draft exits and the measured speedup."""
-    best, kind = result.best, result.settings.objective
+    """Print the choice, the baselines and the measured speedup."""
+    best = result.best
     pruned = sum(trial.state == "pruned" for trial in result.trials)
     repeats = sum(trial.repeat for trial in result.trials)
     console.print(
@@ -65,21 +64,11 @@ def print_result(result: SearchResult, bench: BenchResult, console: Console) -> 
         soft_wrap=True,
     )
 
-    def figures(row: dict[str, Any]) -> list[str]:
-        return [f"{row['speedup']:.2f}x", f"{row['tau']:.2f}", f"{row['acceptance']:.0%}"]
-
-    heads = [f"speedup ({kind})", "tau", "accepted"]
-    if result.baselines is not None:
-        table = bench_report.new_table("equally many skipped sublayers", ["choice"], heads)
-        for row in result.baselines:
-            table.add_row(row["name"], *figures(row))
-        console.print(table)
-    heads = ["K", "gamma", "target", *heads]
-    table = bench_report.new_table("when to stop drafting", ["exit"], heads)
-    for row in result.exits:
-        name = row["draft_exit"] + (" (best)" if row["best"] else "")
-        names = ("max_draft", "threshold", "target_acceptance")
-        table.add_row(name, *(str(row.get(option, "")) for option in names), *figures(row))
+    heads = ["speedup (modelled)", "tau", "accepted"]
+    table = bench_report.new_table("equally many skipped sublayers", ["choice"], heads)
+    for row in result.baselines:
+        figures = f"{row['speedup']:.2f}x", f"{row['tau']:.2f}", f"{row['acceptance']:.0%}"
+        table.add_row(row["name"], *figures)
     console.print(table)
     row = bench.overall(STRATEGY)
     console.print(

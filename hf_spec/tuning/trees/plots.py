@@ -10,6 +10,7 @@ import numpy as np
 from hf_spec.bench.figures import new_figure, plot_points, save_figure
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.hub.folder import read_tree_file
 from hf_spec.tuning.trees.sparse_tree import Array, chances_of
 
 TREE_PLOT, TUNE_PLOT = "tree.png", "tune.png"
@@ -17,33 +18,30 @@ TREE_PLOT, TUNE_PLOT = "tree.png", "tune.png"
 LABELLED = 40
 
 
-def entry_of(data: dict[str, Any], device: str | None = None) -> dict[str, Any]:
-    """The entry of a device whose name contains ``device``; None for the latest entry.
+def plot_trees(folder: Path, target: Path) -> list[Path]:
+    """Draw a folder's ``tree.json`` in ``target``: ``tune.png``, and ``tree.png`` for each device
+    and setting, numbered if there are several.
 
     Raises:
-        ValueError: there is none; the message lists the known devices.
+        ValueError: the file cannot be read.
     """
-    entries: list[dict[str, Any]] = data["devices"]
-    for entry in reversed(entries):
-        if device is None or device.lower() in entry["device"].lower():
-            return entry
-    known = ", ".join(entry["device"] for entry in entries)
-    raise ValueError(f"no entry for device {device!r}; there are {known}")
+    data = read_tree_file(folder)
+    assert data is not None
+    trees = [draw_trees(entry, one) for entry in data["devices"] for one in entry["settings"]]
+    names = [TREE_PLOT]
+    if len(trees) > 1:
+        names = [f"tree-{number}.png" for number in range(1, len(trees) + 1)]
+    figures = [(TUNE_PLOT, draw_tuning(data)), *zip(names, trees)]
+    return [save_figure(figure, target / name) for name, figure in figures]
 
 
-def plot_trees(entry: dict[str, Any], setting: int, folder: Path) -> Path:
-    """Write ``tree.png`` to a folder; see :func:`draw_trees`."""
-    return save_figure(draw_trees(entry, setting), folder / TREE_PLOT)
-
-
-def draw_trees(entry: dict[str, Any], setting: int) -> Any:
+def draw_trees(entry: dict[str, Any], chosen: dict[str, Any]) -> Any:
     """A figure with the tree of each state that has candidates and occurs.
 
     Args:
         entry: an entry of ``tree.json``, for one device.
-        setting: index of one of its settings, from 0.
+        chosen: one of its settings.
     """
-    chosen = entry["settings"][setting]
     states = TreeStates.from_json(chosen["states"]).states
     accuracies = np.array(entry["landed_accuracies"])
     occurs = [share > 0 for share in chosen["visits"]]  # without probes only the last state does
@@ -123,11 +121,6 @@ def _tree(axes: Any, state: TreeState, accuracies: Array) -> None:
     axes.set_xticks([])
     axes.set_ylabel("depth")
     axes.spines["bottom"].set_visible(False)
-
-
-def plot_tuning(data: dict[str, Any], folder: Path) -> Path:
-    """Write ``tune.png`` to a folder; see :func:`draw_tuning`."""
-    return save_figure(draw_tuning(data), folder / TUNE_PLOT)
 
 
 def draw_tuning(data: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
-from hf_spec.bench.session import Session, own_generation_config
+from hf_spec.bench.session import Session
 from hf_spec.core.checks import check_count
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.options import TreeOptions
@@ -147,9 +147,8 @@ class TreeTuner:
         found: list[Ranks] = []
         self.answers = []
         greedy = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
-        session = Session(self.model, greedy, managed=False)
         contender = Contender(self.method.name, ours(self.method.name, self.options))
-        with own_generation_config(self.model, self.tokenizer, greedy=True):
+        with Session.open(self.model, self.tokenizer, greedy, [contender]) as session:
             for prompt in self.prompts:
                 _, (answer,), *_ = session.generate(contender, [prompt])
                 self.answers.append(answer)
