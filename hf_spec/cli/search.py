@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,11 +74,10 @@ def search(
 
     loaded, tokenizer = load_model(model, dtype, device)
     try:
-        with progress_bar("search") as update:
+        with search_bar() as (progress, status):
             result = run_search(
-                loaded, tokenizer, chosen, output, settings, trials=trials,
-                progress=lambda done, total, best: update(done, total, note=_about(best)),
-                status=lambda text: update(description=text),
+                loaded, tokenizer, chosen, output, settings, trials=trials, progress=progress,
+                status=status,
             )  # fmt: skip
         with progress_bar("measuring") as update:
             bench = report.measure(loaded, tokenizer, chosen, result, update)
@@ -91,12 +93,30 @@ def search(
     report.print_result(result, bench, console)
 
 
-def _about(best: Trial | None) -> str:
-    """What stands behind the progress bar."""
-    if best is None:
-        return ""
-    skip, found = best.skip, best.evaluation
-    return (
-        f"best {1 / found.value:.2f}x, tau {found.counts.tau:.2f}, skips "
-        f"{len(skip.attention)} attention + {len(skip.mlp)} MLP"
-    )
+@contextmanager
+def search_bar() -> Iterator[
+    tuple[Callable[[int, int, Trial | None], None], Callable[[str], None]]
+]:
+    """Show progress on stderr: a bar on a terminal, elsewhere a line for each better choice.
+
+    Gives ``progress(done, total, best)`` and ``status(text)``.
+    """
+    shown: Trial | None = None
+    with progress_bar("search") as update:
+
+        def progress(done: int, total: int, best: Trial | None) -> None:
+            nonlocal shown
+            text = ""
+            if best is not None:
+                skip = best.skip
+                text = (
+                    f"best {1 / best.evaluation.value:.2f}x, tau {best.evaluation.counts.tau:.2f}, "
+                    f"skips {len(skip.attention)} attention + {len(skip.mlp)} MLP"
+                )
+            update(done, total, note=text)
+            better = best is not None and (shown is None or best.skip != shown.skip)
+            if better and not sys.stderr.isatty():
+                typer.echo(f"trial {done} of {total}: {text}", err=True)
+                shown = best
+
+        yield progress, lambda text: update(description=text)

@@ -16,11 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.cli.search import _about
-from hf_spec.tuning.layers.costs import Skip
-from hf_spec.tuning.layers.objective import Counts, Evaluation, Evaluator
+from hf_spec.tuning.layers.objective import Evaluator
 from hf_spec.tuning.layers.plots import draw_search, read_search
-from hf_spec.tuning.layers.study import Trial
 
 pytest.importorskip("optuna")
 
@@ -203,9 +200,20 @@ def test_without_optuna(
     assert "pip install 'hf_spec[search]'" in capsys.readouterr().err
 
 
-def test_what_stands_behind_the_progress_bar() -> None:
-    best = Trial(
-        0, "complete", Skip((1,), ()), Evaluation(0.5, Counts(1, 12, 4)), "start", False, 1, 0.1
+def test_progress_tells_of_better_choices(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no terminal: a line for each, and nothing else."""
+    from hf_spec.cli.search import search_bar
+    from hf_spec.tuning.layers.costs import Skip
+    from hf_spec.tuning.layers.objective import Counts, Evaluation
+    from hf_spec.tuning.layers.study import Trial
+
+    counts = Counts(1, 12, 4)
+    best = Trial(0, "complete", Skip((1,), ()), Evaluation(0.5, counts), "start", False, 1, 0.1)
+    with search_bar() as (progress, status):
+        status("searching")
+        progress(0, 3, None)
+        progress(1, 3, best)
+        progress(2, 3, best)
+    assert capsys.readouterr().err == (
+        "trial 1 of 3: best 2.00x, tau 3.00, skips 1 attention + 0 MLP\n"
     )
-    assert _about(best) == "best 2.00x, tau 3.00, skips 1 attention + 0 MLP"
-    assert _about(None) == ""
