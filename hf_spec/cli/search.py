@@ -31,38 +31,54 @@ def search(
     ] = 100,
     limit: opt.Limit = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
+    objective: Annotated[
+        str, typer.Option(help="modelled (reproducible) or measured (wall-clock time).")
+    ] = "modelled",
+    sampler: Annotated[str, typer.Option(help="tpe, gp or random.")] = "tpe",
     dtype: opt.Dtype = "bfloat16",
     max_draft: Annotated[
         int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")
     ] = 12,
+    target_acceptance: Annotated[
+        float, typer.Option(help="alpha, what the adaptive draft exit aims at.")
+    ] = 0.85,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     seed: Annotated[int, typer.Option(help="Seed of the search and of the sampling.")] = 0,
+    baselines: Annotated[
+        bool, typer.Option(help="Compare with first, middle, last and random layers.")
+    ] = True,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
     """Search for the layers that layer_skip leaves out when it drafts.
 
-    Minimises time per token on your prompts: the measured costs of forwards times their numbers.
-    Compares the result with first, middle, last and random layers. The output is an adapter folder
-    without weights, with settings, card and plots. Repeat the command to continue an interrupted
-    search, or with more --trials to extend it.
+    Minimises time per token on your prompts. The output is an adapter folder without weights, with
+    settings, card and plots. Repeat the command to continue an interrupted search, or with more
+    --trials to extend it.
 
     \b
     Examples:
       hf-spec search --model Qwen/Qwen3-0.6B --prompts dev.jsonl --output ./skip
       hf-spec search --model M --prompts dev.jsonl --output ./skip --trials 500 --limit 16
+      hf-spec search --model M --prompts dev.jsonl --output ./skip --objective measured
       hf-spec bench --model M --adapter ./skip --prompts test.jsonl
     """
     from hf_spec.bench.prompts import read_prompts, spread
-    from hf_spec.tuning.layers.objective import Settings
     from hf_spec.tuning.layers.search import search as run_search
+    from hf_spec.tuning.layers.study import Settings
 
     # Everything that can be checked without a model comes first.
-    sampling = opt.sampling(do_sample, temperature, top_k, top_p)
-    settings = Settings(seed, max_new_tokens, max_draft, do_sample, **sampling)
+    try:
+        settings = Settings(
+            objective=objective, sampler=sampler, seed=seed, max_new_tokens=max_new_tokens,
+            max_draft=max_draft, target_acceptance=target_acceptance, do_sample=do_sample,
+            **opt.sampling(do_sample, temperature, top_k, top_p),
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(_as_option(str(error))) from error
     require("search", "optuna")
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
@@ -76,8 +92,8 @@ def search(
     try:
         with search_bar() as (progress, status):
             result = run_search(
-                loaded, tokenizer, chosen, output, settings, trials=trials, progress=progress,
-                status=status,
+                loaded, tokenizer, chosen, output, settings, trials=trials, baselines=baselines,
+                progress=progress, status=status,
             )  # fmt: skip
         with progress_bar("measuring") as update:
             bench = report.measure(loaded, tokenizer, chosen, result, update)
@@ -91,6 +107,12 @@ def search(
     console = Console(highlight=False)
     console.print(f"adapter: {output}", soft_wrap=True)
     report.print_result(result, bench, console)
+
+
+def _as_option(message: str) -> str:
+    """A message about a field of the settings, reworded to name the option."""
+    field, found = message.replace("=", " ", 1).split(" ", 1)
+    return f"--{field.replace('_', '-')} {found}"
 
 
 @contextmanager

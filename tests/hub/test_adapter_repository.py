@@ -229,7 +229,8 @@ def test_card_with_several_batch_sizes(adapter: Path) -> None:
 def test_card_on_development_prompts(adapter: Path) -> None:
     search = {
         "environment": {"prompts_sha256": "ab12"}, "identity": {"prompts": 4},
-        "settings": {"seed": 0}, "trials": [{}] * 7, "best": {"value": 1.1}, "baselines": [],
+        "settings": {"objective": "modelled", "sampler": "tpe", "seed": 0}, "trials": [{}] * 7,
+        "best": {"value": 1.1}, "baselines": None, "draft_exit": [],
     }  # fmt: skip
     (adapter / "search.json").write_text(json.dumps(search))
     card = render_card(adapter)

@@ -8,7 +8,7 @@ from tiny_checkpoint import make_model, make_tokenizer
 
 from hf_spec.bench.prompts import Prompt
 from hf_spec.tuning.layers.costs import Skip, StepCosts
-from hf_spec.tuning.layers.objective import Settings
+from hf_spec.tuning.layers.study import Settings
 
 LAYERS = 4
 #: Their output projections are zero: leaving them out changes nothing and saves time.

@@ -28,7 +28,10 @@ def search() -> dict[str, Any]:
         {"name": "searched", "speedup": 2.0}, {"name": "first", "speedup": 0.75},
         {"name": "random", "speedup": 1.1},
     ]  # fmt: skip
-    return {"trials": trials, "best": best, "layers": 4, "baselines": baselines}
+    return {
+        "trials": trials, "best": best, "layers": 4, "baselines": baselines,
+        "settings": {"objective": "modelled"},
+    }  # fmt: skip
 
 
 def test_values_by_trial(search: dict[str, Any]) -> None:
@@ -69,3 +72,8 @@ def test_a_square_for_each_sublayer(search: dict[str, Any]) -> None:
         for layer in range(4)
         for line in range(2)
     }
+
+
+def test_without_baselines(search: dict[str, Any]) -> None:
+    _, right = draw_search({**search, "baselines": None}).get_axes()
+    assert legend(right) == ["best"]

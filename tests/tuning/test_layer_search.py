@@ -14,11 +14,18 @@ import forks
 import pytest
 from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 
+from hf_spec.tuning.layers import search as work
 from hf_spec.tuning.layers import study
 from hf_spec.tuning.layers.costs import Skip, Sublayers
-from hf_spec.tuning.layers.objective import Evaluator, Settings
-from hf_spec.tuning.layers.search import SearchResult, baseline_choices, search, starting_points
-from hf_spec.tuning.layers.study import LayerStudy
+from hf_spec.tuning.layers.objective import Evaluator
+from hf_spec.tuning.layers.search import (
+    SearchResult,
+    baseline_choices,
+    exit_choices,
+    search,
+    starting_points,
+)
+from hf_spec.tuning.layers.study import LayerStudy, Settings
 
 pytest.importorskip("optuna")
 
@@ -32,14 +39,20 @@ def run(folder: Path, trials: int, settings: Settings = SETTINGS, **kwargs: Any)
     folder.mkdir(exist_ok=True)
     model, tokenizer = kwargs.pop("model", None) or planted_model()
     prompts = kwargs.pop("prompts", PROMPTS)
-    kwargs = {"costs": COSTS, **kwargs}
+    kwargs = {"baselines": False, "costs": COSTS, **kwargs}
     return search(model, tokenizer, prompts, folder, settings, trials=trials, **kwargs)
+
+
+@pytest.fixture
+def few_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing draft exits takes longer than a few trials do."""
+    monkeypatch.setattr(work, "exit_choices", lambda settings: exit_choices(settings)[:2])
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
     """A search that ran through."""
-    return run(tmp_path_factory.mktemp("whole"), TRIALS)
+    return run(tmp_path_factory.mktemp("whole"), TRIALS, baselines=True)
 
 
 def outline(result: SearchResult) -> list[tuple[Any, ...]]:
@@ -55,10 +68,10 @@ def test_the_planted_optimum_is_found(whole: SearchResult) -> None:
     assert set(PLANTED.attention) <= set(best.skip.attention)
     assert set(PLANTED.mlp) <= set(best.skip.mlp)
     # tau is as large as with a draft that skips nothing, the largest there is.
-    evaluator = Evaluator(*planted_model(), PROMPTS, SETTINGS)
+    evaluator = SETTINGS.evaluator(*planted_model(), PROMPTS)
     evaluator.costs = COSTS
-    *_, nothing = evaluator.evaluate(Skip())
-    *_, planted = evaluator.evaluate(PLANTED)
+    *_, nothing = evaluator.evaluate("modelled", Skip(), SETTINGS.stop)
+    *_, planted = evaluator.evaluate("modelled", PLANTED, SETTINGS.stop)
     assert best.evaluation.counts.tau == nothing.counts.tau
     assert best.evaluation.counts.acceptance == 1.0
     assert best.evaluation.value <= planted.value < 1.0
@@ -83,6 +96,7 @@ def test_trials_are_of_every_kind(whole: SearchResult) -> None:
 
 def test_baselines_have_equal_counts(whole: SearchResult) -> None:
     rows = whole.baselines
+    assert rows is not None
     assert [row["name"] for row in rows] == ["searched", "first", "middle", "last", "random"]
     assert rows[0]["value"] == whole.best.evaluation.value
     random = rows[-1]["draws"]
@@ -104,6 +118,20 @@ def test_choices_by_position() -> None:
     assert [(name, seed) for name, seed, _ in choices[3:]] == [("random", i) for i in range(3)]
     for one in starting_points(SUBLAYERS):
         assert len(one) and set(one.attention) | set(one.mlp) <= set(range(LAYERS))
+
+
+def test_draft_exits_are_compared(whole: SearchResult) -> None:
+    assert [row["draft_exit"] for row in whole.exits].count("threshold") == 4  # table 4
+    fixed = [row["max_draft"] for row in whole.exits if row["draft_exit"] == "fixed"]
+    assert fixed == [1, 2, 4, 6]  # table 3, up to max_draft
+    assert len(whole.exits) == len(exit_choices(SETTINGS))
+    least = min(row["value"] for row in whole.exits)
+    chosen = [row for row in whole.exits if row["best"]]
+    assert len(chosen) == 1 and chosen[0]["value"] == least
+    assert whole.options() == {"max_draft": SETTINGS.max_draft}
+    # Drafts of four that are always accepted: twelve tokens come as 1 (prefill) + 5 + 5 + 1.
+    four = next(r for r in whole.exits if (r["draft_exit"], r["max_draft"]) == ("fixed", 4))
+    assert four["acceptance"] == 1.0 and four["tau"] == pytest.approx(12 / 4)
 
 
 # -- stopping and continuing ---------------------------------------------------------------------
@@ -140,9 +168,10 @@ def test_a_killed_search_ends_like_one_that_ran_through(
     assert [t.evaluation for t in finished] == [t.evaluation for t in whole.trials[: len(finished)]]
     result = run(tmp_path, TRIALS)
     assert outline(result) == outline(whole)
-    assert result.costs == whole.costs and result.baselines == whole.baselines
+    assert result.costs == whole.costs and result.exits == whole.exits
 
 
+@pytest.mark.usefixtures("few_exits")
 @pytest.mark.parametrize("place", ["enqueue_trial", "ask", "tell"])
 def test_a_search_interrupted_anywhere(
     place: str, whole: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +198,7 @@ def test_a_search_interrupted_anywhere(
     assert outline(run(tmp_path, 10)) == outline(whole)[:10]
 
 
+@pytest.mark.usefixtures("few_exits")
 def test_trials_are_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     first = run(tmp_path, 5, progress=lambda done, total, best: seen.append((done, total)))
@@ -182,9 +212,10 @@ def test_trials_are_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Evaluator, "speculate", refuse)
     monkeypatch.setattr(Evaluator, "measure_costs", refuse)
     again = run(tmp_path, 6)
-    assert outline(again) == outline(more) and again.baselines == more.baselines
+    assert outline(again) == outline(more) and again.exits == more.exits
 
 
+@pytest.mark.usefixtures("few_exits")
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     run(tmp_path, 1)
     other = dataclasses.replace(SETTINGS, max_draft=5, seed=7)
@@ -192,6 +223,8 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         run(tmp_path, 2, other)
     assert "seed was 1, now 7" in str(caught.value) and "another folder" in str(caught.value)
     assert "max_new_tokens" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"objective was 'modelled', now 'measured'"):
+        run(tmp_path, 2, dataclasses.replace(SETTINGS, objective="measured"))
     with pytest.raises(ValueError, match=r"prompts_sha256 was '.*', now '.*'"):
         run(tmp_path, 2, prompts=[*PROMPTS[:2], PROMPTS[0]])
     model, tokenizer = planted_model()
@@ -204,6 +237,7 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     assert len(run(tmp_path, 2).trials) == 2  # none of these left a trace
 
 
+@pytest.mark.usefixtures("few_exits")
 def test_a_second_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     code = (
         "import sys, time, filelock\n"
@@ -226,13 +260,36 @@ def test_a_broken_study_is_reported(tmp_path: Path) -> None:
         run(tmp_path, 1)
 
 
+@pytest.mark.usefixtures("few_exits")
+def test_objectives_and_samplers(tmp_path: Path) -> None:
+    measured = dataclasses.replace(SETTINGS, objective="measured", max_new_tokens=4)
+    result = run(tmp_path / "measured", 2, measured, prompts=PROMPTS[:1])
+    assert result.costs is None and result.best.evaluation.value > 0
+    drawn = run(tmp_path / "random", 12, dataclasses.replace(SETTINGS, sampler="random"))
+    sampled = [t.skip for t in drawn.trials if t.origin == "sampler"]
+    assert len(sampled) > 2 and len(set(sampled)) == len(sampled)  # a draw of its own each time
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"objective": "guessed"}, "objective='guessed': choose one of modelled, measured"),
+        ({"sampler": "grid"}, "sampler='grid': choose one of tpe, gp, random"),
         ({"max_draft": 0}, "max_draft=0"),
         ({"max_new_tokens": 1}, "max_new_tokens=1"),
+        ({"target_acceptance": 1.5}, "target_acceptance=1.5"),
+        ({"temperature": 0.7}, "temperature needs do_sample"),
     ],
 )
 def test_bad_settings(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Settings(**fields)
+
+
+@pytest.mark.parametrize("package", ["optuna", "scipy"])
+def test_without_optuna_or_scipy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_spec\[search\]'"):
+        LayerStudy(tmp_path, {})

@@ -109,11 +109,12 @@ def test_bench_takes_the_folder(made: Path, tmp_path: Path) -> None:
 
 def test_everything_is_in_the_json(made: Path) -> None:
     data = json.loads((made / "skip" / "search.json").read_text())
-    assert len(data["trials"]) == 4 and data["settings"]["max_draft"] == 4
+    assert len(data["trials"]) == 4 and data["settings"]["objective"] == "modelled"
     assert {"argv", "torch", "optuna", "threads", "prompts_sha256"} <= data["environment"].keys()
     assert [row["name"] for row in data["baselines"]] == [
         "searched", "first", "middle", "last", "random",
     ]  # fmt: skip
+    assert {row["draft_exit"] for row in data["draft_exit"]} == {"adaptive", "threshold", "fixed"}
     assert data["costs"]["plain"] > 0 and data["layers"] == 2
     measured = json.loads((made / "skip" / "results.json").read_text())["runs"]
     assert all(row["identical"] == row["prompts"] for row in measured)
@@ -144,9 +145,9 @@ def test_plot_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_continuing_with_other_settings(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert search(made, "--seed", "5", "--max-draft", "3") == 2
+    assert search(made, "--seed", "5", "--target-acceptance", "0.5") == 2
     error = capsys.readouterr().err
-    assert "max_draft was 4, now 3" in error and "seed was 0, now 5" in error
+    assert "target_acceptance was 0.85, now 0.5" in error and "seed was 0, now 5" in error
     assert error.startswith("hf-spec: ") and error.count("\n") == 1
 
 
@@ -158,7 +159,7 @@ def test_interrupted(
     def interrupt(self: Evaluator, *args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 12:
+        if calls == 16:
             raise KeyboardInterrupt
         return original(self, *args)
 
@@ -167,16 +168,19 @@ def test_interrupted(
         assert search(made, output="again") == 130
     assert "the same command continues the search" in capsys.readouterr().err
     assert not (made / "again" / "search.json").exists()
-    assert search(made, output="again") == 0
+    assert search(made, "--no-baselines", output="again") == 0
     data = json.loads((made / "again" / "search.json").read_text())
     assert [one["number"] for one in data["trials"]] == [0, 1, 2, 3]
+    assert data["baselines"] is None
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--objective", "guessed"], "--objective 'guessed': choose one of modelled, measured"),
+        (["--sampler", "grid"], "--sampler 'grid': choose one of tpe, gp, random"),
         (["--dtype", "int3"], "--dtype 'int3'"),
-        (["--max-draft", "0"], "--max-draft"),
+        (["--target-acceptance", "2"], "--target-acceptance 2.0"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),
         (["--trials", "0"], "--trials"),
         (["--prompts", "/nowhere.jsonl"], "cannot read prompt file '/nowhere.jsonl'"),

@@ -1,10 +1,11 @@
-"""What a choice of sublayers is worth: costs, counts, and modelled time."""
+"""What a choice of sublayers is worth: costs, counts, and the two objectives."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,13 @@ from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.core.stats import SpecStats
-from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 from hf_spec.tuning.layers.objective import (
     Counts,
-    Evaluation,
     Evaluator,
-    Settings,
+    Exit,
     modelled_seconds,
     modelled_value,
     plain_seconds,
@@ -28,13 +28,13 @@ from hf_spec.tuning.layers.objective import (
 
 @pytest.fixture(scope="module")
 def evaluator() -> Evaluator:
-    made = Evaluator(*planted_model(), PROMPTS, SETTINGS)
+    made = SETTINGS.evaluator(*planted_model(), PROMPTS)
     made.costs = COSTS
     return made
 
 
-def last(evaluator: Evaluator, skip: Skip) -> Evaluation:
-    return list(evaluator.evaluate(skip))[-1]
+def last(evaluator: Evaluator, skip: Skip, stop: Exit = SETTINGS.stop, kind: str = "modelled"):
+    return list(evaluator.evaluate(kind, skip, stop))[-1]
 
 
 def test_modelled_seconds_by_hand() -> None:
@@ -83,13 +83,13 @@ def test_costs_survive_json() -> None:
 
 def test_modelled_value_is_the_same_every_time(evaluator: Evaluator) -> None:
     skip = Skip((1,), (2,))
-    first = list(evaluator.evaluate(skip))
+    first = list(evaluator.evaluate("modelled", skip, SETTINGS.stop))
     assert len(first) == len(PROMPTS)
-    assert list(evaluator.evaluate(skip)) == first
+    assert list(evaluator.evaluate("modelled", skip, SETTINGS.stop)) == first
     # Also by a fresh model in a fresh evaluator.
-    again = Evaluator(*planted_model(), PROMPTS, SETTINGS)
+    again = SETTINGS.evaluator(*planted_model(), PROMPTS)
     again.costs = COSTS
-    assert list(again.evaluate(skip)) == first
+    assert list(again.evaluate("modelled", skip, SETTINGS.stop)) == first
     assert sum(first[-1].counts.draft_lengths.values()) == (
         first[-1].counts.steps - first[-1].counts.prompts
     )
@@ -97,16 +97,16 @@ def test_modelled_value_is_the_same_every_time(evaluator: Evaluator) -> None:
 
 def test_modelled_value_is_reproducible_when_sampling() -> None:
     settings = dataclasses.replace(SETTINGS, do_sample=True, temperature=0.8)
-    made = Evaluator(*planted_model(), PROMPTS[:1], settings)
+    made = settings.evaluator(*planted_model(), PROMPTS[:1])
     made.costs = COSTS
     skip = Skip((0,), ())
     found, gammas = [], []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        found.append(last(made, skip))
+        found.append(last(made, skip, settings.stop))
         gammas.append(hf_spec.last_stats(made.model).details["threshold"])
     assert found[0] == found[1]
-    assert gammas[0] == gammas[1] != LayerSkipOptions().threshold  # it begins anew with each choice
+    assert gammas[0] == gammas[1] != settings.stop.threshold  # it begins anew with each choice
 
 
 def test_skipping_what_computes_nothing_costs_no_acceptance(evaluator: Evaluator) -> None:
@@ -117,19 +117,45 @@ def test_skipping_what_computes_nothing_costs_no_acceptance(evaluator: Evaluator
     assert broken.counts.tau < planted.counts.tau
 
 
+def test_measured_value_is_wall_clock_time(
+    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that a strategy's call moves by 3 and a plain call by 2 seconds."""
+    order: list[str] = []
+    original = Evaluator.decode
+
+    def timed(self: Evaluator, prompt: int, contender: Contender = PLAIN, **_: Any) -> Any:
+        ours = contender is not PLAIN
+        order.append(f"{'ours' if ours else 'plain'}{prompt}")
+        return 3.0 if ours else 2.0, *original(self, prompt, contender)[1:]
+
+    monkeypatch.setattr(Evaluator, "decode", timed)
+    values = list(evaluator.evaluate("measured", PLANTED, SETTINGS.stop))
+    assert [value.value for value in values] == pytest.approx([1.5] * 3)
+    assert order == ["plain0", "ours0", "ours1", "plain1", "plain2", "ours2"]
+
+
 def test_the_models_own_defaults_come_back(evaluator: Evaluator) -> None:
     config = evaluator.model.generation_config
-    steps = evaluator.evaluate(PLANTED)
+    steps = evaluator.evaluate("modelled", PLANTED, SETTINGS.stop)
     next(steps)
     steps.close()
     assert evaluator.model.generation_config is config
+
+
+def test_exit_options_are_those_that_count() -> None:
+    assert Exit("fixed", 4).options() == {"draft_exit": "fixed", "max_draft": 4}
+    assert Exit("threshold", 4, 0.2).options() == {
+        "draft_exit": "threshold", "max_draft": 4, "threshold": 0.2,
+    }  # fmt: skip
+    assert Exit("adaptive", 4).options()["target_acceptance"] == 0.85
 
 
 # -- measuring -----------------------------------------------------------------------------------
 
 
 def test_costs_are_measured(evaluator: Evaluator) -> None:
-    costs = evaluator.measure_costs()
+    costs = evaluator.measure_costs(6)
     assert sorted(costs.verify) == [1, 2, 3, 4, 6, 7]
     values = [costs.verify[n] for n in sorted(costs.verify)]
     assert values == sorted(values) and values[0] > 0
@@ -184,6 +210,6 @@ def test_kinds_of_sublayers(tiny: Callable[..., PreTrainedModel]) -> None:
 def test_prompts_must_fit() -> None:
     model, tokenizer = planted_model()
     with pytest.raises(ValueError, match="leaves no room for a prompt"):
-        Evaluator(model, tokenizer, PROMPTS, Settings(max_new_tokens=4096))
+        Evaluator(model, tokenizer, PROMPTS, 4096)
     with pytest.raises(ValueError, match="no prompts"):
-        Evaluator(model, tokenizer, [], SETTINGS)
+        Evaluator(model, tokenizer, [], 8)

@@ -1,7 +1,8 @@
 """The value of a choice of sublayers: its time per token relative to plain decoding.
 
-It combines stored costs with the actual steps of decoding, and so is reproducible. This module
-knows models, prompts and costs, but no optimiser or files.
+``modelled`` combines stored costs with the actual steps of decoding, which are reproducible;
+``measured`` takes wall-clock time, in turns with plain decoding. This module knows models, prompts
+and costs, but no optimiser or files.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 from hf_spec.bench.contenders import PLAIN, Contender, ours
 from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
 from hf_spec.bench.session import Session, own_generation_config
-from hf_spec.core.checks import check_count
 from hf_spec.core.stats import SpecStats
 from hf_spec.policy.memory import forget
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 
+OBJECTIVES = ("modelled", "measured")
 STRATEGY = "layer_skip"
 #: Prompts decoded to measure costs, most rounds, fewest rounds if time runs out, and forwards of
 #: each kind per round.
@@ -34,38 +35,29 @@ CALIBRATION_DRAFT = 4
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a search optimises; a study can only be continued with the same settings.
+class Exit:
+    """When drafting stops (Draft & Verify, section 3.4; tables 3 and 4 compare settings).
 
     Attributes:
-        seed: seed of the search and of the sampling; each prompt has its own, the same in every
-            trial.
-        max_new_tokens: limit for each prompt.
+        draft_exit: ``adaptive``, ``threshold`` or ``fixed``.
         max_draft: K, most tokens drafted per step.
-        do_sample, temperature, top_k, top_p: how tokens are sampled.
-
-    Raises:
-        ValueError: a field is invalid; the message names it.
+        threshold: gamma, the probability below which drafting stops.
+        target_acceptance: alpha, the acceptance rate that the adaptive threshold aims at.
     """
 
-    seed: int = 0
-    max_new_tokens: int = 64
+    draft_exit: str = "adaptive"
     max_draft: int = 12
-    do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    threshold: float = 0.6
+    target_acceptance: float = 0.85
 
-    def __post_init__(self) -> None:
-        check_count("max_new_tokens", self.max_new_tokens, low=2)
-        check_count("max_draft", self.max_draft)
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """``do_sample`` and the sampling options that are set."""
-        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
-        given = {name: value for name, value in values.items() if value is not None}
-        return {"do_sample": self.do_sample, **given}
+    def options(self) -> dict[str, Any]:
+        """The setting as ``assistant_kwargs``, without options that its mode does not use."""
+        used = {"draft_exit": self.draft_exit, "max_draft": self.max_draft}
+        if self.draft_exit != "fixed":
+            used["threshold"] = self.threshold
+        if self.draft_exit == "adaptive":
+            used["target_acceptance"] = self.target_acceptance
+        return used
 
 
 @dataclass(frozen=True)
@@ -163,26 +155,37 @@ class Evaluator:
     Args:
         model: a causal language model in evaluation mode, on its device.
         prompts: development prompts, decoded one by one in this order.
+        max_new_tokens: limit for each prompt.
+        sampling: ``do_sample`` and its options; greedy if empty.
+        seed: seed of the sampling; each prompt has its own, the same in every trial.
 
     Raises:
         ValueError: the prompts do not fit the model.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        sampling: dict[str, Any] | None = None,
+        seed: int = 0,
+    ):
         if not prompts:
             raise ValueError("nothing to search on: no prompts")
-        self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
+        self.ids, _ = encode_prompts(model, tokenizer, prompts, max_new_tokens)
         self.model = model
         self.tokenizer = tokenizer
-        self.settings = settings
         self.sublayers = Sublayers.of(model)
-        options = {**settings.sampling, "max_new_tokens": settings.max_new_tokens}
+        self.seed = seed
+        options = {"do_sample": False, **(sampling or {}), "max_new_tokens": max_new_tokens}
         self.session = Session(model, options, managed=False)
         self.costs: StepCosts | None = None
 
     def own_defaults(self) -> AbstractContextManager[None]:
         """Within the block, the model's generation config fits the sampling, with no strategy."""
-        greedy = not self.settings.do_sample
+        greedy = not self.session.options["do_sample"]
         return own_generation_config(self.model, self.tokenizer, greedy=greedy)
 
     # -- decoding ----------------------------------------------------------------------------
@@ -191,47 +194,62 @@ class Evaluator:
         self, prompt: int, contender: Contender = PLAIN, **overrides: Any
     ) -> tuple[float, list[int], SpecStats | None]:
         """Seconds, new tokens and statistics (None for plain decoding) of one prompt."""
-        torch.manual_seed(self.settings.seed + prompt)
+        torch.manual_seed(self.seed + prompt)
         seconds, rows, _, stats = self.session.generate(contender, [self.ids[prompt]], **overrides)
         return seconds, rows[0], stats
 
-    def speculate(self, prompt: int, skip: Skip, max_draft: int, draft_exit: str) -> SpecStats:
-        """Statistics of one prompt decoded with these sublayers skipped."""
+    def speculate(self, prompt: int, skip: Skip, stop: Exit) -> tuple[float, SpecStats]:
+        """Seconds and statistics of one prompt decoded with these sublayers skipped."""
         # Every step drafts; otherwise bad choices would look like plain decoding.
-        drafting = {"draft_exit": draft_exit, "max_draft": max_draft, "fallback": False}
-        options = ours(STRATEGY, {**skip.options(), **drafting})
-        stats = self.decode(prompt, Contender(STRATEGY, options))[2]
+        options = {**skip.options(), **stop.options(), "fallback": False}
+        seconds, _, stats = self.decode(prompt, Contender(STRATEGY, ours(STRATEGY, options)))
         assert stats is not None
-        return stats
+        return seconds, stats
 
     # -- judging -----------------------------------------------------------------------------
 
-    def evaluate(self, skip: Skip) -> Iterator[Evaluation]:
+    def evaluate(self, objective: str, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
         """The value over the first prompt, the first two, ..., all of them."""
+        forget(self.model)  # a choice's value must not depend on earlier trials
+        with self.own_defaults():
+            judge = self._modelled if objective == "modelled" else self._measured
+            yield from judge(skip, stop)
+
+    def _modelled(self, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
         if self.costs is None:
             raise RuntimeError("costs are not measured yet")
-        forget(self.model)  # a choice's value must not depend on earlier trials
         total = SpecStats()
-        with self.own_defaults():
-            for prompt in range(len(self.ids)):
-                # The paper's exit, as the default one depends on step times.
-                total.merge(self.speculate(prompt, skip, self.settings.max_draft, "adaptive"))
-                counts = Counts.of(total, prompt + 1)
-                yield Evaluation(modelled_value(self.costs, counts, skip), counts)
+        for prompt in range(len(self.ids)):
+            total.merge(self.speculate(prompt, skip, stop)[1])
+            counts = Counts.of(total, prompt + 1)
+            yield Evaluation(modelled_value(self.costs, counts, skip), counts)
+
+    def _measured(self, skip: Skip, stop: Exit) -> Iterator[Evaluation]:
+        total, seconds, plain, plain_tokens = SpecStats(), 0.0, 0.0, 0
+        for prompt in range(len(self.ids)):
+            for speculative in (True, False) if prompt % 2 else (False, True):
+                if speculative:
+                    spent, stats = self.speculate(prompt, skip, stop)
+                    seconds += spent
+                    total.merge(stats)
+                else:
+                    spent, tokens, _ = self.decode(prompt)
+                    plain, plain_tokens = plain + spent, plain_tokens + len(tokens)
+            counts = Counts.of(total, prompt + 1)
+            yield Evaluation((seconds / counts.tokens) / (plain / plain_tokens), counts)
 
     # -- costs -------------------------------------------------------------------------------
 
-    def measure_costs(self) -> StepCosts:
+    def measure_costs(self, max_draft: int) -> StepCosts:
         """Measure the costs for :func:`modelled_value`; forwards run at a typical context length.
 
         Raises:
             ValueError: the model ends all prompts with their first token.
         """
         with self.own_defaults():
-            return self._measure_costs()
+            return self._measure_costs(max_draft)
 
-    def _measure_costs(self) -> StepCosts:
-        max_draft = self.settings.max_draft
+    def _measure_costs(self, max_draft: int) -> StepCosts:
         order = sorted(range(len(self.ids)), key=lambda index: len(self.ids[index]))
         ways = len(order) / TIMED_PROMPTS
         timed = sorted({order[int(ways * (i + 0.5))] for i in range(TIMED_PROMPTS)})
@@ -242,6 +260,7 @@ class Evaluator:
         if limit is not None:
             context = context[: max(1, limit - max_draft - 1)]
         timer = ForwardTimer(self.model, context, max_draft + 1, self.sublayers)
+        nothing = Exit("fixed", min(max_draft, CALIBRATION_DRAFT))
         prefills, plains, drafts, steps = [], [], [], []
         begin = time.perf_counter()
         # In turns, so that drift of the machine affects everything alike.
@@ -254,8 +273,7 @@ class Evaluator:
                 prefills.append(one)
                 if len(tokens) > 1:
                     plains.append((seconds - one) / (len(tokens) - 1))
-                short = min(max_draft, CALIBRATION_DRAFT)
-                stats = self.speculate(prompt, Skip(), short, "fixed")
+                stats = self.speculate(prompt, Skip(), nothing)[1]
                 if stats.num_draft_forwards:
                     drafts.append(stats.draft_seconds / stats.num_draft_forwards)
                 steps.append((stats.verify_seconds + stats.other_seconds) / stats.num_steps)

@@ -24,7 +24,7 @@ def read_search(folder: Path) -> dict[str, Any]:
     """
     path = folder / SEARCH
     data = read_json(path)
-    if not {"trials", "best", "layers", "baselines"} <= data.keys():
+    if not {"trials", "best", "layers", "settings"} <= data.keys():
         raise ValueError(f"{str(path)!r} is not the result of hf-spec search")
     return data
 
@@ -42,6 +42,7 @@ def draw_search(data: dict[str, Any]) -> Any:
     The right panel is figure 4 of Draft & Verify (Zhang et al., 2023).
     """
     trials, best = data["trials"], data["best"]
+    objective = data["settings"]["objective"]
     complete = [one for one in trials if one["state"] == "complete"]
     pruned = [one for one in trials if one["state"] == "pruned"]
     figure = new_figure(11, 4)
@@ -54,7 +55,7 @@ def draw_search(data: dict[str, Any]) -> Any:
     numbers = [one["number"] for one in complete]
     left.step(numbers, so_far, where="post", color="tab:red", label="best")
     left.axhline(1.0, color="0.4", linestyle=":", label="plain decoding")
-    left.set(xlabel="trial", ylabel="time per token / plain (modelled)", title="search")
+    left.set(xlabel="trial", ylabel=f"time per token / plain ({objective})", title="search")
     left.legend()
 
     envelope: dict[int, float] = {}
@@ -63,7 +64,7 @@ def draw_search(data: dict[str, Any]) -> Any:
     right.scatter([t["skipped"] for t in complete], [t["speedup"] for t in complete], s=14)
     right.plot(sorted(envelope), [envelope[n] for n in sorted(envelope)], "--", color="0.5")
     right.plot(best["skipped"], best["speedup"], "*", color="tab:red", markersize=14, label="best")
-    for row in data["baselines"]:
+    for row in data.get("baselines") or ():
         if row["name"] in MARKERS:
             right.plot(
                 best["skipped"], row["speedup"], MARKERS[row["name"]], color="tab:orange",
@@ -71,7 +72,7 @@ def draw_search(data: dict[str, Any]) -> Any:
             )  # fmt: skip
     right.axhline(1.0, color="0.4", linestyle=":")
     right.set(
-        xlabel="skipped sublayers", ylabel="speedup (modelled)",
+        xlabel="skipped sublayers", ylabel=f"speedup ({objective})",
         title=f"of {2 * data['layers']} sublayers",
     )  # fmt: skip
     right.legend()

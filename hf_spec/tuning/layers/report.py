@@ -32,7 +32,8 @@ def measure(
     settings = result.settings
     return run(
         model, tokenizer, prompts, [contender], max_new_tokens=settings.max_new_tokens,
-        generate_kwargs=settings.sampling, seed=settings.seed, progress=progress,
+        generate_kwargs={"do_sample": settings.do_sample, **settings.sampling},
+        seed=settings.seed, progress=progress,
     )  # fmt: skip
 
 
@@ -53,8 +54,8 @@ def write_folder(
 
 
 def print_result(result: SearchResult, bench: BenchResult, console: Console) -> None:
-    """Print the choice, the baselines and the measured speedup."""
-    best = result.best
+    """Print the choice, the baselines, the draft exits and the measured speedup."""
+    best, kind = result.best, result.settings.objective
     pruned = sum(trial.state == "pruned" for trial in result.trials)
     repeats = sum(trial.repeat for trial in result.trials)
     console.print(
@@ -64,11 +65,21 @@ def print_result(result: SearchResult, bench: BenchResult, console: Console) -> 
         soft_wrap=True,
     )
 
-    heads = ["speedup (modelled)", "tau", "accepted"]
-    table = bench_report.new_table("equally many skipped sublayers", ["choice"], heads)
-    for row in result.baselines:
-        figures = f"{row['speedup']:.2f}x", f"{row['tau']:.2f}", f"{row['acceptance']:.0%}"
-        table.add_row(row["name"], *figures)
+    def figures(row: dict[str, Any]) -> list[str]:
+        return [f"{row['speedup']:.2f}x", f"{row['tau']:.2f}", f"{row['acceptance']:.0%}"]
+
+    heads = [f"speedup ({kind})", "tau", "accepted"]
+    if result.baselines is not None:
+        table = bench_report.new_table("equally many skipped sublayers", ["choice"], heads)
+        for row in result.baselines:
+            table.add_row(row["name"], *figures(row))
+        console.print(table)
+    heads = ["K", "gamma", "target", *heads]
+    table = bench_report.new_table("when to stop drafting", ["exit"], heads)
+    for row in result.exits:
+        name = row["draft_exit"] + (" (best)" if row["best"] else "")
+        names = ("max_draft", "threshold", "target_acceptance")
+        table.add_row(name, *(str(row.get(option, "")) for option in names), *figures(row))
     console.print(table)
     row = bench.overall(STRATEGY)
     console.print(

@@ -1,4 +1,4 @@
-"""Search for the sublayers to skip, with baselines.
+"""Search for the sublayers to skip, with baselines and the draft-exit ablation.
 
 It minimises time per token over z in {0, 1}^(2L) by black-box optimisation (Draft & Verify, section
 3.3). This module knows no command line, plots or adapter folders.
@@ -17,11 +17,12 @@ from hf_spec.bench.prompts import Prompt
 from hf_spec.core.checks import check_count
 from hf_spec.files import exclusive
 from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
-from hf_spec.tuning.layers.objective import STRATEGY, Evaluation, Evaluator, Settings
+from hf_spec.tuning.layers.objective import STRATEGY, Evaluation, Exit
 from hf_spec.tuning.layers.study import (
     STUDY_FILE,
     LayerStudy,
     Progress,
+    Settings,
     Trial,
     best_of,
     study_identity,
@@ -29,6 +30,10 @@ from hf_spec.tuning.layers.study import (
 
 #: Number of seeds that the baseline "random" is averaged over.
 RANDOM_BASELINES = 3
+#: Settings of Draft & Verify's tables 3 and 4, and target acceptance rates of its table 6.
+FIXED_DRAFTS = (1, 2, 4, 6, 8)
+THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
+TARGETS = (0.7, 0.8, 0.85, 0.9, 0.95)
 
 
 def starting_points(sublayers: Sublayers) -> list[Skip]:
@@ -70,6 +75,18 @@ def baseline_choices(sublayers: Sublayers, skip: Skip) -> Iterator[tuple[str, in
         yield "random", seed, chosen(random.Random(seed).sample)
 
 
+def exit_choices(settings: Settings) -> list[Exit]:
+    """Draft exits to compare: the adaptive one of the search, then those of tables 3 and 4."""
+    k = settings.max_draft
+    targets = [t for t in TARGETS if t != settings.target_acceptance]
+    return [
+        settings.stop,
+        *(Exit("adaptive", k, target_acceptance=target) for target in targets),
+        *(Exit("threshold", k, threshold) for threshold in THRESHOLDS),
+        *(Exit("fixed", count) for count in FIXED_DRAFTS if count <= k),
+    ]
+
+
 # ------------------------------------------------------------------------------------ all of it
 
 
@@ -81,19 +98,21 @@ class SearchResult:
         settings: what was optimised.
         identity: model, prompts and settings of the study.
         sublayers: the sublayers that can be skipped.
-        costs: the measured costs.
+        costs: the measured costs; None for ``objective="measured"``.
         trials: all finished trials.
         best: the best complete trial.
-        baselines: entries of ``search.json``, the searched choice first.
+        baselines: entries of ``search.json``, the searched choice first; None if left out.
+        exits: one entry per draft exit.
     """
 
     settings: Settings
     identity: dict[str, Any]
     sublayers: Sublayers
-    costs: StepCosts
+    costs: StepCosts | None
     trials: list[Trial]
     best: Trial
-    baselines: list[dict[str, Any]]
+    baselines: list[dict[str, Any]] | None
+    exits: list[dict[str, Any]]
 
     def options(self) -> dict[str, Any]:
         """``assistant_kwargs`` besides the layers; the default draft exit is kept."""
@@ -107,8 +126,9 @@ class SearchResult:
             "identity": self.identity,
             "layers": self.sublayers.count,
             "sublayers": {"attention": self.sublayers.attention, "mlp": self.sublayers.mlp},
-            "costs": asdict(self.costs),
+            "costs": None if self.costs is None else asdict(self.costs),
             "best": self.best.to_dict(),
+            "draft_exit": self.exits,
             "baselines": self.baselines,
             "trials": [trial.to_dict() for trial in self.trials],
         }
@@ -122,6 +142,7 @@ def search(
     settings: Settings,
     *,
     trials: int = 100,
+    baselines: bool = True,
     costs: StepCosts | None = None,
     progress: Progress = lambda finished, trials, best: None,
     status: Callable[[str], None] = lambda text: None,
@@ -135,6 +156,7 @@ def search(
         folder: an existing folder, which holds the study.
         settings: what is optimised.
         trials: total number of finished trials, those of earlier runs included.
+        baselines: whether to compare with choices by position.
         costs: costs to use instead of measuring, if the study has none yet.
         progress: called as ``progress(finished, trials, best)``.
         status: called with a line of text at the start of each phase.
@@ -143,13 +165,16 @@ def search(
         ValueError: the folder's study has other settings, or another process uses it.
     """
     check_count("trials", trials)
-    evaluator = Evaluator(model, tokenizer, prompts, settings)
+    evaluator = settings.evaluator(model, tokenizer, prompts)
     identity = study_identity(model, prompts, settings)
     busy = f"another search is running in {str(folder)!r}: wait for it, or give another folder"
     lock = exclusive(folder / f"{STUDY_FILE}.lock", busy)
     with lock, closing(LayerStudy(folder, identity)) as study:
-        status("measuring costs")
-        evaluator.costs = study.costs(lambda: costs or evaluator.measure_costs())
+        if settings.objective == "modelled":
+            status("measuring costs")
+            evaluator.costs = study.costs(
+                lambda: costs or evaluator.measure_costs(settings.max_draft)
+            )
         status("searching")
         starts = starting_points(evaluator.sublayers)
         done = study.trials
@@ -157,30 +182,40 @@ def search(
             progress(len(done), trials, best_of(done))
             if len(done) >= trials:
                 break
-            done.append(study.run_trial(evaluator, starts))
+            done.append(study.run_trial(evaluator, settings, starts))
         best = best_of(done)
         if best is None:
             raise ValueError("every trial was pruned: continue with more --trials")
 
-        status("comparing baselines")
+        def judge(skip: Skip, stop: Exit) -> Evaluation:
+            return study.cached(skip, stop, evaluator.evaluate(settings.objective, skip, stop))
 
-        def judge(skip: Skip) -> Evaluation:
-            return study.cached(skip, evaluator.evaluate(skip))
-
-        rows = _baselines(evaluator.sublayers, best, judge)
+        status("comparing draft exits")
+        exits: list[dict[str, Any]] = []
+        for stop in exit_choices(settings):
+            # Only deterministic values are reused from the trials.
+            taken = settings.objective == "modelled" and stop == settings.stop
+            evaluation = best.evaluation if taken else judge(best.skip, stop)
+            exits.append({**stop.options(), **evaluation.to_dict(), "best": False})
+        least = min(range(len(exits)), key=lambda index: (exits[index]["value"], index))
+        exits[least]["best"] = True
+        rows = None
+        if baselines:
+            status("comparing baselines")
+            rows = _baselines(evaluator.sublayers, best, settings.stop, judge)
         return SearchResult(
-            settings, identity, evaluator.sublayers, evaluator.costs, done, best, rows
-        )
+            settings, identity, evaluator.sublayers, evaluator.costs, done, best, rows, exits,
+        )  # fmt: skip
 
 
 def _baselines(
-    sublayers: Sublayers, best: Trial, judge: Callable[[Skip], Evaluation]
+    sublayers: Sublayers, best: Trial, stop: Exit, judge: Callable[[Skip, Exit], Evaluation]
 ) -> list[dict[str, Any]]:
     """Entries for the searched choice and each baseline; "random" is the mean over its seeds."""
     rows = [{"name": "searched", **best.skip.options(), **best.evaluation.to_dict()}]
     drawn = []
     for name, seed, skip in baseline_choices(sublayers, best.skip):
-        row = {"name": name, **skip.options(), **judge(skip).to_dict()}
+        row = {"name": name, **skip.options(), **judge(skip, stop).to_dict()}
         if name == "random":
             drawn.append({**row, "seed": seed})
         else:

@@ -22,12 +22,71 @@ import torch
 
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.prompts import Prompt
-from hf_spec.core.checks import first_line
-from hf_spec.policy.devices import device_name
+from hf_spec.core.checks import check_choices, check_count, check_range, first_line
 from hf_spec.tuning.layers.costs import Skip, StepCosts, Sublayers
-from hf_spec.tuning.layers.objective import STRATEGY, Counts, Evaluation, Evaluator, Settings
+from hf_spec.tuning.layers.objective import (
+    OBJECTIVES,
+    STRATEGY,
+    Counts,
+    Evaluation,
+    Evaluator,
+    Exit,
+)
 
+SAMPLERS = ("tpe", "gp", "random")
 STUDY_FILE, STUDY_NAME = "study.db", STRATEGY
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search optimises; a study can only be continued with the same settings.
+
+    Attributes:
+        objective: ``modelled`` or ``measured``; see :mod:`hf_spec.tuning.layers.objective`.
+        sampler: ``tpe``, ``gp`` or ``random``.
+        seed: seed of the search and of the sampling.
+        max_new_tokens: limit for each prompt.
+        max_draft, target_acceptance: see :class:`Exit`.
+        do_sample, temperature, top_k, top_p: how tokens are sampled.
+
+    Raises:
+        ValueError: a field is invalid; the message names it.
+    """
+
+    objective: str = "modelled"
+    sampler: str = "tpe"
+    seed: int = 0
+    max_new_tokens: int = 64
+    max_draft: int = 12
+    target_acceptance: float = 0.85
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self, objective=OBJECTIVES, sampler=SAMPLERS)
+        check_count("max_new_tokens", self.max_new_tokens, low=2)
+        check_count("max_draft", self.max_draft)
+        check_range("target_acceptance", self.target_acceptance, 0.0, 1.0)
+        if self.sampling and not self.do_sample:
+            raise ValueError(f"{next(iter(self.sampling))} needs do_sample")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling options that are set."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def stop(self) -> Exit:
+        """The draft exit during the search."""
+        return Exit("adaptive", self.max_draft, target_acceptance=self.target_acceptance)
+
+    def evaluator(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> Evaluator:
+        """An evaluator with these settings."""
+        sampling = {"do_sample": self.do_sample, **self.sampling}
+        return Evaluator(model, tokenizer, prompts, self.max_new_tokens, sampling, self.seed)
 
 
 @dataclass(frozen=True)
@@ -82,8 +141,14 @@ class LayerStudy:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
-        import optuna
-
+        try:
+            import optuna
+            import scipy  # noqa: F401  (costs are fitted with it, and one of the samplers needs it)
+        except ImportError as error:
+            raise ImportError(
+                "searching needs Optuna and SciPy, which are not both installed: "
+                "pip install 'hf_spec[search]'"
+            ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna, self.states = optuna, optuna.trial.TrialState
         path = (folder / STUDY_FILE).resolve()
@@ -142,9 +207,9 @@ class LayerStudy:
         self.study.set_user_attr("costs", asdict(costs))
         return costs
 
-    def cached(self, skip: Skip, values: Iterable[Evaluation]) -> Evaluation:
+    def cached(self, skip: Skip, stop: Exit, values: Iterable[Evaluation]) -> Evaluation:
         """The last of the values of a choice that is no trial; computed once, then stored."""
-        text = json.dumps(skip.options(), sort_keys=True)
+        text = json.dumps([skip.options(), stop.options()], sort_keys=True)
         key = "evaluation:" + hashlib.sha256(text.encode()).hexdigest()[:24]
         stored = self.study.user_attrs.get(key)
         if stored is None:
@@ -155,16 +220,17 @@ class LayerStudy:
 
     # -- one trial ---------------------------------------------------------------------------
 
-    def run_trial(self, evaluator: Evaluator, starts: Sequence[Skip]) -> Trial:
+    def run_trial(self, evaluator: Evaluator, settings: Settings, starts: Sequence[Skip]) -> Trial:
         """Choose sublayers, evaluate them, and store the result."""
-        done, seed = self.trials, evaluator.settings.seed
+        done = self.trials
+        repeatable = settings.objective == "modelled"
         known = {one.skip: one for one in reversed(done)}
         sublayers, number = evaluator.sublayers, len(done)
         origin, fixed = "sampler", None
         if number < len(starts):
             origin, fixed = "start", starts[number]
-        elif done and done[-1].repeat:
-            fixed = _neighbour(done, sublayers, seed + number)
+        elif repeatable and done and done[-1].repeat:
+            fixed = _neighbour(done, sublayers, settings.seed + number)
             origin = "sampler" if fixed is None else "neighbour"
         waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
         if fixed is not None and not waiting:
@@ -173,23 +239,20 @@ class LayerStudy:
 
         start = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # multivariate is experimental
-            # Seeded for each trial, so that it is the same after an interruption.
-            self.study.sampler = self.optuna.samplers.TPESampler(
-                seed=seed * 1_000_003 + number, multivariate=True, n_startup_trials=10
-            )
+            warnings.simplefilter("ignore")  # experimental options of samplers
+            self.study.sampler = _sampler(self.optuna, settings, number)
             trial = self.study.ask()
             names = _parameters(sublayers, Skip())
             found = {name: trial.suggest_categorical(name, [False, True]) for name in names}
             skip = _skip(sublayers, found)
-        before = known.get(skip)
+        before = known.get(skip) if repeatable else None
         pruned, evaluation, prompts = False, None, 0
         if before is not None:
             evaluation, prompts = before.evaluation, before.prompts
             pruned = before.state == "pruned"
             trial.report(evaluation.value, prompts)
         else:
-            with closing(evaluator.evaluate(skip)) as values:  # type: ignore[type-var]
+            with closing(evaluator.evaluate(settings.objective, skip, settings.stop)) as values:  # type: ignore[type-var]
                 for prompts, evaluation in enumerate(values, start=1):
                     trial.report(evaluation.value, prompts)
                     if prompts < len(evaluator.ids) and trial.should_prune():
@@ -207,6 +270,17 @@ class LayerStudy:
         else:
             self.study.tell(trial, evaluation.value)
         return self.trials[-1]
+
+
+def _sampler(optuna: Any, settings: Settings, number: int) -> Any:
+    """A sampler seeded for this trial, so that it is the same after an interruption."""
+    seed = settings.seed * 1_000_003 + number
+    if settings.sampler == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
+    if settings.sampler == "gp":
+        certain = settings.objective == "modelled"
+        return optuna.samplers.GPSampler(seed=seed, deterministic_objective=certain)
+    return optuna.samplers.RandomSampler(seed)
 
 
 def _parameters(sublayers: Sublayers, skip: Skip) -> dict[str, bool]:
@@ -259,15 +333,17 @@ def _evaluation(data: dict[str, Any]) -> Evaluation:
 
 
 def study_identity(model: Any, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:
-    """The identity of a study: settings, model, prompts and machine."""
+    """The identity of a study: settings, model, prompts, and the machine if times count."""
     texts = json.dumps([prompt.text for prompt in prompts])
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         **asdict(settings),
         "model_fingerprint": fingerprint(model),
         "prompts": len(prompts),
         "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": device_name(model.device),
+        "device": name,
         "threads": torch.get_num_threads(),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
     }
