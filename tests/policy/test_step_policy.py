@@ -658,7 +658,6 @@ def test_bad_values_of_the_option(value: Any) -> None:
         ("layer_skip", {}, False, True),
         ("layer_skip", {}, True, True),
         ("layer_skip", {"acceptance": "rejection"}, True, False),
-        ("layer_skip", {"draft_tokens": "sampled"}, True, False),
         ("space", {"acceptance": "rejection"}, True, False),
         ("space", {}, True, True),
         ("layer_skip", {"acceptance": "rejection"}, False, True),  # greedy: no random numbers
