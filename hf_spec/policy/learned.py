@@ -22,13 +22,6 @@ BLIND = (4, 256)
 WORTH, ALPHA = 1.0, 1 / 32
 
 
-def first_sizes(batch_size: int) -> list[tuple[int, int]]:
-    """Candidates, and nodes with probes, of a setting's first steps. Larger batches have fewer, as
-    a step of many tokens may cost several plain ones."""
-    wide = max(CANDIDATES // batch_size, 2)
-    return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
-
-
 @dataclass
 class Average:
     """A ratio of sums in which newer steps count more."""
@@ -75,14 +68,6 @@ class Setting:
     blind: int = 0
     patience: int = BLIND[0]
 
-    def lent(self, scale: float) -> Setting:
-        """The expected setting if step tokens cost ``scale`` times as much."""
-        return Setting(self.times.seeded(scale), self.pruned.seeded(scale))
-
-    def shifted(self, batch_size: int, here: int) -> Setting:
-        """The expected setting for another number of packed sequences."""
-        return Setting(self.times.shifted(batch_size - here, min(batch_size / here, 1.0)))
-
 
 @dataclass
 class Learned:
@@ -104,8 +89,10 @@ class Learned:
     packed: bool = False
 
     def first_sizes(self, batch_size: int) -> list[tuple[int, int]]:
-        """:func:`first_sizes` of a batch of this size."""
-        return first_sizes(1 if self.packed else batch_size)
+        """Candidates, and nodes with probes, of a setting's first steps. Larger batches have fewer,
+        as a step of many tokens may cost several plain ones."""
+        wide = max(CANDIDATES // (1 if self.packed else batch_size), 2)
+        return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
     @alone
     def setting(
@@ -116,13 +103,14 @@ class Learned:
             near = [one for one in self.settings if one[2] == key[2]]
             if near:
                 best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
-                self.settings[key] = (
-                    self.settings[best].shifted(key[0], best[0])
-                    if self.packed
-                    else self.settings[best].lent(key[0] / best[0])
-                )
+                known, scale = self.settings[best], key[0] / best[0]
+                if self.packed:
+                    new = Setting(known.times.shifted(key[0] - best[0], min(scale, 1.0)))
+                else:
+                    new = Setting(known.times.seeded(scale), known.pruned.seeded(scale))
             else:
-                self.settings[key] = Setting(StepTimes.guessed(measured()))
-            if self.settings[key].times.line is None:
-                self.settings[key].tries.extend(self.first_sizes(key[0]))
+                new = Setting(StepTimes.guessed(measured()))
+            if new.times.line is None:
+                new.tries.extend(self.first_sizes(key[0]))
+            self.settings[key] = new
         return self.settings[key]

@@ -106,6 +106,7 @@ class StepPolicy:
         self.learned = learned
         self.enabled = enabled
         self.width = width
+        self._padded = width(3, 0) > 3
         self.setting = learned.setting(setting, measured)
         self._key = setting
         self._plan: Plan | None = None
@@ -220,37 +221,34 @@ class StepPolicy:
         if not most:
             return Plan(0, int(group > 0 and self._looks(group)), float(self._live))
         setting.settled += 1
-        fixed = self.width(3, 0) > 3
         if setting.settled > AFRESH or line is None and not setting.tries:
             setting.tries.extend(self.learned.first_sizes(self._key[0])[:2])
         if setting.tries:
             setting.settled = 0
             candidates, probed = setting.tries.popleft()
-            candidates = min(candidates - fixed, most)
-            if fixed and group:
+            candidates = min(candidates - self._padded, most)
+            if self._padded or not group:
                 probed = self._counts(candidates, group)[0]
-            probed = min(probed, candidates + 1) if group else 0
+            probed = min(probed, candidates + 1)
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
         assert line is not None
         rate = setting.rate.value or self._live / max(plain or line[0], TICK)
         worth = self.learned.worth
-        curve = times.curve(self.width(1 + most, (1 + most) * group)) or []
+        curve = times.curve(self.width(1 + most, (1 + most) * group))
         costs = [rate * seconds for seconds in curve]  # tokens that the time would yield
         value, candidates, probed, promised = -np.inf, 0, 0, 0.0
         sizes = [size for size in SIZES if size < most] + [most]
-        if fixed:
+        if self._padded:
             sizes = [size for size in FIXED if size < most] + [min(most, FIXED[-1])]
         for size in sizes:
-            expected = sum(sums[: size + 1])
-            if not group:
-                found = expected - costs[self.width(1 + size, 0)], 0
-            else:
+            expected, held = sum(sums[: size + 1]), [0.0]
+            if group:
                 gains = np.sort(ends(likely[:, : size + 1], parents), axis=1)[:, ::-1].sum(0)
-                held = [0.0, *gains.cumsum().tolist()]
-                found = max(
-                    (expected + worth * held[n] - costs[self.width(1 + size, n * group)], n)
-                    for n in self._counts(size, group)
-                )
+                held += gains.cumsum().tolist()
+            found = max(
+                (expected + worth * held[n] - costs[self.width(1 + size, n * group)], n)
+                for n in self._counts(size, group)
+            )
             if found[0] > value:
                 (value, probed), candidates, promised = found, size, expected
         without = -np.inf if plain is None else self._live - rate * plain
@@ -272,14 +270,15 @@ class StepPolicy:
         """
         found = [(1, 0), *([(1, 1)] if group else [])]
         for size in FIXED:
-            counts = self._counts(size, group) if group else [0]
-            counts += [0] if group and looks_up else []
+            counts = self._counts(size, group) + ([0] if group and looks_up else [])
             found += [(1 + size, count) for count in counts]
         return found
 
     def _counts(self, size: int, group: int) -> list[int]:
         """Numbers of nodes with probes to choose from, for a step with ``size`` candidates."""
-        if self.width(3, 0) == 3:
+        if not group:
+            return [0]
+        if not self._padded:
             return [0, *(count for count in SIZES if count <= size), size + 1]
         # As many probes as nodes, or twice as many.
         nodes = self.width(1 + size, 0)
@@ -297,8 +296,7 @@ class StepPolicy:
         if line is None or plain is None or rate is None:
             return True
         setting.blind += 1
-        curve = setting.times.curve(self.width(1, group)) or []
-        cost = rate * (curve[-1] - plain)
+        cost = rate * (setting.times.curve(self.width(1, group))[-1] - plain)
         if self.learned.worth * self._live > cost:
             setting.patience = BLIND[0]
         elif setting.blind < setting.patience:
@@ -314,11 +312,8 @@ class StepPolicy:
             return bool(wanted and plan.candidates)
         setting = self.setting
         both = setting.times, setting.pruned
-        counts = [
-            sum(one.count for rows, one in times.sizes.items() if rows > 1 and one.measured)
-            for times in both
-        ]
-        means: list[Any] = [times.means.get(rows) for times in both]
+        counts = [sum(one.count for rows, one in times.sizes.items() if rows > 1) for times in both]
+        means: list[Any] = [times.mean(rows) for times in both]
         if None in means:
             means = [times.seconds(rows) for times in both]
         kept: list[Any] = [one.value for one in setting.kept]
@@ -332,9 +327,7 @@ class StepPolicy:
         lost = max(without - with_ - noise, 0.0) * drafted
         better = (setting.rate.value or 0.0) * (whole - pruned) > lost
         setting.turns += 1
-        if setting.turns % AGAIN < 4:
-            return not better
-        return bool(better)
+        return bool(better) != (setting.turns % AGAIN < 4)
 
     def _cut(
         self, draft: Draft, drafter: Drafter, plan: Plan, likely: Array, pruned: bool

@@ -44,18 +44,13 @@ class SizeTime:
         mean: T_perf, their mean seconds; None while unknown.
         last: number of the latest step, as ages are counted.
         first: seconds of the first steps that counted; None before the very first step.
-        count: steps that the mean stands for; they count less as they age.
+        count: steps that the mean stands for, which count less as they age; 0 if it is a guess.
     """
 
     mean: float | None = None
     last: int = 0
     first: list[float] | None = None
     count: float = 0.0
-
-    @property
-    def measured(self) -> bool:
-        """Whether the mean was measured on steps; otherwise it is a guess."""
-        return self.count > 0
 
     def add(self, seconds: float, step: int = 0) -> None:
         """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is its number, as ages are counted."""
@@ -124,19 +119,17 @@ class StepTimes:
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
         size = self.sizes.setdefault(rows, SizeTime())
-        expected = size.mean if size.measured else None
-        line = self.line if expected is None else None
-        if line is not None:  # clip stalls of new sizes, too
-            size.add(min(seconds, CLIP * (line[0] + line[1] * rows)) / self.pace, self.wide)
-        else:
-            size.add(seconds / self.pace, self.wide)
+        expected, counted = size.mean if size.count else None, seconds
+        if expected is None and (line := self.line) is not None:  # clip stalls of new sizes, too
+            counted = min(seconds, CLIP * (line[0] + line[1] * rows))
+        size.add(counted / self.pace, self.wide)
         if expected and seconds > 0:
             change = seconds / (self.pace * expected)
             self.pace *= min(max(change, 1 / CLIP), CLIP) ** PACE_ALPHA
         self._line = UNKNOWN
 
     def _note_error(self, rows: int, seconds: float) -> None:
-        known = rows in self.sizes and self.sizes[rows].measured
+        known = rows in self.sizes and self.sizes[rows].count
         expected = self.seconds(rows) if known and self.drafting.mean is not None else None
         if expected is not None and seconds > 0:
             self.errors.append(abs(expected - seconds) / seconds)
@@ -177,28 +170,22 @@ class StepTimes:
         weights = [math.exp(-DECAY * (age - newest)) for age in ages]
         return fit_line(list(means), list(means.values()), weights)
 
-    def seconds(self, rows: Any) -> Any:
-        """Seconds of steps of these sizes, drafting included; None while unknown.
-
-        Args:
-            rows: a number, or an array of them.
-        """
+    def seconds(self, rows: int) -> float | None:
+        """Seconds of a step of this size, drafting included; None while unknown."""
         line = self.line
         if line is None:
             return None
         return line[0] + line[1] * rows + (self.drafting_seconds or 0.0)
 
-    def curve(self, most: int) -> list[float] | None:
-        """Seconds of steps of 0, 1, ... ``most`` tokens without drafting; None while unknown.
+    def curve(self, most: int) -> list[float]:
+        """Seconds of steps of 0, 1, ... ``most`` tokens without drafting, if the line is known.
 
         Measured times, shrunk towards the line if there are few, and never falling: kernels process
         tokens in blocks, so that some tokens are free and others expensive. Beyond the smallest and
         the largest known size, it follows the line.
         """
-        line = self.line
-        if line is None:
-            return None
-        means = self.means
+        line, means = self.line, self.means
+        assert line is not None
         if len(means) > 2:
             means.pop(1, None)
         rows, drawn, weights = list(means), [], []
