@@ -103,11 +103,10 @@ class Learned:
             near = [one for one in self.settings if one[2] == key[2]]
             if near:
                 best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
-                known, scale = self.settings[best], key[0] / best[0]
-                if self.packed:
-                    new = Setting(known.times.shifted(key[0] - best[0], min(scale, 1.0)))
-                else:
-                    new = Setting(known.times.seeded(scale), known.pruned.seeded(scale))
+                ratio, known = key[0] / best[0], self.settings[best]
+                scale, more = (1.0, key[0] - best[0]) if self.packed else (ratio, 0)
+                change = min(ratio, 1.0), scale, more
+                new = Setting(known.times.elsewhere(*change), known.pruned.elsewhere(*change))
             else:
                 new = Setting(StepTimes.guessed(measured()))
             if new.times.line is None:

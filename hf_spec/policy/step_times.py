@@ -218,37 +218,27 @@ class StepTimes:
             mean = sum(self.line)
         return mean
 
-    def seeded(self, scale: float = 1.0) -> StepTimes:
-        """Guesses for other conditions: the line at two sizes and a plain step, with the cost per
-        token multiplied by ``scale``.
-
-        Observed steps replace these guesses.
-        """
-        line, plain = self.line, self.plain_seconds()
-        if line is None or plain is None:
-            return StepTimes() if plain is None else StepTimes.guessed({1: plain})
-        slope, wide = line[1] * scale, [rows for rows in self.means if rows > 1]
-        guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
-        alone = max(plain + slope - line[1], plain * min(scale, 1.0))
-        cost = StepTimes.guessed({1: alone, **guess})
-        drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
-        return replace(cost, drafting=drafting, drafted=drafted, errors=self.errors)
-
-    def shifted(self, more: int, share: float) -> StepTimes:
-        """Guesses for steps that all have a number of additional, uncounted tokens.
+    def elsewhere(self, share: float, scale: float = 1.0, more: int = 0) -> StepTimes:
+        """Guesses for other conditions, until steps are observed there: the line at two sizes, and
+        a plain step.
 
         Args:
-            more: additional tokens; negative if there are fewer.
             share: least duration of a step, as a share of its duration here.
+            scale: cost of a step token, as a multiple of its cost here.
+            more: additional, uncounted tokens of every step; negative if there are fewer.
         """
         line, plain = self.line, self.plain_seconds()
-        if line is None or plain is None:
+        if plain is None:
             return StepTimes()
-        added, wide = line[1] * more, [rows for rows in self.means if rows > 1]
-        here = {1: plain, **{rows: line[0] + line[1] * rows for rows in (wide[0], wide[-1])}}
-        return StepTimes.guessed(
-            {rows: max(spent + added, spent * share) for rows, spent in here.items()}
-        )
+        here, cost = {1: plain}, 0.0
+        if line is not None:
+            cost, wide = line[1], [rows for rows in self.means if rows > 1]
+            here |= {rows: line[0] + cost * rows for rows in (wide[0], wide[-1])}
+        added = {rows: cost * ((scale - 1) * rows + more) for rows in here}
+        times = {rows: max(spent + added[rows], spent * share) for rows, spent in here.items()}
+        drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
+        found = StepTimes.guessed(times)
+        return replace(found, drafting=drafting, drafted=drafted, errors=self.errors)
 
     @classmethod
     def guessed(cls, seconds: dict[int, float]) -> StepTimes:
