@@ -9,7 +9,7 @@ vocabulary. Initially W = 0 and b = 0, so that every head starts as the LM head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.adapters.tuner import TrainingBatch
@@ -42,24 +42,18 @@ class HeadsConfig(PredictingConfig):
         ValueError: naming the field, its value and the rule.
     """
 
-    num_heads: int = field(default=4, metadata={"help": "Heads, each drafting one future token."})
-    num_layers: int = field(default=1, metadata={"help": "Residual blocks of each head."})
-    projection: str = field(
-        default="shared",
-        metadata={
-            "help": "shared: heads use the model's output embeddings. own: each head trains a copy "
-            "of them, num_heads * vocabulary * hidden parameters."
-        },
+    num_heads: int = setting(4, "Heads, each drafting one future token.")
+    num_layers: int = setting(1, "Residual blocks of each head.")
+    projection: str = setting(
+        "shared",
+        "shared: heads use the model's output embeddings. own: each head trains a copy of them, "
+        "num_heads * vocabulary * hidden parameters.",
     )
-    decay: float = field(
-        default=0.8, metadata={"help": "Weight of head k in the loss is decay ** k."}
-    )
-    loss: str = field(
-        default="hard",
-        metadata={
-            "help": "hard: cross-entropy of the answer's tokens. distillation: KL divergence from "
-            "the model's own distributions."
-        },
+    decay: float = setting(0.8, "Weight of head k in the loss is decay ** k.")
+    loss: str = setting(
+        "hard",
+        "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
+        "own distributions.",
     )
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.low_rank import check_settings
 from hf_spec.core.checks import check_count
 from modeling_patches.layer_skip import LayerSkipper
@@ -34,19 +34,12 @@ class LayerSkipConfig(SpecPeftConfig):
     skip_mlp: list[int] = field(
         default_factory=list, metadata={"help": "Layers whose MLP drafting skips."}
     )
-    draft_rank: int = field(
-        default=0,
-        metadata={"help": "Rank of trained low-rank updates for drafting; 0: none."},
-    )
-    draft_alpha: float = field(
-        default=16, metadata={"help": "The updates are scaled by draft_alpha / draft_rank."}
-    )
-    draft_target_modules: list[str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Linear modules with updates: names, or a regular expression. Default: all "
-            "that drafting runs."
-        },
+    draft_rank: int = setting(0, "Rank of trained low-rank updates for drafting; 0: none.")
+    draft_alpha: float = setting(16, "The updates are scaled by draft_alpha / draft_rank.")
+    draft_target_modules: list[str] | str | None = setting(
+        None,
+        "Linear modules with updates: names, or a regular expression. Default: all that drafting "
+        "runs.",
     )
 
     def __post_init__(self) -> None:
