@@ -84,7 +84,8 @@ class PredictingConfig(SpecPeftConfig):
         if not rank:
             return tensors
         base: Any = model
-        embedding, hidden = base.get_input_embeddings().weight.shape[1], _width(base)
+        embedding = base.get_input_embeddings().weight.shape[1]
+        hidden = base.get_output_embeddings().in_features
         return {
             **tensors,
             BEFORE: torch.randn(rank, embedding) / embedding**0.5,
@@ -123,9 +124,3 @@ def vocab_size(model: Any) -> int:
     """Number of tokens that the model computes logits for."""
     made: int = model.get_output_embeddings().out_features
     return made
-
-
-def _width(model: Any) -> int:
-    """Width of final hidden states, the inputs of the output embeddings."""
-    taken: int = model.get_output_embeddings().in_features
-    return taken

@@ -50,8 +50,8 @@ class LayerSkipConfig(SpecPeftConfig):
                 f"the base model's number of layers must be a positive integer, got {layers!r}. "
                 "Leave it out: attaching the adapter records it."
             )
-        self.skip_attention = _indices("skip_attention", self.skip_attention)
-        self.skip_mlp = _indices("skip_mlp", self.skip_mlp)
+        self.skip_attention = layer_indices("skip_attention", self.skip_attention)
+        self.skip_mlp = layer_indices("skip_mlp", self.skip_mlp)
         for name, indices in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
             if layers is not None and max(indices, default=0) >= layers:
                 raise ValueError(
@@ -98,7 +98,7 @@ class LayerSkipConfig(SpecPeftConfig):
         return found
 
 
-def _indices(name: str, values: Iterable[int]) -> list[int]:
+def layer_indices(name: str, values: Iterable[int]) -> list[int]:
     """`values` as a sorted list; ValueError unless they are distinct integers >= 0."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of layer indices, got {values!r}.")

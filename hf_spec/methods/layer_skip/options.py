@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.drafting.options import AUTO, StrategyOptions
+from hf_spec.methods.layer_skip.config import layer_indices
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
 POLICY = "policy"
@@ -64,12 +65,8 @@ class LayerSkipOptions(StrategyOptions):
             check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("skip_attention", "skip_mlp"):
             layers = getattr(self, name)
-            if layers is None:
-                continue
-            if isinstance(layers, str) or not isinstance(layers, Sequence):
-                raise ValueError(f"{name}={layers!r}: give a list of layer numbers.")
-            for layer in layers:
-                check_count(f"{name} entry", layer, low=0)
+            if layers is not None:
+                object.__setattr__(self, name, layer_indices(name, layers))
 
     def looks_up(self, timed: bool) -> bool:
         if self.retrieval != AUTO:
