@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_spec.drafting.options import CANDIDATES
 from hf_spec.policy.guard import Guard
@@ -18,6 +19,9 @@ WARM_UP = 2
 LOOKS = (64, 1024)
 #: Steps without predictions until probes are tried although they do not seem to pay.
 BLIND = (4, 256)
+#: Alternating steps with and without pruning at first, and steps of one kind until the other is
+#: tried again.
+TRIED, AGAIN = 8, 256
 #: Initial value of h, and the weight of one step in h and rho.
 WORTH, ALPHA = 1.0, 1 / 32
 
@@ -67,6 +71,60 @@ class Setting:
     turns: int = 0
     blind: int = 0
     patience: int = BLIND[0]
+
+    def plain_is_due(self) -> bool:
+        """Whether the next step should be plain for timing."""
+        if self.times.mean(1) is None:  # it takes two: the first of a size is not counted
+            return (self.times.steps + self.pruned.steps) % 3 == 2
+        if self.wide < self.look:
+            return False
+        self.look = min(2 * self.look, LOOKS[1])
+        return True
+
+    def looks(self, tokens: int, worth: float) -> bool:
+        """Whether a step without predictions has probes, so that the next one has some.
+
+        If they do not pay, they are tried at growing intervals, as the text may change.
+
+        Args:
+            tokens: step tokens with probes.
+            worth: what predictions are worth, in tokens.
+        """
+        plain, rate = self.times.plain_seconds(), self.rate.value
+        if self.times.line is None or plain is None or rate is None:
+            return True
+        self.blind += 1
+        if worth > rate * (self.times.curve(tokens)[-1] - plain):
+            self.patience = BLIND[0]
+        elif self.blind < self.patience:
+            return False
+        else:
+            self.patience = min(2 * self.patience, BLIND[1])
+        self.blind = 0
+        return True
+
+    def prunes(self, tokens: int, drafted: float) -> bool:
+        """Whether pruning a step pays; both kinds of steps alternate until that is known.
+
+        Args:
+            tokens: step tokens before pruning.
+            drafted: what :attr:`kept` is relative to.
+        """
+        both = self.times, self.pruned
+        counts = [sum(one.count for rows, one in times.sizes.items() if rows > 1) for times in both]
+        means: list[Any] = [times.mean(tokens) for times in both]
+        if None in means:
+            means = [times.seconds(tokens) for times in both]
+        kept: list[Any] = [one.value for one in self.kept]
+        if None in means + kept or min(counts) < TRIED:
+            return counts[1] < counts[0]
+        (whole, pruned), (without, with_) = means, kept
+        # Pruning adds no tokens; differences within noise are ignored.
+        noise = sum(one.above / one.below**2 for one in self.kept) ** 0.5  # of counts
+        lost = max(without - with_ - noise, 0.0) * drafted
+        better = (self.rate.value or 0.0) * (whole - pruned) > lost
+        self.turns += 1
+        return bool(better) != (self.turns % AGAIN < 4)
 
 
 @dataclass

@@ -34,10 +34,10 @@ from hf_spec.drafting.retrieval import NOTHING, draft_of
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.learned import LOOKS, Average, Learned, Setting
+from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
 from hf_spec.policy.likely_paths import Array, likeliest_paths
 from hf_spec.policy.memory import recall
-from hf_spec.policy.step_policy import SIZES, TRIED, StepPolicy, switched_on
+from hf_spec.policy.step_policy import SIZES, StepPolicy, switched_on
 from hf_spec.policy.step_times import StepTimes
 
 Tiny = Callable[..., PreTrainedModel]
