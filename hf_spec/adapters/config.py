@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from peft import PeftConfig
 from torch import nn
@@ -21,6 +21,7 @@ from modeling_patches.support import check_model
 
 #: Version of adapter_config.json and weights that this release writes, and the newest it reads.
 FORMAT_VERSION = 1
+T = TypeVar("T")
 
 
 class SpecPeftType(str):
@@ -41,6 +42,11 @@ class SpecPeftType(str):
         return str(self)
 
 
+def setting(default: T, help_text: str) -> T:
+    """A field of a config, with its help for `hf-spec train` and the documentation."""
+    return field(default=default, metadata={"help": help_text})
+
+
 @dataclass
 class SpecPeftConfig(PeftConfig):
     """Base of hf_spec's adapter configs: a dataclass whose defaults all work.
@@ -56,16 +62,9 @@ class SpecPeftConfig(PeftConfig):
     #: Whether an active adapter changes the model's output.
     changes_model: ClassVar[bool] = False
 
-    format_version: int = field(
-        default=FORMAT_VERSION, metadata={"help": "Version of the saved layout."}
-    )
-    base_facts: dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "Shape of the base model (recorded)."},
-    )
-    base_fingerprint: str | None = field(
-        default=None, metadata={"help": "Hash of the base model's weights (recorded)."}
-    )
+    format_version: int = setting(FORMAT_VERSION, "Version of the saved layout.")
+    base_facts: dict[str, Any] | None = setting(None, "Shape of the base model (recorded).")
+    base_fingerprint: str | None = setting(None, "Hash of the base model's weights (recorded).")
 
     # Not fields, so they are not saved: the folder or repository of a config, the files found
     # there, and the name under which it is attached.

@@ -55,28 +55,41 @@ def factors(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     return weights[_flat(DOWN, name)], weights[_flat(UP, name)]
 
 
-def adapter_low_rank(
-    layer: SpecAdapterLayer,
-    adapter_name: str,
-    modules: Mapping[str, nn.Module],
-    scale: float,
-    only_if_active: bool = True,
-) -> LowRank:
-    """The updates of an adapter, not yet attached.
+class LowRankLayer(SpecAdapterLayer):
+    """A layer whose adapters may have low-rank updates of the base's linear modules.
 
-    Args:
-        layer: holds the adapter's parameters, those of `fresh_factors` among them.
-        adapter_name: the adapter.
-        modules: the updated modules, by name.
-        scale: scale of the updates.
-        only_if_active: apply them only while the adapter is active and not disabled.
+    Attributes:
+        updates: by adapter; subclasses attach them, or give them to single calls.
     """
-    containers = {
-        name: [getattr(layer, layer.prefix + _flat(part, name)) for part in (DOWN, UP)]
-        for name in modules
-    }
-    source = _AdapterFactors(layer, adapter_name, scale, only_if_active, containers)
-    return LowRank(modules, source)
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.updates: dict[str, LowRank] = {}
+
+    def add_updates(
+        self, adapter_name: str, modules: Mapping[str, nn.Module], rank: int, alpha: float,
+        only_if_active: bool,
+    ) -> None:  # fmt: skip
+        """Add the updates of an adapter, if it has any.
+
+        Args:
+            adapter_name: the adapter, with the parameters of `fresh_factors`.
+            modules: the updated modules, by name.
+            rank, alpha: the updates are scaled by alpha / rank.
+            only_if_active: apply them only while the adapter is active and not disabled.
+        """
+        containers = {
+            name: [getattr(self, self.prefix + _flat(part, name)) for part in (DOWN, UP)]
+            for name in modules
+        }
+        if modules:
+            source = _AdapterFactors(self, adapter_name, alpha / rank, only_if_active, containers)
+            self.updates[adapter_name] = LowRank(modules, source)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        if adapter_name in self.updates:
+            self.updates.pop(adapter_name).detach()
+        super().delete_adapter(adapter_name)
 
 
 @dataclass(eq=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.support import kv_shape
@@ -27,24 +27,18 @@ SHARE = 4
 class PredictingConfig(SpecPeftConfig):
     """Config of an adapter that may have a transition and a vocabulary of its own."""
 
-    transition_rank: int = field(
-        default=0,
-        metadata={
-            "help": "Rank of the transition, which conditions predictions on the token before; 0: "
-            "none, as in the paper."
-        },
+    transition_rank: int = setting(
+        0,
+        "Rank of the transition, which conditions predictions on the token before; 0: none, as in "
+        "the paper.",
     )
 
-    transition_learning_rate: float = field(
-        default=3e-3, metadata={"help": "Peak learning rate of the transition."}
-    )
+    transition_learning_rate: float = setting(3e-3, "Peak learning rate of the transition.")
 
-    draft_vocab_size: int = field(
-        default=0,
-        metadata={
-            "help": "Number of tokens that can be drafted, the commonest of the training answers; "
-            "0: all, as in the paper. Default of hf-spec train: a quarter of the vocabulary."
-        },
+    draft_vocab_size: int = setting(
+        0,
+        "Number of tokens that can be drafted, the commonest of the training answers; 0: all, as "
+        "in the paper. Default of hf-spec train: a quarter of the vocabulary.",
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +84,8 @@ class PredictingConfig(SpecPeftConfig):
         if not rank:
             return tensors
         base: Any = model
-        embedding, hidden = base.get_input_embeddings().weight.shape[1], _width(base)
+        embedding = base.get_input_embeddings().weight.shape[1]
+        hidden = base.get_output_embeddings().in_features
         return {
             **tensors,
             BEFORE: torch.randn(rank, embedding) / embedding**0.5,
@@ -103,15 +98,9 @@ class PredictingConfig(SpecPeftConfig):
 class FrontConfig(PredictingConfig):
     """Base of configs of adapters with learned keys and values: they have the cache's shape."""
 
-    num_layers: int | None = field(
-        default=None, metadata={"help": "Layers of the base's cache (recorded)."}
-    )
-    num_kv_heads: int | None = field(
-        default=None, metadata={"help": "Key-value heads of the base (recorded)."}
-    )
-    head_dim: int | None = field(
-        default=None, metadata={"help": "Dimension of the base's heads (recorded)."}
-    )
+    num_layers: int | None = setting(None, "Layers of the base's cache (recorded).")
+    num_kv_heads: int | None = setting(None, "Key-value heads of the base (recorded).")
+    head_dim: int | None = setting(None, "Dimension of the base's heads (recorded).")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,9 +124,3 @@ def vocab_size(model: Any) -> int:
     """Number of tokens that the model computes logits for."""
     made: int = model.get_output_embeddings().out_features
     return made
-
-
-def _width(model: Any) -> int:
-    """Width of final hidden states, the inputs of the output embeddings."""
-    taken: int = model.get_output_embeddings().in_features
-    return taken

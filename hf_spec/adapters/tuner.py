@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -35,7 +35,7 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils import ModelOutput
 
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.adapters.checkpoint import (
     GivenWeights,
     StoredWeights,
@@ -53,8 +53,22 @@ from hf_spec.adapters.layer import (
     placement,
 )
 
-#: ``objective(base model, adapter, **batch)`` returns the training loss, {"loss": scalar, ...}.
-Objective = Callable[..., dict[str, torch.Tensor]]
+
+class TrainingBatch(NamedTuple):
+    """What `PeftModel.forward` gets in training.
+
+    Attributes:
+        input_ids: ``(batch, seq)`` prompts with the base's answers.
+        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
+        anchors: ``(batch, anchors)`` columns t: the model itself predicts token t + 1, the adapter
+            those that follow it.
+        attention_mask: ``(batch, seq)``, 0 for padding; None for no padding.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    anchors: torch.Tensor
+    attention_mask: torch.Tensor | None = None
 
 
 @dataclass
@@ -70,6 +84,10 @@ class TrainingOutput(ModelOutput):
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     labels: torch.Tensor | None = None
+
+
+#: Returns the training loss of an adapter on the base model: the fields of `TrainingOutput`.
+Objective = Callable[[Any, ActiveAdapter, TrainingBatch], dict[str, torch.Tensor]]
 
 
 class SpecTuner(BaseTuner):
@@ -120,7 +138,8 @@ class SpecTuner(BaseTuner):
         if "anchors" not in kwargs:
             return super().forward(*args, **kwargs)
         name = self.prefix.removesuffix("_").upper()
-        if self.objective is None:
+        objective = type(self).objective
+        if objective is None:
             raise ValueError(f"adapters of type {name} are not trained with `anchors`.")
         adapter = find_active(self.model, name)
         if adapter is None:
@@ -129,7 +148,8 @@ class SpecTuner(BaseTuner):
         given = {key: value for key, value in kwargs.items() if value is not None}
         # Trainer's number of tokens is not needed: the losses are means over sequences.
         given.pop("num_items_in_batch", None)
-        return TrainingOutput(**self.objective(self.model, adapter, *args, **given))
+        batch = TrainingBatch(*args, **given)
+        return TrainingOutput(**objective(self.model, adapter, batch))
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("adapters of hf_spec replace no modules")

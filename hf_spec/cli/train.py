@@ -105,6 +105,7 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --resume \\
           --training-args '{"report_to": "tensorboard"}'
     """
+    from hf_spec.training import start
     from hf_spec.training import train as work
 
     if (method == TRANSITION) != (adapter is not None):
@@ -142,7 +143,7 @@ def train(
     if adapter is None:
         adapter_config = chosen.adapter_config(**{**chosen.trained, **config})
     else:
-        adapter_config = work.extended(adapter, config)
+        adapter_config = start.extended(adapter, config)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
     settings = work.TrainSettings(
@@ -158,7 +159,7 @@ def train(
         from hf_spec.training.estimate import estimate, meta_model
 
         base = meta_model(model, dtype)
-        for line in estimate(base, work.fresh(chosen, base, config)).lines():
+        for line in estimate(base, start.fresh(chosen, base, config)).lines():
             typer.echo(line)
         rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         typer.echo(

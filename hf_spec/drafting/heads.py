@@ -9,7 +9,7 @@ vocabulary. Initially W = 0 and b = 0, so that every head starts as the LM head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
@@ -42,24 +43,18 @@ class HeadsConfig(PredictingConfig):
         ValueError: naming the field, its value and the rule.
     """
 
-    num_heads: int = field(default=4, metadata={"help": "Heads, each drafting one future token."})
-    num_layers: int = field(default=1, metadata={"help": "Residual blocks of each head."})
-    projection: str = field(
-        default="shared",
-        metadata={
-            "help": "shared: heads use the model's output embeddings. own: each head trains a copy "
-            "of them, num_heads * vocabulary * hidden parameters."
-        },
+    num_heads: int = setting(4, "Heads, each drafting one future token.")
+    num_layers: int = setting(1, "Residual blocks of each head.")
+    projection: str = setting(
+        "shared",
+        "shared: heads use the model's output embeddings. own: each head trains a copy of them, "
+        "num_heads * vocabulary * hidden parameters.",
     )
-    decay: float = field(
-        default=0.8, metadata={"help": "Weight of head k in the loss is decay ** k."}
-    )
-    loss: str = field(
-        default="hard",
-        metadata={
-            "help": "hard: cross-entropy of the answer's tokens. distillation: KL divergence from "
-            "the model's own distributions."
-        },
+    decay: float = setting(0.8, "Weight of head k in the loss is decay ** k.")
+    loss: str = setting(
+        "hard",
+        "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
+        "own distributions.",
     )
 
     def __post_init__(self) -> None:
@@ -165,51 +160,30 @@ def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
     return torch.stack([product(x, weight, bias) for x, weight in each], dim=-2)
 
 
-def heads_loss(
-    model: Any,
-    adapter: ActiveAdapter,
-    input_ids: Tensor,
-    labels: Tensor,
-    anchors: Tensor,
-    attention_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def heads_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """The heads' losses, weighted by decay ** k (Medusa, section 2.2.1, eq. (1)).
 
     A head's loss is a mean over the anchors of a sequence that it can predict from; the result is a
-    mean over sequences. Own projections are trained without the model's scaling or soft cap of
-    logits.
-
-    Args:
-        model: the frozen base model.
-        adapter: the trained adapter; its config is a :class:`HeadsConfig`.
-        input_ids: ``(batch, seq)`` prompts with the base model's answers.
-        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` columns t: the model itself predicts token t + 1, head k,
-            from 1, token t + 1 + k.
-        attention_mask: ``(batch, seq)``, 0 for padding, on either side.
+    mean over sequences. Head k, from 1, predicts token t + 1 + k at anchor t. Own projections are
+    trained without the model's scaling or soft cap of logits.
 
     Returns:
         ``loss``, a scalar; ``logits``, ``(batch, anchors, heads, vocab)``; ``labels``, ``(batch,
         anchors, heads)``.
     """
-    hidden = token_hidden(model, input_ids, attention_mask)
-    return loss_of_states(model, adapter, hidden, input_ids, labels, anchors)
+    hidden = token_hidden(model, batch.input_ids, batch.attention_mask)
+    return loss_of_states(model, adapter, hidden, batch)
 
 
 def loss_of_states(
-    model: Any,
-    adapter: ActiveAdapter,
-    hidden: Tensor,
-    input_ids: Tensor,
-    labels: Tensor,
-    anchors: Tensor,
+    model: Any, adapter: ActiveAdapter, hidden: Tensor, batch: TrainingBatch
 ) -> dict[str, Tensor]:
     """:func:`heads_loss` from final hidden states ``(batch, seq, hidden)``."""
     config: Any = adapter.config
     weights = adapter.weights()
     group = ProbeGroup.causal(config.num_heads)
-    wanted = future_labels(labels, anchors, group).to(hidden.device)
-    anchors = anchors.to(hidden.device)
+    wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
+    anchors = batch.anchors.to(hidden.device)
     states = head_states(weights, states_at(hidden, anchors))
     if config.projection == "own":
         logits = _projected(model, weights[PROJECTION], states)
@@ -221,7 +195,9 @@ def loss_of_states(
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
             own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
-    losses, logits = future_losses(model, weights, logits, states, input_ids, anchors, wanted, own)
+    losses, logits = future_losses(
+        model, weights, logits, states, batch.input_ids, anchors, wanted, own
+    )
     per_head = wanted_mean(losses, wanted, 1)  # (batch, heads)
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}

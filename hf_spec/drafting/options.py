@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -101,6 +100,8 @@ class StrategyOptions:
 #: Values of the option ``tree``: trees grown from a step's own probabilities, trees chosen while
 #: decoding by accuracies, and trees chosen by ``hf-spec tune``.
 ADAPTIVE, ONLINE, TUNED = "adaptive", "online", "tuned"
+#: The likeliest tokens only, if the method has this name among its trees.
+CHAIN = "chain"
 #: In each step, as many candidates as pay.
 AUTO = "auto"
 #: Number of candidates if it must not depend on time.
@@ -226,9 +227,10 @@ class TreeOptions(StrategyOptions):
             )
         return self.max_depth or available
 
-    @abstractmethod
     def named_tree(self, depth: int) -> TokenTree:
-        """The static tree that ``tree`` names, over predictions of ``depth`` future tokens."""
+        """The static tree that ``tree`` names, over predictions of ``depth`` future tokens; only
+        for names of the method's other than ``chain``."""
+        raise NotImplementedError
 
     def make_tree(self, available: int) -> TokenTree:
         """The static tree of the options.
@@ -241,7 +243,7 @@ class TreeOptions(StrategyOptions):
         """
         depth = self.depth(available)
         if isinstance(self.tree, str):
-            return self.named_tree(depth)
+            return TokenTree.chain(depth) if self.tree == CHAIN else self.named_tree(depth)
         tree = self._paths()
         if tree.max_depth > depth:
             raise ValueError(
@@ -285,10 +287,8 @@ class HeadOptions(TreeOptions):
         max_depth: heads used; None takes all that the adapter has.
     """
 
-    trees: ClassVar[tuple[str, ...]] = ("sparse", "chain")
+    trees: ClassVar[tuple[str, ...]] = ("sparse", CHAIN)
     hangs_probes: ClassVar[bool] = False
 
     def named_tree(self, depth: int) -> TokenTree:
-        if self.tree == "chain":
-            return TokenTree.chain(depth)
         return TokenTree.from_paths(SPARSE).truncate(depth)

@@ -66,7 +66,7 @@ class Method:
         adapter_config: config class of its PEFT adapter; None if it has none.
         adapter_layer: the layer that holds the adapter's parameters.
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
-            ``anchors``; called as ``objective(base model, adapter, **batch)``.
+            ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         trained: fields of its adapter's config that ``hf-spec train`` sets by default.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_spec.drafting.options import CANDIDATES
 from hf_spec.policy.guard import Guard
@@ -18,15 +19,11 @@ WARM_UP = 2
 LOOKS = (64, 1024)
 #: Steps without predictions until probes are tried although they do not seem to pay.
 BLIND = (4, 256)
+#: Alternating steps with and without pruning at first, and steps of one kind until the other is
+#: tried again.
+TRIED, AGAIN = 8, 256
 #: Initial value of h, and the weight of one step in h and rho.
 WORTH, ALPHA = 1.0, 1 / 32
-
-
-def first_sizes(batch_size: int) -> list[tuple[int, int]]:
-    """Candidates, and nodes with probes, of a setting's first steps. Larger batches have fewer, as
-    a step of many tokens may cost several plain ones."""
-    wide = max(CANDIDATES // batch_size, 2)
-    return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
 
 @dataclass
@@ -75,13 +72,59 @@ class Setting:
     blind: int = 0
     patience: int = BLIND[0]
 
-    def lent(self, scale: float) -> Setting:
-        """The expected setting if step tokens cost ``scale`` times as much."""
-        return Setting(self.times.seeded(scale), self.pruned.seeded(scale))
+    def plain_is_due(self) -> bool:
+        """Whether the next step should be plain for timing."""
+        if self.times.mean(1) is None:  # it takes two: the first of a size is not counted
+            return (self.times.steps + self.pruned.steps) % 3 == 2
+        if self.wide < self.look:
+            return False
+        self.look = min(2 * self.look, LOOKS[1])
+        return True
 
-    def shifted(self, batch_size: int, here: int) -> Setting:
-        """The expected setting for another number of packed sequences."""
-        return Setting(self.times.shifted(batch_size - here, min(batch_size / here, 1.0)))
+    def looks(self, tokens: int, worth: float) -> bool:
+        """Whether a step without predictions has probes, so that the next one has some.
+
+        If they do not pay, they are tried at growing intervals, as the text may change.
+
+        Args:
+            tokens: step tokens with probes.
+            worth: what predictions are worth, in tokens.
+        """
+        plain, rate = self.times.plain_seconds(), self.rate.value
+        if self.times.line is None or plain is None or rate is None:
+            return True
+        self.blind += 1
+        if worth > rate * (self.times.curve(tokens)[-1] - plain):
+            self.patience = BLIND[0]
+        elif self.blind < self.patience:
+            return False
+        else:
+            self.patience = min(2 * self.patience, BLIND[1])
+        self.blind = 0
+        return True
+
+    def prunes(self, tokens: int, drafted: float) -> bool:
+        """Whether pruning a step pays; both kinds of steps alternate until that is known.
+
+        Args:
+            tokens: step tokens before pruning.
+            drafted: what :attr:`kept` is relative to.
+        """
+        both = self.times, self.pruned
+        counts = [sum(one.count for rows, one in times.sizes.items() if rows > 1) for times in both]
+        means: list[Any] = [times.mean(tokens) for times in both]
+        if None in means:
+            means = [times.seconds(tokens) for times in both]
+        kept: list[Any] = [one.value for one in self.kept]
+        if None in means + kept or min(counts) < TRIED:
+            return counts[1] < counts[0]
+        (whole, pruned), (without, with_) = means, kept
+        # Pruning adds no tokens; differences within noise are ignored.
+        noise = sum(one.above / one.below**2 for one in self.kept) ** 0.5  # of counts
+        lost = max(without - with_ - noise, 0.0) * drafted
+        better = (self.rate.value or 0.0) * (whole - pruned) > lost
+        self.turns += 1
+        return bool(better) != (self.turns % AGAIN < 4)
 
 
 @dataclass
@@ -104,8 +147,10 @@ class Learned:
     packed: bool = False
 
     def first_sizes(self, batch_size: int) -> list[tuple[int, int]]:
-        """:func:`first_sizes` of a batch of this size."""
-        return first_sizes(1 if self.packed else batch_size)
+        """Candidates, and nodes with probes, of a setting's first steps. Larger batches have fewer,
+        as a step of many tokens may cost several plain ones."""
+        wide = max(CANDIDATES // (1 if self.packed else batch_size), 2)
+        return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
     @alone
     def setting(
@@ -116,13 +161,13 @@ class Learned:
             near = [one for one in self.settings if one[2] == key[2]]
             if near:
                 best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
-                self.settings[key] = (
-                    self.settings[best].shifted(key[0], best[0])
-                    if self.packed
-                    else self.settings[best].lent(key[0] / best[0])
-                )
+                ratio, known = key[0] / best[0], self.settings[best]
+                scale, more = (1.0, key[0] - best[0]) if self.packed else (ratio, 0)
+                change = min(ratio, 1.0), scale, more
+                new = Setting(known.times.elsewhere(*change), known.pruned.elsewhere(*change))
             else:
-                self.settings[key] = Setting(StepTimes.guessed(measured()))
-            if self.settings[key].times.line is None:
-                self.settings[key].tries.extend(self.first_sizes(key[0]))
+                new = Setting(StepTimes.guessed(measured()))
+            if new.times.line is None:
+                new.tries.extend(self.first_sizes(key[0]))
+            self.settings[key] = new
         return self.settings[key]

@@ -32,7 +32,7 @@ from hf_spec.core.tree import TreeBatch
 from hf_spec.drafting.drafter import Chances, Draft, Drafter
 from hf_spec.drafting.options import StrategyOptions
 from hf_spec.policy.adaptive_trees import best_ends, ends
-from hf_spec.policy.learned import ALPHA, BLIND, LOOKS, Learned
+from hf_spec.policy.learned import ALPHA, Learned
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
 from hf_spec.policy.step_times import CLIP
@@ -46,9 +46,6 @@ FIXED = (1, 3, 7, 15, 31, 63)
 WIDEST = 64
 #: Steps after which both are tried again, in case larger steps only once seemed expensive.
 AFRESH = 64
-#: Alternating steps with and without pruning at first, and steps of one kind until the other is
-#: tried again.
-TRIED, AGAIN = 8, 256
 #: Least duration of a step; clocks may be coarse.
 TICK = 1e-9
 #: Number of recent decisions kept for reports.
@@ -106,6 +103,7 @@ class StepPolicy:
         self.learned = learned
         self.enabled = enabled
         self.width = width
+        self._padded = width(3, 0) > 3
         self.setting = learned.setting(setting, measured)
         self._key = setting
         self._plan: Plan | None = None
@@ -131,7 +129,9 @@ class StepPolicy:
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         paused = self.enabled and self.learned.guard.paused
         self.looks_up_only = paused and looks_up and not self.learned.lookups.paused
-        plain = (paused and not self.looks_up_only) or (self.enabled and self._plain_is_due())
+        plain = (paused and not self.looks_up_only) or (
+            self.enabled and self.setting.plain_is_due()
+        )
         self.stats.num_fallback_steps += plain
         return not plain
 
@@ -140,15 +140,6 @@ class StepPolicy:
         """Whether the next step may draft more than look-ups, as far as is known before this one
         is over."""
         return not (self.enabled and self.learned.guard.paused)
-
-    def _plain_is_due(self) -> bool:
-        setting = self.setting
-        if setting.times.mean(1) is None:  # it takes two: the first of a size is not counted
-            return (setting.times.steps + setting.pruned.steps) % 3 == 2
-        if setting.wide < setting.look:
-            return False
-        setting.look = min(2 * setting.look, LOOKS[1])
-        return True
 
     @alone
     def draft_price(self) -> float | None:
@@ -218,39 +209,37 @@ class StepPolicy:
             sums.pop()
         most, line = len(sums) - 1, times.line
         if not most:
-            return Plan(0, int(group > 0 and self._looks(group)), float(self._live))
+            looks = group and setting.looks(self.width(1, group), self.learned.worth * self._live)
+            return Plan(0, int(looks), float(self._live))
         setting.settled += 1
-        fixed = self.width(3, 0) > 3
         if setting.settled > AFRESH or line is None and not setting.tries:
             setting.tries.extend(self.learned.first_sizes(self._key[0])[:2])
         if setting.tries:
             setting.settled = 0
             candidates, probed = setting.tries.popleft()
-            candidates = min(candidates - fixed, most)
-            if fixed and group:
+            candidates = min(candidates - self._padded, most)
+            if self._padded or not group:
                 probed = self._counts(candidates, group)[0]
-            probed = min(probed, candidates + 1) if group else 0
+            probed = min(probed, candidates + 1)
             return Plan(candidates, probed, sum(sums[: candidates + 1]))
         assert line is not None
         rate = setting.rate.value or self._live / max(plain or line[0], TICK)
         worth = self.learned.worth
-        curve = times.curve(self.width(1 + most, (1 + most) * group)) or []
+        curve = times.curve(self.width(1 + most, (1 + most) * group))
         costs = [rate * seconds for seconds in curve]  # tokens that the time would yield
         value, candidates, probed, promised = -np.inf, 0, 0, 0.0
         sizes = [size for size in SIZES if size < most] + [most]
-        if fixed:
+        if self._padded:
             sizes = [size for size in FIXED if size < most] + [min(most, FIXED[-1])]
         for size in sizes:
-            expected = sum(sums[: size + 1])
-            if not group:
-                found = expected - costs[self.width(1 + size, 0)], 0
-            else:
+            expected, held = sum(sums[: size + 1]), [0.0]
+            if group:
                 gains = np.sort(ends(likely[:, : size + 1], parents), axis=1)[:, ::-1].sum(0)
-                held = [0.0, *gains.cumsum().tolist()]
-                found = max(
-                    (expected + worth * held[n] - costs[self.width(1 + size, n * group)], n)
-                    for n in self._counts(size, group)
-                )
+                held += gains.cumsum().tolist()
+            found = max(
+                (expected + worth * held[n] - costs[self.width(1 + size, n * group)], n)
+                for n in self._counts(size, group)
+            )
             if found[0] > value:
                 (value, probed), candidates, promised = found, size, expected
         without = -np.inf if plain is None else self._live - rate * plain
@@ -272,14 +261,15 @@ class StepPolicy:
         """
         found = [(1, 0), *([(1, 1)] if group else [])]
         for size in FIXED:
-            counts = self._counts(size, group) if group else [0]
-            counts += [0] if group and looks_up else []
+            counts = self._counts(size, group) + ([0] if group and looks_up else [])
             found += [(1 + size, count) for count in counts]
         return found
 
     def _counts(self, size: int, group: int) -> list[int]:
         """Numbers of nodes with probes to choose from, for a step with ``size`` candidates."""
-        if self.width(3, 0) == 3:
+        if not group:
+            return [0]
+        if not self._padded:
             return [0, *(count for count in SIZES if count <= size), size + 1]
         # As many probes as nodes, or twice as many.
         nodes = self.width(1 + size, 0)
@@ -287,54 +277,12 @@ class StepPolicy:
         fit = [count for count in counts if self.width(1 + size, count * group) <= WIDEST]
         return sorted(set(fit)) or [0]
 
-    def _looks(self, group: int) -> bool:
-        """Whether a step without predictions has probes, so that the next one has some.
-
-        If they do not pay, they are tried at growing intervals, as the text may change.
-        """
-        setting, line = self.setting, self.setting.times.line
-        plain, rate = setting.times.plain_seconds(), setting.rate.value
-        if line is None or plain is None or rate is None:
-            return True
-        setting.blind += 1
-        curve = setting.times.curve(self.width(1, group)) or []
-        cost = rate * (curve[-1] - plain)
-        if self.learned.worth * self._live > cost:
-            setting.patience = BLIND[0]
-        elif setting.blind < setting.patience:
-            return False
-        else:
-            setting.patience = min(2 * setting.patience, BLIND[1])
-        setting.blind = 0
-        return True
-
-    def _prunes(self, wanted: bool | None, plan: Plan, rows: int) -> bool:
+    def _prunes(self, wanted: bool | None, plan: Plan, tokens: int) -> bool:
         """Whether the step prunes unlikely candidates; if ``wanted`` is None, whether that pays."""
         if wanted is not None or not plan.candidates:
             return bool(wanted and plan.candidates)
-        setting = self.setting
-        both = setting.times, setting.pruned
-        counts = [
-            sum(one.count for rows, one in times.sizes.items() if rows > 1 and one.measured)
-            for times in both
-        ]
-        means: list[Any] = [times.means.get(rows) for times in both]
-        if None in means:
-            means = [times.seconds(rows) for times in both]
-        kept: list[Any] = [one.value for one in setting.kept]
-        if None in means + kept or min(counts) < TRIED:
-            return counts[1] < counts[0]
-        whole, pruned = means
-        without, with_ = kept
-        # Pruning adds no tokens; differences within noise are ignored.
         drafted = plan.promised - self._live if plan.promised else self._live
-        noise = sum(one.above / one.below**2 for one in setting.kept) ** 0.5  # of counts
-        lost = max(without - with_ - noise, 0.0) * drafted
-        better = (setting.rate.value or 0.0) * (whole - pruned) > lost
-        setting.turns += 1
-        if setting.turns % AGAIN < 4:
-            return not better
-        return bool(better)
+        return self.setting.prunes(tokens, drafted)
 
     def _cut(
         self, draft: Draft, drafter: Drafter, plan: Plan, likely: Array, pruned: bool

@@ -44,18 +44,13 @@ class SizeTime:
         mean: T_perf, their mean seconds; None while unknown.
         last: number of the latest step, as ages are counted.
         first: seconds of the first steps that counted; None before the very first step.
-        count: steps that the mean stands for; they count less as they age.
+        count: steps that the mean stands for, which count less as they age; 0 if it is a guess.
     """
 
     mean: float | None = None
     last: int = 0
     first: list[float] | None = None
     count: float = 0.0
-
-    @property
-    def measured(self) -> bool:
-        """Whether the mean was measured on steps; otherwise it is a guess."""
-        return self.count > 0
 
     def add(self, seconds: float, step: int = 0) -> None:
         """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is its number, as ages are counted."""
@@ -124,19 +119,17 @@ class StepTimes:
         if rows not in self.sizes and len(self.sizes) == SIZES:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size].last)]
         size = self.sizes.setdefault(rows, SizeTime())
-        expected = size.mean if size.measured else None
-        line = self.line if expected is None else None
-        if line is not None:  # clip stalls of new sizes, too
-            size.add(min(seconds, CLIP * (line[0] + line[1] * rows)) / self.pace, self.wide)
-        else:
-            size.add(seconds / self.pace, self.wide)
+        expected, counted = size.mean if size.count else None, seconds
+        if expected is None and (line := self.line) is not None:  # clip stalls of new sizes, too
+            counted = min(seconds, CLIP * (line[0] + line[1] * rows))
+        size.add(counted / self.pace, self.wide)
         if expected and seconds > 0:
             change = seconds / (self.pace * expected)
             self.pace *= min(max(change, 1 / CLIP), CLIP) ** PACE_ALPHA
         self._line = UNKNOWN
 
     def _note_error(self, rows: int, seconds: float) -> None:
-        known = rows in self.sizes and self.sizes[rows].measured
+        known = rows in self.sizes and self.sizes[rows].count
         expected = self.seconds(rows) if known and self.drafting.mean is not None else None
         if expected is not None and seconds > 0:
             self.errors.append(abs(expected - seconds) / seconds)
@@ -177,28 +170,22 @@ class StepTimes:
         weights = [math.exp(-DECAY * (age - newest)) for age in ages]
         return fit_line(list(means), list(means.values()), weights)
 
-    def seconds(self, rows: Any) -> Any:
-        """Seconds of steps of these sizes, drafting included; None while unknown.
-
-        Args:
-            rows: a number, or an array of them.
-        """
+    def seconds(self, rows: int) -> float | None:
+        """Seconds of a step of this size, drafting included; None while unknown."""
         line = self.line
         if line is None:
             return None
         return line[0] + line[1] * rows + (self.drafting_seconds or 0.0)
 
-    def curve(self, most: int) -> list[float] | None:
-        """Seconds of steps of 0, 1, ... ``most`` tokens without drafting; None while unknown.
+    def curve(self, most: int) -> list[float]:
+        """Seconds of steps of 0, 1, ... ``most`` tokens without drafting, if the line is known.
 
         Measured times, shrunk towards the line if there are few, and never falling: kernels process
         tokens in blocks, so that some tokens are free and others expensive. Beyond the smallest and
         the largest known size, it follows the line.
         """
-        line = self.line
-        if line is None:
-            return None
-        means = self.means
+        line, means = self.line, self.means
+        assert line is not None
         if len(means) > 2:
             means.pop(1, None)
         rows, drawn, weights = list(means), [], []
@@ -231,37 +218,27 @@ class StepTimes:
             mean = sum(self.line)
         return mean
 
-    def seeded(self, scale: float = 1.0) -> StepTimes:
-        """Guesses for other conditions: the line at two sizes and a plain step, with the cost per
-        token multiplied by ``scale``.
-
-        Observed steps replace these guesses.
-        """
-        line, plain = self.line, self.plain_seconds()
-        if line is None or plain is None:
-            return StepTimes() if plain is None else StepTimes.guessed({1: plain})
-        slope, wide = line[1] * scale, [rows for rows in self.means if rows > 1]
-        guess = {rows: line[0] + slope * rows for rows in (wide[0], wide[-1])}
-        alone = max(plain + slope - line[1], plain * min(scale, 1.0))
-        cost = StepTimes.guessed({1: alone, **guess})
-        drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
-        return replace(cost, drafting=drafting, drafted=drafted, errors=self.errors)
-
-    def shifted(self, more: int, share: float) -> StepTimes:
-        """Guesses for steps that all have a number of additional, uncounted tokens.
+    def elsewhere(self, share: float, scale: float = 1.0, more: int = 0) -> StepTimes:
+        """Guesses for other conditions, until steps are observed there: the line at two sizes, and
+        a plain step.
 
         Args:
-            more: additional tokens; negative if there are fewer.
             share: least duration of a step, as a share of its duration here.
+            scale: cost of a step token, as a multiple of its cost here.
+            more: additional, uncounted tokens of every step; negative if there are fewer.
         """
         line, plain = self.line, self.plain_seconds()
-        if line is None or plain is None:
+        if plain is None:
             return StepTimes()
-        added, wide = line[1] * more, [rows for rows in self.means if rows > 1]
-        here = {1: plain, **{rows: line[0] + line[1] * rows for rows in (wide[0], wide[-1])}}
-        return StepTimes.guessed(
-            {rows: max(spent + added, spent * share) for rows, spent in here.items()}
-        )
+        here, cost = {1: plain}, 0.0
+        if line is not None:
+            cost, wide = line[1], [rows for rows in self.means if rows > 1]
+            here |= {rows: line[0] + cost * rows for rows in (wide[0], wide[-1])}
+        added = {rows: cost * ((scale - 1) * rows + more) for rows in here}
+        times = {rows: max(spent + added[rows], spent * share) for rows, spent in here.items()}
+        drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
+        found = StepTimes.guessed(times)
+        return replace(found, drafting=drafting, drafted=drafted, errors=self.errors)
 
     @classmethod
     def guessed(cls, seconds: dict[int, float]) -> StepTimes:

@@ -1,9 +1,8 @@
 """Generates training data: a model's own answers to prompts.
 
-The prompts are divided into units of similar length. Each finished unit is written to a file of its
-own, so that an interrupted run can be continued; the last step merges the units. The content of a
-unit depends only on the settings and its number, not on interruptions or the number of processes.
-This module knows no command line.
+The prompts are divided into units of similar length. The content of a unit depends only on the
+settings and its number, not on interruptions or the number of processes. This module knows no
+command line.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,25 +24,14 @@ from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts, spread
 from hf_spec.bench.report import environment
 from hf_spec.bench.session import Session, own_generation_config
-from hf_spec.core.checks import first_line
-from hf_spec.files import exclusive, write_atomically
-from hf_spec.hub.folder import read_json, staging
-from hf_spec.training.dataset import DATA, PARTS, PROVENANCE, read_provenance
+from hf_spec.training.answer_folder import AnswerFolder
+from hf_spec.training.dataset import read_provenance
 
 if TYPE_CHECKING:
-    import pyarrow
     from accelerate import PartialState
 
-#: Files in the folder of parts: the settings, the lock of the writing process, units by number.
-SETTINGS, LOCK, UNIT = "settings.json", "lock", "unit-{:08d}.parquet"
-#: Folders that :func:`~hf_spec.hub.folder.staging` leaves behind if the process is killed.
-HALF_WRITTEN = ".writing-*"
-#: Rows of a file of answers; while units are merged, so many are in memory.
-SHARD_ROWS = 100_000
 #: Batches' worth of prompts that a strategy decodes before they are written.
 BATCHES = 8
-#: Key of the costs in the metadata of a unit's file.
-COST_KEY = b"hf_spec"
 #: Longest time that processes wait for each other at the end.
 PATIENCE = timedelta(days=7)
 NOTE = (
@@ -53,9 +40,6 @@ NOTE = (
     "wherever no two tokens tie within rounding. Sampled answers follow the same distribution; "
     "which of them are drawn depends on strategy, batch size and seed."
 )
-
-
-# ---------------------------------------------------------------------------------- what is asked
 
 
 @dataclass(frozen=True)
@@ -166,189 +150,6 @@ def tokenizer_sha256(tokenizer: Any) -> str:
         getattr(tokenizer, "chat_template", None),
     ]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------- the folder
-
-
-class AnswerFolder:
-    """The output folder, from its first unit to the finished data set.
-
-    Args:
-        path: the folder.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.parts = path / PARTS
-
-    def check(self, settings: dict[str, Any]) -> bool:
-        """Whether the folder is finished.
-
-        Args:
-            settings: the settings as JSON types; only these are compared.
-
-        Raises:
-            ValueError: the folder was generated with other settings; the message names them.
-        """
-        finished = (self.path / PROVENANCE).is_file()
-        if finished:
-            before = read_json(self.path / PROVENANCE)
-        elif (self.parts / SETTINGS).is_file():
-            before = read_json(self.parts / SETTINGS)
-        elif any(self.path.glob("data/*")):
-            raise ValueError(
-                f"{str(self.path)!r} holds data that hf-spec distill did not make: give another "
-                "--output"
-            )
-        else:
-            return False
-        changes = [
-            f"{name} was {_shown(before.get(name))}, now {_shown(value)}"
-            for name, value in settings.items()
-            if before.get(name) != value
-        ]
-        if changes:
-            raise ValueError(
-                f"{str(self.path)!r} holds answers made with other settings "
-                f"({'; '.join(changes)}): repeat its settings, or give another --output"
-            )
-        return finished
-
-    def locked(self) -> AbstractContextManager[None]:
-        """Lock the folder against other runs within the block."""
-        self.parts.mkdir(parents=True, exist_ok=True)
-        return exclusive(
-            self.parts / LOCK,
-            f"another hf-spec distill is writing to {str(self.path)!r}: wait for it, or give "
-            "another --output",
-        )
-
-    def begin(self, settings: dict[str, Any]) -> None:
-        """Store the settings."""
-        write_atomically(self.parts / SETTINGS, json.dumps(settings, indent=1))
-
-    def missing(self, count: int) -> list[int]:
-        """Numbers of the unfinished units, out of ``count``."""
-        there = set(os.listdir(self.parts))
-        return [number for number in range(count) if UNIT.format(number) not in there]
-
-    def add(self, number: int, rows: list[dict[str, Any]], cost: dict[str, Any]) -> None:
-        """Write a unit atomically."""
-        import pyarrow
-        import pyarrow.parquet as parquet
-
-        table = pyarrow.Table.from_pylist(rows, _schema())
-        table = table.replace_schema_metadata({COST_KEY: json.dumps(cost)})
-        with staging(self.parts) as temporary:
-            parquet.write_table(table, temporary / UNIT.format(number))
-
-    def finish(self, count: int, questions: int, provenance: dict[str, Any]) -> None:
-        """Merge the units, write the provenance, and remove the units.
-
-        The provenance is written last, so a folder that contains it is finished.
-
-        Args:
-            count: number of units.
-            questions: number of prompts.
-            provenance: how the data are generated.
-
-        Raises:
-            ValueError: a unit cannot be read, or the units do not contain each prompt once.
-        """
-        import pyarrow
-        import pyarrow.compute as compute
-        import pyarrow.parquet as parquet
-
-        costs, indices, tokens = [], [], 0
-        for number in range(count):
-            table = self._unit(number, ["index", "answer_ids"])
-            costs.append(json.loads(table.schema.metadata[COST_KEY]))
-            indices.append(table.column("index").to_pylist())
-            tokens += compute.sum(compute.list_value_length(table.column("answer_ids"))).as_py()
-        if sorted(index for unit in indices for index in unit) != list(range(questions)):
-            raise ValueError(
-                f"the units in {str(self.parts)!r} do not hold each prompt once: give another "
-                "--output"
-            )
-        record = {**provenance, **_figures(questions, tokens, costs)}
-        with staging(self.path) as temporary:
-            shards = -(-questions // SHARD_ROWS)
-            for shard in range(shards):
-                rows = range(shard * questions // shards, (shard + 1) * questions // shards)
-                parts = [
-                    self._unit(number).filter(pyarrow.array([index in rows for index in unit]))
-                    for number, unit in enumerate(indices)
-                    if any(index in rows for index in unit)
-                ]
-                merged = pyarrow.concat_tables(parts).sort_by("index").replace_schema_metadata(None)
-                path = temporary / DATA.format(shard, shards)
-                path.parent.mkdir(exist_ok=True)
-                parquet.write_table(merged, path)
-            # "provenance.json" comes after "data/..." in the alphabet, the order of moving.
-            write_atomically(temporary / PROVENANCE, json.dumps(record, indent=1))
-        self.clear()
-
-    def _unit(self, number: int, columns: list[str] | None = None) -> pyarrow.Table:
-        """A finished unit, or some of its columns.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
-        import pyarrow
-        import pyarrow.parquet as parquet
-
-        path = self.parts / UNIT.format(number)
-        try:
-            return parquet.read_table(path, columns=columns)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(
-                f"cannot read {str(path)!r} ({first_line(error)}): delete it and repeat the command"
-            ) from error
-
-    def clear(self) -> None:
-        """Remove units and temporary files from a finished folder."""
-        for left in (self.parts, *self.path.glob(HALF_WRITTEN)):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _schema() -> pyarrow.Schema:
-    import pyarrow
-
-    ids, text = pyarrow.list_(pyarrow.int32()), pyarrow.string()
-    return pyarrow.schema(
-        [
-            ("prompt_ids", ids), ("answer_ids", ids), ("prompt", text), ("answer", text),
-            ("category", text), ("source", text), ("question_id", text),
-            ("index", pyarrow.int64()),
-        ]
-    )  # fmt: skip
-
-
-def _figures(rows: int, tokens: int, costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What was made and measured; seconds are those in ``generate``, added up over processes."""
-    seconds, row_steps = (sum(cost[name] for cost in costs) for name in ("seconds", "row_steps"))
-    return {
-        "rows": rows,
-        "answer_tokens": tokens,
-        "mean_answer_tokens": tokens / rows,
-        "measured": {
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "tau": tokens / row_steps,
-            "devices": sorted({cost["device"] for cost in costs}),
-        },
-    }
-
-
-def _shown(value: Any) -> str:
-    """A setting as text for an error; prompt files are abbreviated."""
-    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        return ", ".join(f"{one['name']} (sha256 {one['sha256'][:8]}...)" for one in value)
-    return repr(value)
-
-
-# --------------------------------------------------------------------------------------- the work
 
 
 def processes(device: str | None) -> PartialState:

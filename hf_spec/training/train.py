@@ -14,9 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.bench.report import package_version
+from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
+from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, get_method, methods
+from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
+from hf_spec.training.base_weights import save_model
+from hf_spec.training.checkpoints import checkpoints, last_whole
 from hf_spec.training.plots import plot_history
+from hf_spec.training.served import Served
+from hf_spec.training.start import extended, fresh, take_over, take_vocabulary
+from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +91,6 @@ def trainable_method(name: str) -> Method:
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
-    from hf_spec.adapters.config import SpecPeftConfig
-
     inherited = {item.name for item in dataclasses.fields(SpecPeftConfig)}
     assert method.adapter_config is not None
     return {
@@ -213,14 +221,7 @@ def train(
     """
     from transformers import set_seed
 
-    from hf_spec.decoding.selfcheck import check_tree_forward
-    from hf_spec.hub.folder import attached, save_adapter
-    from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
-    from hf_spec.training.base_weights import save_model
-    from hf_spec.training.checkpoints import checkpoints, last_whole
-    from hf_spec.training.served import Served
     from hf_spec.training.trainer import SpecTrainer
-    from modeling_patches.support import check_model
 
     settings = settings or TrainSettings()
     method = trainable_method(method_name)
@@ -282,86 +283,6 @@ def train(
     return record
 
 
-def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
-    """The config of a new adapter for a base model.
-
-    Args:
-        method: the method.
-        model: the base model.
-        fields: fields that the user sets.
-    """
-    from hf_spec.adapters.predicting import PredictingConfig
-
-    assert method.adapter_config is not None
-    config = method.adapter_config(**{**method.trained, **fields})
-    if isinstance(config, PredictingConfig) and "draft_vocab_size" not in fields:
-        config.set_vocabulary(model)
-    return config
-
-
-def extended(folder: Path, fields: dict[str, Any]) -> Any:
-    """The config of a trained adapter that gets a transition.
-
-    Args:
-        folder: the adapter folder.
-        fields: changed fields of its config: ``transition_rank`` (by default as for a new adapter)
-            and the transition's learning rate.
-
-    Raises:
-        ValueError: the adapter has a transition, its method has none, or it was trained together
-            with its base model.
-    """
-    from peft import PeftConfig
-
-    from hf_spec.adapters.predicting import TRAINED, PredictingConfig
-
-    fields = {**TRAINED, **fields}
-    config: Any = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, PredictingConfig):
-        raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
-    if config.transition_rank:
-        raise ValueError(f"the adapter {str(folder)!r} has a transition already: train it anew")
-    if config.trains_base:
-        raise ValueError(
-            f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
-            "it is here: train it anew with a transition"
-        )
-    own = {"transition_rank", "transition_learning_rate"}
-    if other := sorted(set(fields) - own):
-        raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
-    known = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    return type(config)(**{**known, **fields, "inference_mode": False})
-
-
-def take_over(model: Any, config: Any, folder: Path) -> None:
-    """Load a trained adapter's weights into an extended one, and freeze them."""
-    from hf_spec.adapters.active import find_active
-    from hf_spec.adapters.checkpoint import StoredWeights
-    from hf_spec.adapters.layer import names_on_disk
-
-    adapter = find_active(model, config.type_name)
-    assert adapter is not None
-    weights = adapter.weights()
-    places = names_on_disk(adapter.layer.prefix, weights)
-    stored = dict(StoredWeights(str(folder)).tensors())
-    for name, place in zip(weights, places):
-        weights[name].requires_grad_(name.startswith("transition"))
-        if not name.startswith("transition"):
-            weights[name].data.copy_(stored[place])
-
-
-def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
-    """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
-    from hf_spec.adapters.active import find_active
-    from hf_spec.adapters.predicting import VOCABULARY, vocab_size
-    from hf_spec.drafting.draft_vocabulary import common_tokens
-
-    adapter = find_active(model, config.type_name)
-    tokens = None if adapter is None else adapter.weights().get(VOCABULARY)
-    if tokens is not None:
-        tokens.copy_(common_tokens(answers, len(tokens), vocab_size(model)))
-
-
 def bit_sums(parameters: Iterable[torch.Tensor]) -> str:
     """A hash of parameters bit by bit; that of a base model must survive training."""
     digest = hashlib.sha256()
@@ -387,8 +308,6 @@ def _record(
     trainer: Any, method: Method, settings: TrainSettings, config: Any, result: Any,
     provenance: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    from hf_spec.bench.report import package_version
-
     history = [row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
     served = [row for row in history if "eval_tau" in row]
     kept = [row for row in served if row["step"] == trainer.state.best_global_step]
@@ -415,8 +334,7 @@ def _record(
         },
         "best": best,
         "trainable_parameters": sum(
-            p.numel() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()
-            if p.requires_grad
+            p.numel() for p in trainer.unwrapped.parameters() if p.requires_grad
         ),
         "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
         "versions": {

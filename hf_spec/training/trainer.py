@@ -36,8 +36,7 @@ class SpecTrainer(Trainer):
         self.served = served
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
-        config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
-        self.trains_base = bool(getattr(config, "trains_base", False))
+        self.trains_base = self._config is not None and self._config.trains_base
         if parse_flag_from_env("ACCELERATE_USE_FSDP") and not self.is_fsdp_enabled:
             raise ValueError(
                 f"accelerate was told to use FSDP, and runs {self.args.world_size} process(es) on "
@@ -63,11 +62,10 @@ class SpecTrainer(Trainer):
         """Create the Trainer's optimiser, with the learning rates of the adapter's parts."""
         given = self.optimizer
         optimizer: Any = super().create_optimizer(*args, **kwargs)
-        config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
-        if given is not None or not isinstance(config, SpecPeftConfig):
+        if given is not None or self._config is None:
             return optimizer
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for part, rate in config.learning_rates().items():
+        for part, rate in self._config.learning_rates().items():
             for group in list(optimizer.param_groups):
                 own = [p for p in group["params"] if f"_{part}" in names.get(id(p), "")]
                 if own:
@@ -99,8 +97,8 @@ class SpecTrainer(Trainer):
 
     def _waiting(self) -> dict[str, torch.nn.Parameter]:
         """Parameters of the adapter that are not trained yet, by name."""
-        config = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
-        if not isinstance(config, SpecPeftConfig):
+        config = self._config
+        if config is None:
             return {}
         names = config.untrained(self.state.global_step / max(self.state.max_steps, 1))
         adapter = find_active(self._base, config.type_name) if names else None
@@ -116,13 +114,24 @@ class SpecTrainer(Trainer):
         if self.sharded:
             state = self.accelerator.get_state_dict(self.model)
         else:
-            state = self.accelerator.unwrap_model(self.model).state_dict()
+            state = self.unwrapped.state_dict()
         return state
+
+    @property
+    def unwrapped(self) -> Any:
+        """The ``PeftModel`` inside accelerate's wrappers."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def _config(self) -> SpecPeftConfig | None:
+        """The config of the active adapter; None if it is not one of hf_spec."""
+        config = getattr(self.unwrapped, "active_peft_config", None)
+        return config if isinstance(config, SpecPeftConfig) else None
 
     @property
     def _base(self) -> Any:
         """The base model inside wrappers."""
-        return self.accelerator.unwrap_model(self.model).get_base_model()
+        return self.unwrapped.get_base_model()
 
     def evaluate(
         self,
@@ -145,7 +154,7 @@ class SpecTrainer(Trainer):
     @torch.no_grad()
     def _losses(self, data: Any) -> dict[str, float]:
         """Loss and accuracies; every process evaluates its share of the examples."""
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.unwrapped
         training = model.training
         model.eval()
         total, rows, counts = 0.0, 0, torch.zeros(1, dtype=torch.long)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE, VOCABULARY
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.hub.folder import read_spec_config, save_adapter
 from hf_spec.methods.registry import methods
 
@@ -106,7 +107,7 @@ def test_decoding_predicts_what_training_judges(
     ids = prompt(12)
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[5]])}
     with torch.no_grad():
-        judged = method.objective(model, adapter, **batch)["logits"][0, 0]
+        judged = method.objective(model, adapter, TrainingBatch(**batch))["logits"][0, 0]
         drafter = method.drafter(model, method.parse_options({}))
         drafter = getattr(drafter, "inner", drafter)
         (served,) = drafter.future_logits(ids, torch.tensor([5]))

@@ -145,7 +145,6 @@ def test_defaults_are_the_papers_but_for_the_exit() -> None:
             {"draft_exit": "never"},
             "draft_exit='never': choose one of policy, adaptive, threshold, fixed",
         ),
-        ({"draft_tokens": "beam"}, "draft_tokens='beam': choose one of auto, greedy, sampled"),
         ({"max_draft": 0}, "max_draft=0: must be a whole number from 1 to 1024"),
         ({"max_draft": 2.0}, "max_draft=2.0: must be a whole number"),
         ({"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
@@ -158,18 +157,10 @@ def test_defaults_are_the_papers_but_for_the_exit() -> None:
             "beta1=0.4 with draft_exit='threshold': it belongs to 'policy' and 'adaptive'",
         ),
         ({"target_acceptance": float("nan")}, "target_acceptance=nan"),
-        ({"skip_attention": 3}, "skip_attention=3: give a list of layer numbers"),
-        ({"skip_mlp": "12"}, "skip_mlp='12': give a list of layer numbers"),
-        ({"skip_mlp": [1, -1]}, "skip_mlp entry=-1: must be a whole number of at least 0"),
-        ({"skip_attention": [1.0]}, "skip_attention entry=1.0"),
-        (
-            {"acceptance": "rejection", "draft_tokens": "greedy"},
-            "acceptance='rejection' with draft_tokens='greedy'.*Use acceptance='match'",
-        ),
-        (
-            {"acceptance": "match", "draft_tokens": "sampled"},
-            "acceptance='match' with draft_tokens='sampled'.*Use acceptance='rejection'",
-        ),
+        ({"skip_attention": 3}, "skip_attention must be a list of layer indices, got 3"),
+        ({"skip_mlp": "12"}, "skip_mlp must be a list of layer indices, got '12'"),
+        ({"skip_mlp": [1, -1]}, "skip_mlp must list integers >= 0"),
+        ({"skip_attention": [1.0]}, "skip_attention must list integers >= 0 .*, got 1.0"),
         ({"skip": [1]}, "'layer_skip' has no option 'skip'; its options are .*skip_attention"),
     ],
 )
@@ -421,11 +412,9 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
     [
         (False, {}, False),
         (True, {}, False),
-        (True, {"draft_tokens": "greedy"}, False),
-        (True, {"draft_tokens": "sampled"}, True),
         (True, {"acceptance": "match"}, False),
         (True, {"acceptance": "rejection"}, True),
-        (False, {"draft_tokens": "sampled"}, False),
+        (False, {"acceptance": "rejection"}, False),
     ],
 )
 @pytest.mark.parametrize("timed", [False, True])

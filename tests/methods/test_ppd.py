@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.card import write_card
@@ -196,7 +197,7 @@ def test_loss_against_one_place_at_a_time(
                     loss = -log_p[distance - 1, ids[row, asked]]
                 losses.append(loss * 0.7 ** (distance - 1))
         expected.append(torch.stack(losses).mean())
-    out = objective(model, find_active(model, "PPD"), ids, labels, anchors)
+    out = objective(model, find_active(model, "PPD"), TrainingBatch(ids, labels, anchors))
     # fp32: other orders of summation, over logits of size about 30.
     torch.testing.assert_close(out["loss"], torch.stack(expected).mean(), rtol=1e-4, atol=1e-4)
 

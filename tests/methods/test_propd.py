@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.heads import heads_loss
@@ -134,7 +135,7 @@ def test_the_early_head_s_loss(
     anchors = torch.tensor([[1, 7, 11], [5, 7, 9]])
     batch = {"input_ids": ids, "labels": labels, "anchors": anchors, "attention_mask": mask}
     total = peft_model(**batch)["loss"]
-    heads = heads_loss(model, find_active(model, "PROPD"), **batch)["loss"]
+    heads = heads_loss(model, find_active(model, "PROPD"), TrainingBatch(**batch))["loss"]
 
     early = []
     for row in range(2):

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import get_method
 from hf_spec.methods.space import objective
 from hf_spec.training.anchors import AnswerDataset, collate
@@ -117,7 +118,7 @@ def test_the_loss_is_that_of_one_mask_group_per_forward(
     adapter = added(model, num_mask_tokens=3, p_ar=0.3, rank=2, shared_mask=shared_mask)
     batch = batch_of(some_rows())
     model.eval()
-    output = objective.loss(model, adapter, **batch)
+    output = objective.loss(model, adapter, TrainingBatch(**batch))
     ar, sar = naive(model, adapter, batch)
     expected = torch.stack([0.3 * one + 0.7 * two for one, two in zip(ar, sar)]).mean()
     # Norms, some softmaxes and ALiBi's slopes are in fp32.
@@ -143,7 +144,7 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     for index in range(len(rows)):
         batch = collate([data[index]])
         with torch.no_grad():
-            value = objective.loss(model, adapter, **batch)["loss"]
+            value = objective.loss(model, adapter, TrainingBatch(**batch))["loss"]
             ar, sar = naive(model, adapter, batch)
         is_ar = torch.isclose(value, ar[0], rtol=1e-5)  # norms are in fp32
         is_sar = torch.isclose(value, sar[0], rtol=1e-5)
@@ -154,7 +155,7 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     assert 6 <= sum(chosen) <= 26
     # In one batch, padded, each row has the loss that it has alone.
     with torch.no_grad():
-        together = float(objective.loss(model, adapter, **batch_of(rows))["loss"])
+        together = float(objective.loss(model, adapter, TrainingBatch(**batch_of(rows)))["loss"])
     assert together == pytest.approx(sum(alone) / len(alone), rel=1e-4)
 
 
@@ -178,7 +179,7 @@ def test_p_ar_of_one_is_plain_fine_tuning(tiny: Tiny) -> None:
     batch = batch_of(some_rows())
     for training in (True, False):
         model.train(training)
-        output = objective.loss(model, adapter, **batch)
+        output = objective.loss(model, adapter, TrainingBatch(**batch))
         ar, _ = naive(model, adapter, batch)
         torch.testing.assert_close(output["loss"].double(), torch.stack(ar).mean())
         assert "logits" not in output
@@ -192,7 +193,7 @@ def test_without_an_update_the_mask_tokens_alone_are_trained(tiny: Tiny) -> None
     adapter = added(model, update="none", num_mask_tokens=3)
     assert list(adapter.weights()) == ["masks"]
     batch = batch_of(some_rows())
-    output = objective.loss(model, adapter, **batch)
+    output = objective.loss(model, adapter, TrainingBatch(**batch))
     losses = torch.nn.functional.cross_entropy(
         output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
     )
@@ -471,7 +472,7 @@ def test_bfloat16(tiny: Tiny, tmp_path: Path) -> None:
 def find_and_compute(model: Any) -> Tensor:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapter = find_active(model, "SPACE")
-    return objective.loss(base, adapter, **batch_of(some_rows()))["loss"]
+    return objective.loss(base, adapter, TrainingBatch(**batch_of(some_rows())))["loss"]
 
 
 def pickled(model: Any) -> Any:
@@ -641,7 +642,7 @@ def test_gradient_checkpointing(tiny: Tiny) -> None:
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        loss = objective.loss(model, adapter, **batch_of(some_rows()))["loss"]
+        loss = objective.loss(model, adapter, TrainingBatch(**batch_of(some_rows())))["loss"]
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradients.append(torch.autograd.grad(loss, parameters))
     for one, two in zip(*gradients):
@@ -657,7 +658,7 @@ def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="gradient_checkpointing"):
-        objective.loss(model, adapter, **batch_of(some_rows()))
+        objective.loss(model, adapter, TrainingBatch(**batch_of(some_rows())))
 
 
 # -- configs -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.base_model import fingerprint
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, hang
 from hf_spec.core.tree import TokenTree
@@ -241,7 +242,7 @@ def test_the_loss_is_that_of_the_mask_tokens(fresh: Tiny) -> None:
         adapter = added(model, p_ar=p_ar)
         for training in (True, False):
             model.train(training)
-            output = objective.loss(model, adapter, **batch_of(ROWS))
+            output = objective.loss(model, adapter, TrainingBatch(**batch_of(ROWS)))
             losses = torch.nn.functional.cross_entropy(
                 output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
             )
@@ -260,7 +261,7 @@ def test_training_sees_the_states_that_decoding_sees(fresh: Tiny) -> None:
     ids = prompt(10)
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[4]])}
     with torch.no_grad():
-        trained = objective.loss(model, adapter, **batch)["logits"][0, 0]
+        trained = objective.loss(model, adapter, TrainingBatch(**batch))["logits"][0, 0]
         forward, _ = behind(model, ids[:, :4], mask_tokens(adapter, model))
         tree = TokenTree.chain(0).batch()
         probes = hang(ProbeGroup.causal(3), tree, [[3]])

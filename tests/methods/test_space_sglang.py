@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.hub.transfer import export_adapter
 from hf_spec.methods.space import objective
 from hf_spec.methods.space.masks import random_tokens
@@ -79,7 +80,8 @@ def test_exported_and_read_by_peft(fresh: Tiny, tmp_path: Path, fields: dict[str
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(objective, "random_tokens", remember)
-        ours = objective.loss(model, find_active(model, "SPACE"), **batch)["logits"][0]
+        adapter = find_active(model, "SPACE")
+        ours = objective.loss(model, adapter, TrainingBatch(**batch))["logits"][0]
     assert not torch.equal(drawn[0][0], drawn[0][1])  # other tokens under each anchor
     for row, place in enumerate(places[0].tolist()):
         theirs = uno_logits(fresh("llama"), uno, ids[:, : place + 1], drawn[0][row])
@@ -141,7 +143,7 @@ def test_noise_belongs_to_a_sequence(fresh: Tiny) -> None:
     ]
     dataset = AnswerDataset(rows, num_anchors=8)
     data = [dataset[index] for index in range(2)]
-    both = objective.loss(model, adapter, **collate(data))["loss"]
-    each = [objective.loss(model, adapter, **collate([row]))["loss"] for row in data]
+    both = objective.loss(model, adapter, TrainingBatch(**collate(data)))["loss"]
+    each = [objective.loss(model, adapter, TrainingBatch(**collate([row])))["loss"] for row in data]
     # Rounding of fp32 sums.
     torch.testing.assert_close(both, sum(each) / 2, rtol=1e-5, atol=1e-5)

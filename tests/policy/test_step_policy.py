@@ -34,10 +34,10 @@ from hf_spec.drafting.retrieval import NOTHING, draft_of
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.learned import LOOKS, Average, Learned, Setting, first_sizes
+from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
 from hf_spec.policy.likely_paths import Array, likeliest_paths
 from hf_spec.policy.memory import recall
-from hf_spec.policy.step_policy import SIZES, TRIED, StepPolicy, switched_on
+from hf_spec.policy.step_policy import SIZES, StepPolicy, switched_on
 from hf_spec.policy.step_times import StepTimes
 
 Tiny = Callable[..., PreTrainedModel]
@@ -480,7 +480,7 @@ def test_the_first_steps() -> None:
             draft = policy.choose(whole, Probing(), [True], [9])
         sizes.append(draft.tree.num_nodes - 1)
         policy.observe(draft, [2], line(0.03)(tokens_of(draft)))
-    first = [candidates for candidates, _ in first_sizes(1)]
+    first = [candidates for candidates, _ in Learned().first_sizes(1)]
     assert [size for size in sizes[:6] if size] == first
     assert sizes.count(0) == policy.stats.num_fallback_steps == 2
     details = policy.details()["policy"]
@@ -543,13 +543,14 @@ def test_another_batch_size_starts_from_the_nearest() -> None:
     near = learned.settings[8, 8, "cpu"]
     assert not lent.tries
     assert lent.times.line[1] == pytest.approx(near.times.line[1] * 6 / 8)
-    assert list(learned.setting((6, 8, "gpu")).tries) == first_sizes(6)  # nothing is known of it
+    elsewhere = learned.setting((6, 8, "gpu"))  # nothing is known of it
+    assert list(elsewhere.tries) == learned.first_sizes(6)
     assert learned.setting((6, 8, "cpu")) is lent
 
 
 def test_rows_of_packed_batches_cost_alike() -> None:
     learned = Learned(packed=True)
-    assert list(learned.setting((8, 0, "cpu")).tries) == first_sizes(1)
+    assert list(learned.setting((8, 0, "cpu")).tries) == Learned().first_sizes(1)
     learned.settings[8, 0, "cpu"] = Setting(StepTimes.guessed({1: 2.0, 4: 3.2, 9: 4.2}))
     lent = learned.setting((4, 0, "cpu"))
     assert lent.times.plain_seconds() == pytest.approx(1.2) and not lent.tries
@@ -658,7 +659,6 @@ def test_bad_values_of_the_option(value: Any) -> None:
         ("layer_skip", {}, False, True),
         ("layer_skip", {}, True, True),
         ("layer_skip", {"acceptance": "rejection"}, True, False),
-        ("layer_skip", {"draft_tokens": "sampled"}, True, False),
         ("space", {"acceptance": "rejection"}, True, False),
         ("space", {}, True, True),
         ("layer_skip", {"acceptance": "rejection"}, False, True),  # greedy: no random numbers

@@ -153,19 +153,19 @@ def test_few_sizes_are_kept() -> None:
 def test_what_is_expected_of_larger_batches() -> None:
     times = StepTimes.guessed({4: 2.0, 8: 3.0})
     times.drafting.mean = 0.25
-    seeded = times.seeded(4.0)
+    seeded = times.elsewhere(1.0, scale=4.0)
     assert seeded.line == pytest.approx((1.0, 1.0))
     assert seeded.seconds(8) == pytest.approx(9.25)
     for _ in range(2):
         seeded.observe(8, 7.0)
     assert seeded.means[8] == 7.0  # the guess gives way
-    assert StepTimes().seeded().line is None
+    assert StepTimes().elsewhere(1.0).line is None
 
 
 def test_a_measured_plain_step_is_expected_of_other_conditions() -> None:
     """Not the line's: devices often have a faster way for a single row."""
     times = StepTimes.guessed({1: 0.5, 4: 1.4, 9: 1.9})  # 1.0 + 0.1 i, but for one row
-    same, larger = times.seeded(), times.seeded(3.0)
+    same, larger = times.elsewhere(1.0), times.elsewhere(1.0, scale=3.0)
     assert same.plain_seconds() == pytest.approx(0.5) and same.line == pytest.approx((1.0, 0.1))
     assert larger.plain_seconds() == pytest.approx(0.7)
     assert larger.line == pytest.approx((1.0, 0.3))
@@ -173,12 +173,12 @@ def test_a_measured_plain_step_is_expected_of_other_conditions() -> None:
 
 def test_what_is_expected_of_more_rows() -> None:
     times = StepTimes.guessed({1: 0.5, 4: 1.4, 9: 1.9})  # 1.0 + 0.1 i, but for one row
-    larger = times.shifted(7, 1.0)
+    larger = times.elsewhere(1.0, more=7)
     assert larger.plain_seconds() == pytest.approx(1.2) and larger.line == pytest.approx((1.7, 0.1))
-    smaller = StepTimes.guessed({1: 8.0, 4: 11.0, 9: 16.0}).shifted(-7, 1 / 8)  # rows are all
+    smaller = StepTimes.guessed({1: 8.0, 4: 11.0, 9: 16.0}).elsewhere(1 / 8, more=-7)
     assert smaller.plain_seconds() == pytest.approx(1.0), "not less than its share"
     assert smaller.seconds(9) == pytest.approx(9.0)
-    assert StepTimes().shifted(3, 1.0).line is None
+    assert StepTimes().elsewhere(1.0, more=3).line is None
 
 
 def test_a_stall_says_nothing_of_a_new_size() -> None:
@@ -192,4 +192,4 @@ def test_a_stall_says_nothing_of_a_new_size() -> None:
 def test_plain_steps_of_smaller_batches_take_their_share_at_least() -> None:
     """Also where rows are so dear that the line falls below nothing."""
     times = StepTimes.guessed({1: 1.0, 4: 120.0, 8: 240.0})
-    assert times.seeded(0.5).plain_seconds() == pytest.approx(0.5)
+    assert times.elsewhere(0.5, scale=0.5).plain_seconds() == pytest.approx(0.5)

@@ -27,6 +27,7 @@ from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench import session
 from hf_spec.bench.contenders import Contender
+from hf_spec.training import answer_folder
 from hf_spec.training import distill as work
 from hf_spec.training.dataset import read_answers, read_provenance
 
@@ -719,7 +720,7 @@ def test_many_answers_are_written_in_several_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of which each holds its share of the rows, in order; no more are in memory at once."""
-    monkeypatch.setattr(work, "SHARD_ROWS", 8)
+    monkeypatch.setattr(answer_folder, "SHARD_ROWS", 8)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output = tmp_path / "out"
     shutil.copytree(unfinished, output)

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, TrainerCallback
 from hf_spec import cli
 from hf_spec.methods.registry import get_method
 from hf_spec.training.estimate import estimate, meta_model
-from hf_spec.training.train import TrainSettings, fresh, train, trainable
+from hf_spec.training.start import fresh
+from hf_spec.training.train import TrainSettings, train, trainable
 
 
 class Held(TrainerCallback):
@@ -57,7 +58,7 @@ def test_the_parts_are_those_of_a_training(
     )  # fmt: skip
     save_checkpoint(tmp_path / "base")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_spec.training.base_weights.save_model", lambda *_: None)
+        patch.setattr("hf_spec.training.train.save_model", lambda *_: None)
         train(model, answers(), method, tmp_path / "out", fields, settings, callbacks=[held])
     base = meta_model(str(tmp_path / "base"), "bfloat16")
     assert all(one.is_meta for one in base.parameters())

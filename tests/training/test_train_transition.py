@@ -16,7 +16,8 @@ from tiny_checkpoint import make_model, save_checkpoint
 import hf_spec
 from hf_spec import cli
 from hf_spec.methods.registry import get_method
-from hf_spec.training.train import TrainSettings, bit_sums, extended, train
+from hf_spec.training.start import extended
+from hf_spec.training.train import TrainSettings, bit_sums, train
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 

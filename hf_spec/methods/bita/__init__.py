@@ -18,11 +18,7 @@ METHOD = Method(
     objective=loss,
     needs_adapter=True,
     # Section 4.1; its batch of 128 has one anchor per sequence.
-    training={
-        "learning_rate": 3e-2,
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 8,
-    },
+    training={"learning_rate": 3e-2, "num_train_epochs": 8},
     trained=TRAINED,
     num_anchors=32,
 )

@@ -1,11 +1,12 @@
 """Config of a BITA adapter: Lin et al., "BiTA: Bi-Directional Tuning for Lossless Acceleration in
 Large Language Models" (2024), section 3.1."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.config import setting
 from hf_spec.adapters.predicting import FrontConfig
 from hf_spec.core.checks import check_choices, check_count
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE
@@ -25,22 +26,16 @@ class BitaConfig(FrontConfig):
 
     type_name: ClassVar[str] = "BITA"
 
-    num_mask_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "M, mask tokens, each drafting one future token. Default: 3, or 4 for a base "
-            "model of more than 13 billion parameters."
-        },
+    num_mask_tokens: int | None = setting(
+        None,
+        "M, mask tokens, each drafting one future token. Default: 3, or 4 for a base model of more "
+        "than 13 billion parameters.",
     )
-    num_prompt_tokens: int = field(
-        default=16, metadata={"help": "P, learned prompt tokens that only mask tokens see."}
-    )
-    prompt_depth: str = field(
-        default="deep",
-        metadata={
-            "help": "deep: learned keys and values in every layer. shallow: learned input "
-            "embeddings. none: mask tokens only."
-        },
+    num_prompt_tokens: int = setting(16, "P, learned prompt tokens that only mask tokens see.")
+    prompt_depth: str = setting(
+        "deep",
+        "deep: learned keys and values in every layer. shallow: learned input embeddings. none: "
+        "mask tokens only.",
     )
 
     def __post_init__(self) -> None:

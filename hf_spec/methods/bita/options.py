@@ -8,7 +8,7 @@ from typing import ClassVar
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.options import TreeOptions
+from hf_spec.drafting.options import CHAIN, TreeOptions
 
 #: Default number of candidates per mask token.
 TOP_K = 5
@@ -32,7 +32,7 @@ class BitaOptions(TreeOptions):
 
     top_k: int | None = None
 
-    trees: ClassVar[tuple[str, ...]] = ("efficient", "full", "chain", STRAIGHTFORWARD)
+    trees: ClassVar[tuple[str, ...]] = ("efficient", "full", CHAIN, STRAIGHTFORWARD)
     shape: ClassVar[tuple[str, ...]] = (*TreeOptions.shape, "top_k")
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class BitaOptions(TreeOptions):
             )
 
     def named_tree(self, depth: int) -> TokenTree:
-        if self.tree in ("chain", STRAIGHTFORWARD):
+        if self.tree == STRAIGHTFORWARD:
             return TokenTree.chain(depth)
         width = self.top_k or TOP_K
         paths: list[list[int]] = []

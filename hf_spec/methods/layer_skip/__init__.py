@@ -16,10 +16,6 @@ METHOD = Method(
     adapter_layer=LayerSkipAdapter,
     objective=loss,
     # For low-rank updates of the drafting path; the number of epochs is that of appendix F.
-    training={
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 3,
-    },
+    training={"learning_rate": 1e-3, "num_train_epochs": 3},
     num_anchors=16,
 )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.low_rank import check_settings
 from hf_spec.core.checks import check_count
 from modeling_patches.layer_skip import LayerSkipper
@@ -34,19 +34,12 @@ class LayerSkipConfig(SpecPeftConfig):
     skip_mlp: list[int] = field(
         default_factory=list, metadata={"help": "Layers whose MLP drafting skips."}
     )
-    draft_rank: int = field(
-        default=0,
-        metadata={"help": "Rank of trained low-rank updates for drafting; 0: none."},
-    )
-    draft_alpha: float = field(
-        default=16, metadata={"help": "The updates are scaled by draft_alpha / draft_rank."}
-    )
-    draft_target_modules: list[str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Linear modules with updates: names, or a regular expression. Default: all "
-            "that drafting runs."
-        },
+    draft_rank: int = setting(0, "Rank of trained low-rank updates for drafting; 0: none.")
+    draft_alpha: float = setting(16, "The updates are scaled by draft_alpha / draft_rank.")
+    draft_target_modules: list[str] | str | None = setting(
+        None,
+        "Linear modules with updates: names, or a regular expression. Default: all that drafting "
+        "runs.",
     )
 
     def __post_init__(self) -> None:
@@ -57,8 +50,8 @@ class LayerSkipConfig(SpecPeftConfig):
                 f"the base model's number of layers must be a positive integer, got {layers!r}. "
                 "Leave it out: attaching the adapter records it."
             )
-        self.skip_attention = _indices("skip_attention", self.skip_attention)
-        self.skip_mlp = _indices("skip_mlp", self.skip_mlp)
+        self.skip_attention = layer_indices("skip_attention", self.skip_attention)
+        self.skip_mlp = layer_indices("skip_mlp", self.skip_mlp)
         for name, indices in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
             if layers is not None and max(indices, default=0) >= layers:
                 raise ValueError(
@@ -105,7 +98,7 @@ class LayerSkipConfig(SpecPeftConfig):
         return found
 
 
-def _indices(name: str, values: Iterable[int]) -> list[int]:
+def layer_indices(name: str, values: Iterable[int]) -> list[int]:
     """`values` as a sorted list; ValueError unless they are distinct integers >= 0."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of layer indices, got {values!r}.")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits
@@ -24,30 +25,17 @@ from modeling_patches.layer_skip import LayerSkipper
 PIECE = 4
 
 
-def loss(
-    model: Any,
-    adapter: ActiveAdapter,
-    input_ids: Tensor,
-    labels: Tensor,
-    anchors: Tensor,
-    attention_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """KL divergence of the drafting model's next-token distribution from the full model's.
 
-    Averaged over the drafted tokens of a sequence and then over sequences.
-
-    Args:
-        model: the base model; it is not trained.
-        adapter: the adapter that is trained.
-        input_ids: ``(batch, seq)`` prompts with answers.
-        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` columns; a piece of :data:`PIECE` tokens starts after each.
-        attention_mask: ``(batch, seq)``, 0 for padding.
+    Averaged over the drafted tokens of a sequence and then over sequences. A piece of
+    :data:`PIECE` tokens starts after each anchor.
 
     Returns:
         ``loss``, a scalar; ``logits``, ``(batch, anchors, PIECE, vocab)`` of the drafting model;
         ``labels``, ``(batch, anchors, PIECE)``, the token after each drafted one.
     """
+    input_ids, labels, anchors, attention_mask = batch
     config: Any = adapter.config
     if not config.draft_rank:
         raise ValueError("draft_rank=0: the adapter has no weights to train.")

@@ -9,16 +9,18 @@ from typing import Any, ClassVar
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.drafting.options import AUTO, StrategyOptions
+from hf_spec.methods.layer_skip.config import layer_indices
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
 POLICY = "policy"
 EXITS = (POLICY, "adaptive", "threshold", "fixed")
-DRAFTS = ("auto", "greedy", "sampled")
 
 
 @dataclass(frozen=True)
 class LayerSkipOptions(StrategyOptions):
     """Options of ``layer_skip`` (Draft & Verify, section 3.4; defaults of its table 6).
+
+    Drafts are greedy, or sampled if the call samples and ``acceptance="rejection"`` (algorithm 4).
 
     Attributes:
         skip_attention, skip_mlp: layers whose attention / MLP the draft leaves out. None takes
@@ -34,8 +36,6 @@ class LayerSkipOptions(StrategyOptions):
         threshold_step: epsilon of eq. (3).
         beta1, beta2: smoothing of the acceptance rate and of gamma.
         target_acceptance: alpha, the acceptance rate that ``adaptive`` aims at.
-        draft_tokens: ``greedy``, or ``sampled`` if the call samples (algorithm 4), which goes with
-            ``rejection``. ``auto`` is ``sampled`` with ``acceptance="rejection"``.
     """
 
     skip_attention: Sequence[int] | None = None
@@ -47,7 +47,6 @@ class LayerSkipOptions(StrategyOptions):
     beta1: float = 0.5
     beta2: float = 0.9
     target_acceptance: float = 0.85
-    draft_tokens: str = "auto"
 
     can_sample: ClassVar[bool] = True
     #: Options of the adaptive threshold.
@@ -60,32 +59,14 @@ class LayerSkipOptions(StrategyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, draft_exit=EXITS, draft_tokens=DRAFTS)
+        check_choices(self, draft_exit=EXITS)
         check_count("max_draft", self.max_draft, high=MAX_CANDIDATES)
         for name in ("threshold", *self.adapting):
             check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("skip_attention", "skip_mlp"):
             layers = getattr(self, name)
-            if layers is None:
-                continue
-            if isinstance(layers, str) or not isinstance(layers, Sequence):
-                raise ValueError(f"{name}={layers!r}: give a list of layer numbers.")
-            for layer in layers:
-                check_count(f"{name} entry", layer, low=0)
-        if self.acceptance == "rejection" and self.draft_tokens == "greedy":
-            raise ValueError(
-                "acceptance='rejection' with draft_tokens='greedy': rejection needs candidates "
-                "sampled from the draft. Use acceptance='match', or draft_tokens='sampled'."
-            )
-        if self.acceptance == "match" and self.draft_tokens == "sampled":
-            raise ValueError(
-                "acceptance='match' with draft_tokens='sampled': match is exact for deterministic "
-                "candidates only. Use acceptance='rejection', or draft_tokens='greedy'."
-            )
-
-    @property
-    def samples(self) -> bool:
-        return super().samples or self.draft_tokens == "sampled"
+            if layers is not None:
+                object.__setattr__(self, name, layer_indices(name, layers))
 
     def looks_up(self, timed: bool) -> bool:
         if self.retrieval != AUTO:

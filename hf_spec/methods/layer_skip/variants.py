@@ -13,5 +13,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: Variants that sample candidates and verify them by rejection.
 SAMPLED: dict[str, dict[str, Any]] = {
     "rejection": {**VARIANTS["first_layer"], "acceptance": "rejection"},
-    "sampled": {**VARIANTS["merged"], "draft_tokens": "sampled"},
+    "sampled": {**VARIANTS["merged"], "acceptance": "rejection"},
 }

@@ -18,11 +18,7 @@ METHOD = Method(
     adapter_layer=HeadsAdapter,
     objective=heads_loss,
     needs_adapter=True,
-    training={
-        "learning_rate": 3e-3,
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 8,
-    },
+    training={"learning_rate": 3e-3, "num_train_epochs": 8},
     trained=TRAINED,
     num_anchors=64,
     published=Published(wants, convert),

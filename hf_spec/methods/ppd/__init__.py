@@ -18,11 +18,7 @@ METHOD = Method(
     adapter_layer=PPDAdapter,
     objective=loss,
     needs_adapter=True,
-    training={
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 8,
-    },
+    training={"learning_rate": 1e-2, "num_train_epochs": 8},
     trained=TRAINED,
     num_anchors=32,
     published=Published(wants, convert),

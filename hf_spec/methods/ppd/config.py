@@ -1,11 +1,12 @@
 """Config of a PPD adapter: Chen, "Parallel Prompt Decoding: A Cost-Effective and Memory-Efficient
 Approach for Accelerating LLM Inference" (2024), chapter 4."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.config import setting
 from hf_spec.adapters.predicting import FrontConfig
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
@@ -29,66 +30,42 @@ class PPDConfig(FrontConfig):
 
     type_name: ClassVar[str] = "PPD"
 
-    num_prompt_tokens: int = field(
-        default=3, metadata={"help": "m, prompt tokens, each drafting one future token."}
+    num_prompt_tokens: int = setting(3, "m, prompt tokens, each drafting one future token.")
+    num_ept: int = setting(1, "n, ensemble prompt tokens (EPTs) per prompt token.")
+    ept_mask: str = setting(
+        "ensemble",
+        "Which other EPTs an EPT sees. ensemble: the one of its own number in each earlier prompt "
+        "token. decoder: all before it. encoder: all of earlier prompt tokens and of its own.",
     )
-    num_ept: int = field(
-        default=1, metadata={"help": "n, ensemble prompt tokens (EPTs) per prompt token."}
+    ept_aggregation: str = setting("average", "How EPTs are combined: average, or learned weights.")
+    loss: str = setting(
+        "distillation",
+        "distillation: KL divergence from the base's own distributions. hard: cross-entropy of the "
+        "answers' tokens.",
     )
-    ept_mask: str = field(
-        default="ensemble",
-        metadata={
-            "help": "Which other EPTs an EPT sees. ensemble: the one of its own number in each "
-            "earlier prompt token. decoder: all before it. encoder: all of earlier prompt tokens "
-            "and of its own."
-        },
+    decay: float = setting(0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).")
+    num_prefix_tokens: int = setting(
+        0,
+        "Learned keys and values in every layer for each prompt token, which alone sees them "
+        "(prefix tuning).",
     )
-    ept_aggregation: str = field(
-        default="average",
-        metadata={"help": "How EPTs are combined: average, or learned weights."},
+    head: str = setting(
+        "none",
+        "A decoding head for prompt tokens. none: the base's. vocabulary: a second output layer. "
+        "residual: a block of hidden size before the base's.",
     )
-    loss: str = field(
-        default="distillation",
-        metadata={
-            "help": "distillation: KL divergence from the base's own distributions. hard: "
-            "cross-entropy of the answers' tokens."
-        },
+    head_rank: int | None = setting(
+        None,
+        "Rank of a residual head's matrix; a low one keeps the adapter below 0.1 % of the base.  "
+        "[default: a full matrix]",
     )
-    decay: float = field(
-        default=0.8,
-        metadata={"help": "alpha; the weight of distance i in the loss is alpha^(i-1)."},
+    head_stages: int = setting(
+        2,
+        "1: the head is trained from the first step. 2: the head is trained in the second half of "
+        "the steps, together with the rest.",
     )
-    num_prefix_tokens: int = field(
-        default=0,
-        metadata={
-            "help": "Learned keys and values in every layer for each prompt token, which alone "
-            "sees them (prefix tuning)."
-        },
-    )
-    head: str = field(
-        default="none",
-        metadata={
-            "help": "A decoding head for prompt tokens. none: the base's. vocabulary: a "
-            "second output layer. residual: a block of hidden size before the base's."
-        },
-    )
-    head_rank: int | None = field(
-        default=None,
-        metadata={
-            "help": "Rank of a residual head's matrix; a low one keeps the adapter below 0.1 % of "
-            "the base.  [default: a full matrix]"
-        },
-    )
-    head_stages: int = field(
-        default=2,
-        metadata={
-            "help": "1: the head is trained from the first step. 2: the head is trained in the "
-            "second half of the steps, together with the rest."
-        },
-    )
-    num_exits: int = field(
-        default=1,
-        metadata={"help": "Last layers whose hidden states are averaged (multi-exit ensemble)."},
+    num_exits: int = setting(
+        1, "Last layers whose hidden states are averaged (multi-exit ensemble)."
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.methods.ppd.probes import PromptTokens
@@ -13,14 +14,7 @@ from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import future_labels, probe_sequences
 
 
-def loss(
-    model: Any,
-    adapter: ActiveAdapter,
-    input_ids: Tensor,
-    labels: Tensor,
-    anchors: Tensor,
-    attention_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """Divergence from the base's distributions, averaged per sequence and then over sequences.
 
     The loss of distance i has weight decay^(i-1). The base's distribution is that at the same
@@ -28,18 +22,11 @@ def loss(
     token), as in distillation and in the authors' code. With ``loss="hard"`` it is the
     cross-entropy of the sequence's token.
 
-    Args:
-        model: the frozen base model.
-        adapter: the adapter that is trained.
-        input_ids: ``(batch, seq)`` prompts with the base's answers.
-        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` columns that have prompt tokens (section 4.3.1).
-        attention_mask: ``(batch, seq)``, 0 for padding.
-
     Returns:
         ``loss``, a scalar; ``logits``, ``(batch, anchors, m, vocab)``; ``labels``, ``(batch,
         anchors, m)``.
     """
+    input_ids, labels, anchors, attention_mask = batch
     prompts = PromptTokens(adapter)
     config = prompts.config
     group = ProbeGroup.causal(prompts.distances)

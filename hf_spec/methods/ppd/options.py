@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.options import TreeOptions
+from hf_spec.drafting.options import CHAIN, TreeOptions
 
 #: Rank paths of the static tree: many at depth 1, which every step verifies, and few below.
 STATIC: tuple[tuple[int, ...], ...] = (
@@ -25,10 +25,8 @@ class PPDOptions(TreeOptions):
         max_depth: number of prompt tokens used; None for all that the adapter has.
     """
 
-    trees: ClassVar[tuple[str, ...]] = ("static", "chain")
+    trees: ClassVar[tuple[str, ...]] = ("static", CHAIN)
 
     def named_tree(self, depth: int) -> TokenTree:
-        paths = {(0,) * length for length in range(1, depth + 1)}
-        if self.tree == "static":
-            paths |= {path for path in STATIC if len(path) <= depth}
-        return TokenTree.from_paths(sorted(paths))
+        chain = {(0,) * length for length in range(1, depth + 1)}
+        return TokenTree.from_paths(sorted(chain.union(STATIC))).truncate(depth)

@@ -1,11 +1,12 @@
 """Config of a PROPD adapter: Zhong et al., "ProPD: Dynamic Token Tree Pruning and Generation for
 LLM Parallel Decoding" (2024), section 4.1, on the heads of Medusa."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.config import setting
 from hf_spec.core.checks import check_count
 from hf_spec.drafting.heads import HeadsConfig
 from modeling_patches.layer_skip import num_layers
@@ -24,19 +25,13 @@ class ProPDConfig(HeadsConfig):
 
     type_name: ClassVar[str] = "PROPD"
 
-    prune_layer: int | None = field(
-        default=None,
-        metadata={
-            "help": "Layers that run on the whole tree; the early prediction head reads the hidden "
-            f"states behind them.  [default: {PRUNE_LAYER}, or all but one where there are fewer]"
-        },
+    prune_layer: int | None = setting(
+        None,
+        "Layers that run on the whole tree; the early prediction head reads the hidden states "
+        f"behind them.  [default: {PRUNE_LAYER}, or all but one where there are fewer]",
     )
-    prune_top_k: int = field(
-        default=50,
-        metadata={
-            "help": "k: candidates that are not among the early head's k likeliest tokens are "
-            "dropped."
-        },
+    prune_top_k: int = setting(
+        50, "k: candidates that are not among the early head's k likeliest tokens are dropped."
     )
 
     def __post_init__(self) -> None:

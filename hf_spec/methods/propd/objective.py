@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.heads import loss_of_states
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.methods.propd.early_head import early_states
@@ -15,14 +16,7 @@ from modeling_patches.early_pruning import layer_input
 from modeling_patches.per_call import Changes
 
 
-def loss(
-    model: Any,
-    adapter: ActiveAdapter,
-    input_ids: Tensor,
-    labels: Tensor,
-    anchors: Tensor,
-    attention_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """The heads' loss plus that of the early head, which predicts token t + 1 at each anchor t.
 
     With ``loss="hard"``, the latter is the cross-entropy of the answer's token, with
@@ -30,23 +24,15 @@ def loss(
     sequence, then over sequences. The early head shares no parameters with the other heads, so the
     losses need no weights.
 
-    Args:
-        model: the frozen base model.
-        adapter: the adapter that is trained.
-        input_ids: ``(batch, seq)`` prompts with the base's answers.
-        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` columns t.
-        attention_mask: ``(batch, seq)``, 0 for padding, on either side.
-
     Returns:
         ``loss``, a scalar; ``logits`` and ``labels`` of the heads, as in Medusa's loss.
     """
     config: Any = adapter.config
     changes = Changes()
     seen = layer_input(model, changes, config.prune_layer)
-    hidden = changes.run(token_hidden, model, input_ids, attention_mask)
-    found = loss_of_states(model, adapter, hidden, input_ids, labels, anchors)
-    anchors, labels = anchors.to(hidden.device), labels.to(hidden.device)
+    hidden = changes.run(token_hidden, model, batch.input_ids, batch.attention_mask)
+    found = loss_of_states(model, adapter, hidden, batch)
+    anchors, labels = batch.anchors.to(hidden.device), batch.labels.to(hidden.device)
     states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))
     logits = model_logits(model, states.to(hidden))
     inside = anchors + 1 < labels.shape[1]

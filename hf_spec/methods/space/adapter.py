@@ -11,47 +11,36 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.adapters.low_rank import adapter_low_rank, fresh_factors
+from hf_spec.adapters.low_rank import LowRankLayer, fresh_factors
 from hf_spec.methods.space.config import SpaceConfig
-from modeling_patches.low_rank import LowRank
 from modeling_patches.support import check_unquantised
 
 #: Standard deviation of initial mask tokens ("normal distribution", section 4.1).
 INIT_STD = 0.02
 
 
-class SpaceAdapter(SpecAdapterLayer):
-    """Mask tokens and the factors of low-rank updates.
+class SpaceAdapter(LowRankLayer):
+    """Mask tokens and the factors of low-rank updates, which are attached unless gated.
 
     ``masks`` is ``(k, hidden)``, ``(1, hidden)`` if shared; there is none if masks are noise.
     """
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__(prefix)
-        self.updates: dict[str, LowRank] = {}  # by adapter; attached to the model unless gated
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
         assert isinstance(config, SpaceConfig)
         count = 1 if config.shared_mask else config.num_mask_tokens
         hidden = model.get_input_embeddings().weight.shape[1]
         factors = fresh_factors(config.modules(model), config.rank)
-        masks = {"masks": torch.randn(count, hidden) * INIT_STD}
-        if config.masks == "noise":
-            masks = {}
+        learned = config.masks == "learned"
+        masks = {"masks": torch.randn(count, hidden) * INIT_STD} if learned else {}
         return {**masks, **factors, **config.fresh_shared(model)}
 
     def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         assert isinstance(config, SpaceConfig)
+        gated = config.update == "gated"
         modules = config.modules(model)
-        if modules:
-            scale = config.alpha / config.rank
-            gated = config.update == "gated"
-            self.updates[adapter_name] = adapter_low_rank(
-                self, adapter_name, modules, scale, only_if_active=not gated
-            )
-            if not gated:
-                self.updates[adapter_name].attach()
+        self.add_updates(adapter_name, modules, config.rank, config.alpha, only_if_active=not gated)
+        if modules and not gated:
+            self.updates[adapter_name].attach()
 
     def disconnect(self, keep_merged: bool = False) -> None:
         if not keep_merged:
@@ -75,8 +64,6 @@ class SpaceAdapter(SpecAdapterLayer):
     def delete_adapter(self, adapter_name: str) -> None:
         if adapter_name in self.merged_adapters:
             self._take_apart()
-        if adapter_name in self.updates:
-            self.updates.pop(adapter_name).detach()
         super().delete_adapter(adapter_name)
 
     def merge_into(

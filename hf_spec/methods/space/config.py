@@ -1,11 +1,12 @@
 """Config of a SPACE adapter: Yi et al., "Generation Meets Verification: Accelerating Large
 Language Model Inference with Smart Parallel Auto-Correct Decoding" (2024), section 3.1."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
+from hf_spec.adapters.config import setting
 from hf_spec.adapters.low_rank import DOWN, UP, check_settings
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.core.checks import check_choices, check_count, check_range
@@ -29,49 +30,34 @@ class SpaceConfig(PredictingConfig):
     """
 
     type_name: ClassVar[str] = "SPACE"
-    num_mask_tokens: int = field(
-        default=5, metadata={"help": "k, mask tokens, each drafting one future token."}
+    num_mask_tokens: int = setting(5, "k, mask tokens, each drafting one future token.")
+    shared_mask: bool = setting(
+        False, "One embedding for all mask tokens, as in the paper, instead of k."
     )
-    shared_mask: bool = field(
-        default=False,
-        metadata={"help": "One embedding for all mask tokens, as in the paper, instead of k."},
+    masks: str = setting(
+        "learned",
+        "learned: mask tokens have embeddings of their own. noise: random tokens of the vocabulary "
+        "stand in their place, with gated updates only, which is what SGLang drafts with.",
     )
-    masks: str = field(
-        default="learned",
-        metadata={
-            "help": "learned: mask tokens have embeddings of their own. noise: random tokens of "
-            "the vocabulary stand in their place, with gated updates only, which is what SGLang "
-            "drafts with."
-        },
+    p_ar: float = setting(
+        0.5, "Share of autoregressive sequences in training; 1 is plain fine-tuning."
     )
-    p_ar: float = field(
-        default=0.5,
-        metadata={"help": "Share of autoregressive sequences in training; 1 is plain fine-tuning."},
+    update: str = setting(
+        "gated",
+        "What is trained besides the mask tokens. gated: low-rank updates of mask tokens only; the "
+        "model's output stays the same. lora: low-rank updates of the model, and full: all its "
+        "weights, saved beside the adapter; both fine-tune the model, as in the paper. none: "
+        "nothing.",
     )
-    update: str = field(
-        default="gated",
-        metadata={
-            "help": "What is trained besides the mask tokens. gated: low-rank updates of mask "
-            "tokens only; the model's output stays the same. lora: low-rank updates of the model, "
-            "and full: all its weights, saved beside the adapter; both fine-tune the model, as in "
-            "the paper. none: nothing."
-        },
+    rank: int = setting(16, "Rank of the low-rank updates.")
+    update_learning_rate: float = setting(
+        5e-3, "Peak learning rate of gated updates; mask tokens have that of training."
     )
-    rank: int = field(default=16, metadata={"help": "Rank of the low-rank updates."})
-    update_learning_rate: float = field(
-        default=5e-3,
-        metadata={
-            "help": "Peak learning rate of gated updates; mask tokens have that of training."
-        },
-    )
-    alpha: float = field(default=32, metadata={"help": "The updates are scaled by alpha / rank."})
-    target_modules: list[str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Linear modules that get low-rank updates: names, or a regular expression. "
-            "Default: all in the decoder layers; for gated updates the last one of each attention "
-            "and MLP."
-        },
+    alpha: float = setting(32, "The updates are scaled by alpha / rank.")
+    target_modules: list[str] | str | None = setting(
+        None,
+        "Linear modules that get low-rank updates: names, or a regular expression. Default: all in "
+        "the decoder layers; for gated updates the last one of each attention and MLP.",
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import future_losses, prediction_losses, wanted_mean
 from hf_spec.methods.space.masks import mask_tokens, random_tokens
@@ -20,33 +21,19 @@ from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
 
 
-def loss(
-    model: Any,
-    adapter: ActiveAdapter,
-    input_ids: Tensor,
-    labels: Tensor,
-    anchors: Tensor,
-    attention_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
     """Eq. (4), averaged over sequences.
 
     In training, the loss of a sequence is the autoregressive L_AR with probability p_ar, otherwise
     the semi-autoregressive L_SAR, averaged over its anchors; the choice is a function of its tokens
     and anchors. In evaluation, both count with these probabilities. If the model is not trained,
-    the loss is that of the mask tokens alone.
-
-    Args:
-        model: the model that is trained.
-        adapter: the adapter that is trained.
-        input_ids: ``(batch, seq)`` prompts with answers.
-        labels: ``(batch, seq)`` the answers' tokens, -100 elsewhere.
-        anchors: ``(batch, anchors)`` columns of y_(m-1), each with k mask tokens.
-        attention_mask: ``(batch, seq)``, 0 for padding.
+    the loss is that of the mask tokens alone. An anchor is y_(m-1); k mask tokens follow it.
 
     Returns:
         ``loss``, a scalar; unless no sequence has mask tokens, their ``logits``, ``(batch, anchors,
         k, vocab)``, and ``labels``, ``(batch, anchors, k)``.
     """
+    input_ids, labels, anchors, attention_mask = batch
     config: Any = adapter.config
     frozen = not config.changes_model
     group = ProbeGroup.causal(config.num_mask_tokens)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.options import ADAPTIVE, AUTO, TreeOptions
-
-CHAIN = "chain"
+from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, TreeOptions
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,3 @@ class SpaceOptions(TreeOptions):
     @property
     def is_chain(self) -> bool:
         return isinstance(self.tree, str) and self.tree == CHAIN
-
-    def named_tree(self, depth: int) -> TokenTree:
-        return TokenTree.chain(depth)

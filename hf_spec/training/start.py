@@ -1,0 +1,83 @@
+"""Where a training starts: a new adapter, or a trained one that gets a transition."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+
+from hf_spec.adapters.active import find_active
+from hf_spec.adapters.checkpoint import StoredWeights
+from hf_spec.adapters.layer import names_on_disk
+from hf_spec.adapters.predicting import TRAINED, VOCABULARY, PredictingConfig, vocab_size
+from hf_spec.drafting.draft_vocabulary import common_tokens
+from hf_spec.methods.registry import Method
+
+
+def fresh(method: Method, model: Any, fields: dict[str, Any]) -> Any:
+    """The config of a new adapter for a base model.
+
+    Args:
+        method: the method.
+        model: the base model.
+        fields: fields that the user sets.
+    """
+    assert method.adapter_config is not None
+    config = method.adapter_config(**{**method.trained, **fields})
+    if isinstance(config, PredictingConfig) and "draft_vocab_size" not in fields:
+        config.set_vocabulary(model)
+    return config
+
+
+def extended(folder: Path, fields: dict[str, Any]) -> Any:
+    """The config of a trained adapter that gets a transition.
+
+    Args:
+        folder: the adapter folder.
+        fields: changed fields of its config: ``transition_rank`` (by default as for a new adapter)
+            and the transition's learning rate.
+
+    Raises:
+        ValueError: the adapter has a transition, its method has none, or it was trained together
+            with its base model.
+    """
+    fields = {**TRAINED, **fields}
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, PredictingConfig):
+        raise ValueError(f"{str(folder)!r}: adapters of type {config.peft_type} predict nothing")
+    if config.transition_rank:
+        raise ValueError(f"the adapter {str(folder)!r} has a transition already: train it anew")
+    if config.trains_base:
+        raise ValueError(
+            f"training the adapter {str(folder)!r} trains its base model, too, which is to stay as "
+            "it is here: train it anew with a transition"
+        )
+    own = {"transition_rank", "transition_learning_rate"}
+    if other := sorted(set(fields) - own):
+        raise ValueError(f"{other[0]} belongs to what the adapter has learned: leave it out")
+    known = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    return type(config)(**{**known, **fields, "inference_mode": False})
+
+
+def take_over(model: Any, config: Any, folder: Path) -> None:
+    """Load a trained adapter's weights into an extended one, and freeze them."""
+    adapter = find_active(model, config.type_name)
+    assert adapter is not None
+    weights = adapter.weights()
+    places = names_on_disk(adapter.layer.prefix, weights)
+    stored = dict(StoredWeights(str(folder)).tensors())
+    for name, place in zip(weights, places):
+        weights[name].requires_grad_(name.startswith("transition"))
+        if not name.startswith("transition"):
+            weights[name].data.copy_(stored[place])
+
+
+def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:
+    """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
+    adapter = find_active(model, config.type_name)
+    tokens = None if adapter is None else adapter.weights().get(VOCABULARY)
+    if tokens is not None:
+        tokens.copy_(common_tokens(answers, len(tokens), vocab_size(model)))
