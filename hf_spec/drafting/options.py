@@ -22,7 +22,6 @@ class StrategyOptions:
     Attributes:
         acceptance: ``match`` (exact: accepts a candidate if it is the target's own token, greedy or
             sampled), ``rejection`` (exact, also for sampled candidates) or ``typical`` (lossy).
-            ``auto`` is ``match``.
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
         retrieval: whether to merge the candidates of ``prompt_lookup`` into the strategy's tree.
             ``auto``: where the policy chooses candidates by probability.
@@ -31,7 +30,7 @@ class StrategyOptions:
             ``typical``). False: every step drafts, and nothing depends on time.
     """
 
-    acceptance: str = "auto"
+    acceptance: str = "match"
     retrieval: bool | str = "auto"
     fallback: bool | str = "auto"
     typical_epsilon: float = 0.09
@@ -46,7 +45,7 @@ class StrategyOptions:
     }
 
     def __post_init__(self) -> None:
-        check_choices(self, acceptance=("auto", *ACCEPTANCE_RULES))
+        check_choices(self, acceptance=tuple(ACCEPTANCE_RULES))
         if self.acceptance == "rejection" and not self.can_sample:
             raise ValueError(
                 "acceptance='rejection': this strategy's candidates are not sampled from a "
@@ -94,7 +93,7 @@ class StrategyOptions:
     @property
     def lossless(self) -> bool:
         """Whether the acceptance rule preserves the model's distribution."""
-        return ACCEPTANCE_RULES.get(self.acceptance, True)
+        return ACCEPTANCE_RULES[self.acceptance]
 
 
 #: Values of the option ``tree``: trees grown from a step's own probabilities, trees chosen while

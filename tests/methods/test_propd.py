@@ -93,7 +93,7 @@ def test_wrong_configs(kwargs: dict, message: str) -> None:
         ({"prune_keep": 4}, "prune_keep=4 with prune_criterion='top_k'"),
         ({"prune_criterion": "probability", "prune_top_k": 4}, "prune_top_k=4 with .*probability"),
         ({"prune_probability": 0.3}, "prune_probability=0.3 with prune_criterion='top_k'"),
-        ({"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='auto'.* 'typical'"),
+        ({"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.* 'typical'"),
         ({"prune_criterion": "probability", "prune_probability": 0}, "prune_probability=0"),
         ({"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
         ({"drafter": "medusas"}, "'medusas' is unknown"),
