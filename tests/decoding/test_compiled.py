@@ -268,13 +268,10 @@ def test_with_a_compiler(shallow: Any) -> None:
 @torch.no_grad()
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("given", ["in options", "in the environment"])
-def test_frozen_weights(given: str, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights(given: str, fresh: Any) -> None:
     """Code with the weights inside is made anew when the numbers in them change."""
-    model, config = fresh(), CompileConfig(mode=None)
-    if given == "in options":
-        config.options = {"freezing": True}
-    else:
-        monkeypatch.setattr(torch._inductor.config, "freezing", True)
+    model, asked = fresh(), given == "in options"
+    config = CompileConfig(mode=None, options={"freezing": True} if asked else None)
     head, inputs = model.lm_head, torch.randn(3, model.lm_head.in_features)
     made, seen = [], []
 
@@ -287,10 +284,11 @@ def test_frozen_weights(given: str, fresh: Any, monkeypatch: pytest.MonkeyPatch)
     for change in (None, None, negate, None, halve):
         if change is not None:
             change()
-        graphs = Graphs(model, config, "a test")
-        (found,) = graphs.run(
-            "head", lambda x: (head(x),), [inputs], lambda: (head(inputs),), lambda found: found
-        )
+        with torch._inductor.config.patch(freezing=not asked):
+            graphs = Graphs(model, config, "a test")
+            (found,) = graphs.run(
+                "head", lambda x: (head(x),), [inputs], lambda: (head(inputs),), lambda found: found
+            )
         torch.testing.assert_close(found, head(inputs))
         made.append(graphs.made)
         seen.append(found)
