@@ -163,7 +163,7 @@ def test_config_is_checked_when_it_is_built() -> None:
 
 def test_acceptance_that_does_not_fit(tiny: Tiny) -> None:
     model = tiny()
-    for acceptance, message in (("rejection", "not sampled"), ("best", "choose one of auto")):
+    for acceptance, message in (("rejection", "not sampled"), ("best", "choose one of match")):
         with no_forward(model), pytest.raises(ValueError, match=message):
             model.generate(
                 prompt(), **GREEDY, assistant_strategy="prompt_lookup",

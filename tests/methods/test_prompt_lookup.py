@@ -351,7 +351,7 @@ def test_get_candidates_without_a_match_returns_the_ids() -> None:
         ({"max_matches": "8"}, "max_matches='8'"),
         ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower it"),
         ({"acceptance": "rejection"}, "acceptance='rejection'.*Use acceptance='match'"),
-        ({"acceptance": "greedy"}, "acceptance='greedy': choose one of auto, match"),
+        ({"acceptance": "greedy"}, "acceptance='greedy': choose one of match"),
         ({"min_probability": 1.5}, r"min_probability=1.5: must be a number in \[0.0, 1.0\]"),
         ({"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
         ({"ngram": 2}, "'prompt_lookup' has no option 'ngram'; its options are acceptance, fallb"),
@@ -364,6 +364,6 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 
 def test_only_typical_acceptance_is_lossy() -> None:
     lossless = {
-        rule: PromptLookupOptions(acceptance=rule).lossless for rule in ("auto", "match", "typical")
+        rule: PromptLookupOptions(acceptance=rule).lossless for rule in ("match", "typical")
     }
-    assert lossless == {"auto": True, "match": True, "typical": False}
+    assert lossless == {"match": True, "typical": False}

@@ -337,8 +337,7 @@ def test_sampled_candidates_carry_the_whole_distribution(
 @pytest.mark.parametrize(
     ("do_sample", "acceptance", "sampled"),
     [
-        (False, "auto", False),
-        (True, "auto", False),
+        (False, "match", False),
         (True, "rejection", True),
         (True, "match", False),
         (True, "typical", False),
