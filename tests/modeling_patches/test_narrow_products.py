@@ -11,10 +11,13 @@ import torch
 from running import drafting
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CompileConfig
+from transformers import CompileConfig, DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 import hf_spec  # noqa: F401  (registers strategies)
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.tree import TokenTree
+from hf_spec.model.tree_forward import TreeForward
 from modeling_patches import narrow_products
 from modeling_patches.narrow_products import BLOCK, MOST, product
 from modeling_patches.per_call import Changes
@@ -199,3 +202,28 @@ def test_captures_run_races_first(fresh: Any, races: dict[Any, Any]) -> None:
     assert found.tolist() == expected.tolist()
     widest = max(key[2] for key in races)  # padded, so only captures have so many
     assert all(race.fastest is not None for key, race in races.items() if key[2] == widest)
+
+
+@torch.no_grad()
+def test_other_changes_come_first(fresh: Any, winner: Any) -> None:
+    model = fresh("llama", dtype=torch.float32)
+    past = DynamicCache()
+    model(torch.tensor([[5, 6, 7, 8]]), past_key_values=past, use_cache=True)
+    cache = TreeCache.pack(past, None, 32, "cpu")
+    forward = TreeForward(model, cache, torch.tensor([30]))
+    module = model.model.layers[1].mlp.down_proj
+    changed: list[int] = []
+    seen = winner(narrow_products._transposed)
+
+    def other(inputs: Tensor) -> Tensor:
+        changed.append(inputs.shape[1])
+        return functional.linear(inputs, module.weight)
+
+    changes = Changes()
+    changes.instead(module, "forward", other)
+    for nodes in (1, 3):
+        tokens = torch.arange(5, 5 + nodes)[None]
+        forward(tokens, TokenTree.chain(nodes - 1).batch(1, "cpu"), changes=changes)
+        cache.rollback()
+        assert (set(seen) - {1}) == ({nodes} if nodes > 1 else set())
+    assert changed == [1, 3]
