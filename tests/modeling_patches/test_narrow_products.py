@@ -19,7 +19,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches import narrow_products
-from modeling_patches.narrow_products import BLOCK, MOST, product
+from modeling_patches.narrow_products import BLOCK, MARGIN, MOST, product
 from modeling_patches.per_call import Changes
 
 WAYS = [narrow_products._stock, narrow_products._transposed, narrow_products._filled]
@@ -126,6 +126,17 @@ def test_fastest_is_kept(rows: int, best: int, clock: Any, races: dict[Any, Any]
     seconds = {len(each): each for each in race.seconds.values()}
     assert set(seconds) == {narrow_products.SAMPLES}
     assert list(race.seconds).index(race.fastest) == best
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("margin", [MARGIN - 0.01, MARGIN + 0.01])
+@pytest.mark.parametrize(("other", "rows"), [(0, 5), (2, 12)])
+def test_near_ties(other: int, rows: int, margin: float, clock: Any, races: dict[Any, Any]) -> None:
+    clock({way: 1.0 if i == other else (margin if i == 1 else 9.0) for i, way in enumerate(WAYS)})
+    for _ in range(12):
+        product(whole(rows, 6), whole(4, 6))
+    (race,) = races.values()
+    assert list(race.seconds).index(race.fastest) == (1 if margin < MARGIN else other)
 
 
 @torch.no_grad()
