@@ -16,7 +16,8 @@ from modeling_patches.support import kv_shape
 #: Fields that ``hf-spec train`` sets by default.
 TRAINED = {"transition_rank": 128}
 #: Names of the parameters.
-BEFORE, AFTER, STATE = "transition_before", "transition_after", "transition_state"
+PREVIOUS = BEFORE, AFTER, STATE = "transition_before", "transition_after", "transition_state"
+ROOT = ROOT_BEFORE, ROOT_AFTER, ROOT_STATE = "root_before", "root_after", "root_state"
 #: Parameter name of the predicted tokens, if these are not all tokens.
 VOCABULARY = "draft_vocabulary"
 #: By default, ``hf-spec train`` predicts one token in this many.
@@ -33,7 +34,15 @@ class PredictingConfig(SpecPeftConfig):
         "the paper.",
     )
 
-    transition_learning_rate: float = setting(3e-3, "Peak learning rate of the transition.")
+    root_rank: int = setting(
+        0,
+        "Rank of the root correction, which conditions predictions on the root; 0: none, as in the "
+        "paper. Default of hf-spec train: the transition's.",
+    )
+
+    transition_learning_rate: float = setting(
+        3e-3, "Peak learning rate of the transition and the root correction."
+    )
 
     draft_vocab_size: int = setting(
         0,
@@ -48,9 +57,11 @@ class PredictingConfig(SpecPeftConfig):
             "transition_learning_rate", self.transition_learning_rate, 0.0, 1.0, open_low=True
         )
         check_count("transition_rank", self.transition_rank, low=0, high=MAX_RANK)
+        check_count("root_rank", self.root_rank, low=0, high=MAX_RANK)
 
     def learning_rates(self) -> dict[str, float]:
-        return {"transition": self.transition_learning_rate} if self.transition_rank else {}
+        ranks = {"transition": self.transition_rank, "root": self.root_rank}
+        return {name: self.transition_learning_rate for name, rank in ranks.items() if rank}
 
     @property
     def reads_head(self) -> bool:
@@ -74,24 +85,24 @@ class PredictingConfig(SpecPeftConfig):
                 "tokens. Take fewer, or 0 for all."
             )
 
-    def fresh_shared(self, model: nn.Module) -> dict[str, Tensor]:
-        """``transition_before`` (rank, embedding), ``transition_state`` (rank, hidden) and
-        ``transition_after`` (hidden, rank): the bias is 0 at first. Nothing for rank 0.
-        ``draft_vocabulary`` (tokens,), int64 ids in ascending order, if not all are predicted: at
-        first the smallest ids, which tend to be the most frequent tokens."""
-        rank, size = self.transition_rank, self.draft_vocab_size
+    def fresh_shared(self, model: nn.Module, distances: int) -> dict[str, Tensor]:
+        """Parameters of a new adapter that predicts so many tokens after the next one.
+
+        ``transition_before`` (rank, embedding), ``transition_state`` (rank, hidden) and
+        ``transition_after`` (hidden, rank); ``root_before`` (distances, rank, embedding),
+        ``root_state`` (distances, rank, hidden) and ``root_after`` (distances, hidden, rank): at
+        first they add 0. Nothing for rank 0. ``draft_vocabulary`` (tokens,), int64 ids in ascending
+        order, if not all are predicted: at first the smallest ids, which tend to be the most
+        frequent tokens."""
+        size, base = self.draft_vocab_size, model
         tensors = {VOCABULARY: torch.arange(size)} if size else {}
-        if not rank:
-            return tensors
-        base: Any = model
-        embedding = base.get_input_embeddings().weight.shape[1]
-        hidden = base.get_output_embeddings().in_features
-        return {
-            **tensors,
-            BEFORE: torch.randn(rank, embedding) / embedding**0.5,
-            STATE: torch.randn(rank, hidden) / hidden**0.5,
-            AFTER: torch.zeros(hidden, rank),
-        }
+        for names, rank, leading in (
+            (PREVIOUS, self.transition_rank, ()),
+            (ROOT, self.root_rank, (distances,)),
+        ):
+            if rank:
+                tensors.update(zip(names, _low_rank(base, leading, rank)))
+        return tensors
 
 
 @dataclass
@@ -118,6 +129,17 @@ class FrontConfig(PredictingConfig):
         assert self.num_layers and self.num_kv_heads and self.head_dim
         shape = (self.num_layers, self.num_kv_heads, slots, self.head_dim)
         return {f"{name}_{part}": torch.randn(shape) * std for part in ("keys", "values")}
+
+
+def _low_rank(model: Any, leading: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices from embeddings, to states (0 at first) and from states, with leading dimensions."""
+    embedding = model.get_input_embeddings().weight.shape[1]
+    hidden = model.get_output_embeddings().in_features
+    return (
+        torch.randn(*leading, rank, embedding) / embedding**0.5,
+        torch.zeros(*leading, hidden, rank),
+        torch.randn(*leading, rank, hidden) / hidden**0.5,
+    )
 
 
 def vocab_size(model: Any) -> int:

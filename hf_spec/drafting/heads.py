@@ -99,7 +99,7 @@ class HeadsAdapter(SpecAdapterLayer):
                 tensors[PROJECTION] = torch.zeros(heads, vocab, hidden)
             else:
                 tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
-        return {**tensors, **config.fresh_shared(model)}
+        return {**tensors, **config.fresh_shared(model, heads)}
 
 
 def _output_embeddings(model: Any) -> Any:
@@ -185,24 +185,23 @@ def loss_of_states(
     wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
     anchors = batch.anchors.to(hidden.device)
     states = head_states(weights, states_at(hidden, anchors))
-    if config.projection == "own":
-        logits = _projected(model, weights[PROJECTION], states)
-    else:
-        logits = _model_logits(model, states.to(hidden))
+
+    def predict(states: Tensor) -> Tensor:
+        if config.projection == "shared":
+            return model_logits(model, states.to(hidden))
+        each = states.unflatten(1, (-1, config.num_heads))
+        return _projected(model, weights[PROJECTION], each).flatten(1, 2)
+
     own = None
     if config.loss == "distillation":
         with torch.no_grad():
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
-            own = _model_logits(model, states_at(hidden, later.flatten(1)).view(states.shape))
+            own = model_logits(model, states_at(hidden, later.flatten(1)))
+            own = own.unflatten(1, wanted.shape[1:])
     losses, logits = future_losses(
-        model, weights, logits, states, batch.input_ids, anchors, wanted, own
+        model, weights, predict, states, batch.input_ids, anchors, wanted, own
     )
     per_head = wanted_mean(losses, wanted, 1)  # (batch, heads)
     shares = config.decay ** torch.arange(1, config.num_heads + 1, device=hidden.device)
     return {"loss": (per_head * shares).sum(-1).mean(), "logits": logits, "labels": wanted}
-
-
-def _model_logits(model: Any, states: Tensor) -> Tensor:
-    """The model's own logits of ``states`` (batch, anchors, heads, hidden)."""
-    return model_logits(model, states.flatten(1, 2)).unflatten(1, states.shape[1:3])

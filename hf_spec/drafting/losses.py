@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_spec.drafting.root_correction import RootCorrection
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.sequences import IGNORED
 
@@ -42,7 +43,7 @@ def prediction_losses(logits: Tensor, wanted: Tensor, own: Tensor | None = None)
 def future_losses(
     model: Any,
     weights: Mapping[str, Tensor],
-    logits: Tensor,
+    predict: Callable[[Tensor], Tensor],
     states: Tensor,
     input_ids: Tensor,
     anchors: Tensor,
@@ -57,20 +58,25 @@ def future_losses(
     Args:
         model: the base model.
         weights: the adapter's parameters.
-        logits: ``(batch, anchors, distances, vocab)``
-        states: ``(batch, anchors, distances, hidden)`` that give these logits.
+        predict: logits ``(batch, n, vocab)`` from states ``(batch, n, hidden)``, n being all
+            distances of all anchors.
+        states: ``(batch, anchors, distances, hidden)``, before the root correction.
         input_ids: ``(batch, seq)``
         anchors: ``(batch, anchors)`` columns t; distance d, from 1, predicts token t + d + 1.
         wanted: ``(batch, anchors, distances)`` these tokens, `IGNORED` where there is none.
         own: the model's own logits there, for distillation.
     """
+    steps = torch.arange(1, wanted.shape[2] + 1, device=states.device)
+    ids, at = input_ids.to(states.device), anchors.to(states.device)[:, :, None] + steps
+    before = ids.gather(1, at.clamp(max=ids.shape[1] - 1).flatten(1)).view_as(at)
+    correction = RootCorrection.of(weights, model)
+    if correction is not None:
+        states = correction(states, before[:, :, 0])
+    logits = predict(states.flatten(1, 2)).unflatten(1, wanted.shape[1:])
     losses = prediction_losses(logits, wanted, own)
     transition = Transition.of(weights, model)
     if transition is None:
         return losses, logits
-    ids, steps = input_ids.to(logits.device), torch.arange(1, wanted.shape[2] + 1)
-    at = (anchors.to(ids.device)[:, :, None] + steps.to(ids.device)).clamp(max=ids.shape[1] - 1)
-    before = ids.gather(1, at.flatten(1)).view_as(at)
     given = logits + transition.logits(before, states).to(logits)
     return PLAIN_SHARE * losses + prediction_losses(given, wanted, own), given
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
 from hf_spec.drafting.made_once import made_once
+from hf_spec.drafting.root_correction import unit_embeddings
 from hf_spec.model.hidden_states import linear_logits
 
 #: Tokens whose embeddings are projected at once.
@@ -92,12 +93,7 @@ class Transition:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """V e(x), ``(..., rank)``, of tokens ``(...)``."""
-        embeddings = self.model.get_input_embeddings()
-        with torch.no_grad():
-            made = embeddings(tokens.to(embeddings.weight.device))
-            made = made.to(torch.promote_types(made.dtype, torch.float32))
-            unit = made * made.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-        return functional.linear(unit.to(self.before), self.before)
+        return functional.linear(unit_embeddings(self.model, tokens).to(self.before), self.before)
 
     def _projected(self, states: Tensor) -> Tensor:
         """S h, ``(..., rank)``."""

@@ -20,6 +20,7 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
 from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.root_correction import RootCorrection
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.hidden_states import shapes_logits
 
@@ -100,7 +101,8 @@ class TreeDrafter(Drafter):
 
     Args:
         source: provides the trees of each step.
-        weights: the adapter's parameters; its transition and vocabulary may be among them.
+        weights: the adapter's parameters; its transition, root correction and vocabulary may be
+            among them.
 
     Attributes:
         distances: number of tokens after the next one that it predicts.
@@ -116,6 +118,7 @@ class TreeDrafter(Drafter):
         super().__init__(model, options)
         self.source = source
         self.transition = Transition.of(weights, model)
+        self.correction = RootCorrection.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
         self._steps: dict[Hashable, StepRows] = {}
 
@@ -197,18 +200,28 @@ class TreeDrafter(Drafter):
             known: distances that each row has predictions for; None for :meth:`known`.
         """
         known = self.known(state) if known is None else known
-        return self.predictions(self.seen(state), known, depth, width)
+        return self.predictions(self.seen(state), state.root, known, depth, width)
 
     def predictions(
-        self, seen: Tensor, known: Sequence[int] | Tensor, depth: int, width: int
+        self, seen: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int
     ) -> Predictions:
         """:meth:`predict` as a function of tensors.
 
         Args:
             seen: see :meth:`seen`.
+            root: ``(batch,)`` tokens.
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
         """
-        return self._predictions(self.states(seen, depth), known, width)
+        return self._predictions(self.corrected(self.states(seen, depth), root), known, width)
+
+    def corrected(self, states: Tensor, root: Tensor) -> Tensor:
+        """States given the root, where the adapter has a root correction.
+
+        Args:
+            states: ``(batch, depth, hidden)``, see :meth:`states`.
+            root: ``(batch,)`` tokens.
+        """
+        return states if self.correction is None else self.correction(states, root)
 
     def _predictions(
         self, states: Tensor, known: Sequence[int] | Tensor, width: int
@@ -233,13 +246,15 @@ class TreeDrafter(Drafter):
     def made(self) -> dict[str, Tensor]:
         """Tensors derived from the model's for this call that :meth:`predictions` reads. They are
         inputs of compiled code."""
-        parts = [part.made() for part in (self.transition, self.vocabulary) if part is not None]
-        return {name: tensor for part in parts for name, tensor in part.items()}
+        parts = self.transition, self.correction, self.vocabulary
+        made = [part.made() for part in parts if part is not None]
+        return {name: tensor for part in made for name, tensor in part.items()}
 
     def using(self, made: Mapping[str, Tensor]) -> Self:
         """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
         own.transition = None if self.transition is None else self.transition.using(made)
+        own.correction = None if self.correction is None else self.correction.using(made)
         own.vocabulary = None if self.vocabulary is None else self.vocabulary.using(made)
         return own
 
@@ -268,7 +283,7 @@ class TreeDrafter(Drafter):
     def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         """Predictions at tokens of a finished sequence, as in decoding.
 
-        With a transition, each distance is predicted given the sequence's previous token.
+        The sequence's tokens are the root and, with a transition, what stands before each distance.
 
         Args:
             input_ids, places: see :meth:`future_states`.
@@ -279,13 +294,14 @@ class TreeDrafter(Drafter):
         """
         done, ids = 0, input_ids[0]
         for states in self.future_states(input_ids, places):
+            some = places[done : done + len(states), None].to(ids.device)
+            at = some + torch.arange(1, self.distances + 1, device=ids.device)
+            before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
+            states = self.corrected(states, before[:, 0])
             logits = self.logits(states)
             if self.vocabulary is not None:
                 logits = self.vocabulary.of_all(logits)
             if self.transition is not None:
-                some = places[done : done + len(states), None].to(ids.device)
-                at = some + torch.arange(1, self.distances + 1, device=ids.device)
-                before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
                 logits = logits + self.transition.logits(before, states)
             done += len(states)
             yield logits
@@ -295,5 +311,5 @@ class TreeDrafter(Drafter):
         (states,) = self.future_states(input_ids, last)
         # The token before those that are predicted.
         own = self.model(input_ids).logits[0, -1:].argmax(-1).to(states.device)
-        predictions = self._predictions(states, (self.distances,), 1)
+        predictions = self._predictions(self.corrected(states, own), (self.distances,), 1)
         return predictions.ranked([TokenTree.chain(self.distances)], own)[0].tolist()

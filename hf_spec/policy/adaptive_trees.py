@@ -278,7 +278,9 @@ def _compiled(
     def function(
         root: Tensor, known: Tensor, trust: Tensor, seen: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
-        predictions = drafter.using(dict(zip(made, own))).predictions(seen, known, depth, count)
+        predictions = drafter.using(dict(zip(made, own))).predictions(
+            seen, root, known, depth, count
+        )
         return grow(predictions, root, count, depth, trust)
 
     def plain() -> tuple[Tensor, ...]:

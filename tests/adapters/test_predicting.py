@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.predicting import AFTER, BEFORE, STATE, VOCABULARY
+from hf_spec.adapters.predicting import AFTER, BEFORE, PREVIOUS, ROOT, STATE, VOCABULARY
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.hub.folder import read_spec_config, save_adapter
 from hf_spec.methods.registry import methods
@@ -27,9 +27,10 @@ from hf_spec.methods.registry import methods
 Fresh = Callable[..., PreTrainedModel]
 #: Fields that came with transitions; of gated updates, too.
 NEW_FIELDS = (
-    "transition_rank", "transition_learning_rate", "update_learning_rate", "draft_vocab_size",
+    "transition_rank", "root_rank", "transition_learning_rate", "update_learning_rate",
+    "draft_vocab_size",
 )  # fmt: skip
-PARTS = (BEFORE, AFTER, STATE)
+PARTS = (*PREVIOUS, *ROOT)
 
 #: Every method whose adapters may have a transition.
 NAMES = [
@@ -63,7 +64,7 @@ def weights(model: Any, name: str) -> dict[str, Tensor]:
 def test_who_has_transitions() -> None:
     assert NAMES == ["bita", "medusa", "ppd", "propd", "space"]
     assert all(methods()[name].trained["transition_rank"] > 0 for name in NAMES)
-    assert all(config_of(name).transition_rank == 0 for name in NAMES)
+    assert all(config_of(name).transition_rank == config_of(name).root_rank == 0 for name in NAMES)
 
 
 @every_method
@@ -73,7 +74,7 @@ def test_a_fresh_transition_changes_nothing(fresh: Fresh, name: str) -> None:
     for rank in (0, 3):
         model = fresh("llama_tied")
         torch.manual_seed(0)
-        model.add_adapter(config_of(name, transition_rank=rank))
+        model.add_adapter(config_of(name, transition_rank=rank, root_rank=rank))
         found.append((tokens(model, name), weights(model, name)))
     (plain, without), (ours, having) = found
     assert ours == plain
@@ -81,6 +82,11 @@ def test_a_fresh_transition_changes_nothing(fresh: Fresh, name: str) -> None:
     assert having[BEFORE].shape == having[STATE].shape == (3, 32)
     assert having[AFTER].shape == (32, 3)
     assert not having[AFTER].any() and having[BEFORE].any() and having[STATE].any()
+    before, after, state = (having[part] for part in ROOT)
+    distances = len(before)
+    assert before.shape == state.shape == (distances, 3, 32) and after.shape == (distances, 32, 3)
+    assert distances == {"bita": 3, "medusa": 4, "ppd": 3, "propd": 4, "space": 5}[name]
+    assert not after.any() and before.any() and state.any()
 
 
 @pytest.mark.parametrize("size", [0, 20])
@@ -98,7 +104,7 @@ def test_decoding_predicts_what_training_judges(
         model.config.logit_scale = model.logit_scale = 0.1
     if architecture == "gemma2":
         model.config.final_logit_softcapping = 2.0
-    model.add_adapter(config_of(name, transition_rank=3, draft_vocab_size=size))
+    model.add_adapter(config_of(name, transition_rank=3, root_rank=2, draft_vocab_size=size))
     randomise(model, method.adapter_config.type_name, std=0.3)
     adapter = find_active(model, method.adapter_config.type_name)
     assert (VOCABULARY in adapter.weights()) == bool(size)
@@ -130,7 +136,8 @@ def test_saved_and_loaded_every_way(fresh: Fresh, tmp_path: Path, name: str) -> 
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
     # As `hf-spec train` writes an adapter folder, and as Transformers saves one.
-    model = get_peft_model(again(), config_of(name, transition_rank=3, draft_vocab_size=30))
+    fields = {"transition_rank": 3, "root_rank": 2, "draft_vocab_size": 30}
+    model = get_peft_model(again(), config_of(name, **fields))
     randomise(model, type_name)
     weights(model, name)[VOCABULARY].copy_(torch.arange(0, 60, 2))
     save_adapter(model, tmp_path / "adapter", name, {"fallback": False})
@@ -190,10 +197,30 @@ def test_files_of_before_there_were_transitions(fresh: Fresh, tmp_path: Path, na
     assert expected[0] == plain[0]
 
 
+@every_method
+def test_an_adapter_of_before_there_were_root_corrections(
+    fresh: Fresh, tmp_path: Path, name: str
+) -> None:
+    """Its config names the transition's rank only."""
+    model = fresh("llama_tied")
+    model.add_adapter(config_of(name, transition_rank=3))
+    randomise(model, methods()[name].adapter_config.type_name)
+    expected = tokens(model, name)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    del config["root_rank"]
+    path.write_text(json.dumps(config))
+    loaded = fresh("llama_tied")
+    loaded.load_adapter(str(tmp_path))
+    assert {*PARTS} & weights(loaded, name).keys() == {*PREVIOUS}
+    assert tokens(loaded, name) == expected
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_is_missing(fresh: Fresh, tmp_path: Path, part: str) -> None:
     model = fresh("llama")
-    model.add_adapter(hf_spec.MedusaConfig(transition_rank=2))
+    model.add_adapter(hf_spec.MedusaConfig(transition_rank=2, root_rank=2))
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     stored = load_file(path)
@@ -207,3 +234,5 @@ def test_a_part_that_is_missing(fresh: Fresh, tmp_path: Path, part: str) -> None
 def test_wrong_ranks(name: str, rank: Any) -> None:
     with pytest.raises(ValueError, match="transition_rank="):
         config_of(name, transition_rank=rank)
+    with pytest.raises(ValueError, match="root_rank="):
+        config_of(name, root_rank=rank)

@@ -11,10 +11,11 @@ import torch
 from adapter_oracle import Embeddings
 from torch import Tensor
 
-from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.adapters.predicting import AFTER, BEFORE, ROOT_AFTER, ROOT_BEFORE, ROOT_STATE, STATE
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.losses import PLAIN_SHARE, future_losses
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
+from hf_spec.drafting.root_correction import RootCorrection
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.sequences import IGNORED
 
@@ -38,19 +39,33 @@ class Example:
         self.base: Any = Embeddings(random(vocab, WIDTH), random(vocab, HIDDEN))
         self.transition = Transition(self.weights, self.base)
         self.previous = torch.randint(vocab, (BATCH, 6), generator=generator)
+        self.corrections = {
+            ROOT_BEFORE: random(DISTANCES, RANK, WIDTH),
+            ROOT_AFTER: random(DISTANCES, HIDDEN, RANK),
+            ROOT_STATE: random(DISTANCES, RANK, HIDDEN),
+        }
 
     def bias(self, row: int, distance: int, previous: int) -> Tensor:
         """``(vocab,)`` by the formula, one number at a time."""
         return self.formula(previous, self.states[row, distance - 1])
 
     def formula(self, previous: int, state: Tensor) -> Tensor:
-        projected = self.weights[STATE] @ state
-        embedding = self.base.into.weight[previous].detach()
+        parts = (self.weights[name] for name in (BEFORE, STATE, AFTER))
+        return self.base.out.weight @ self.moved(previous, state, *parts)
+
+    def corrected(self, root: int, distance: int, state: Tensor) -> Tensor:
+        parts = (self.corrections[name] for name in (ROOT_BEFORE, ROOT_STATE, ROOT_AFTER))
+        return state + self.moved(root, state, *(part[distance - 1] for part in parts))
+
+    def moved(
+        self, token: int, state: Tensor, before: Tensor, projection: Tensor, after: Tensor
+    ) -> Tensor:
+        projected = projection @ state
+        embedding = self.base.into.weight[token].detach()
         embedding = embedding / math.sqrt(sum(float(x) ** 2 for x in embedding) / WIDTH)
-        inner = [self.weights[BEFORE][r] @ embedding + projected[r] for r in range(RANK)]
+        inner = [before[r] @ embedding + projected[r] for r in range(RANK)]
         inner = [x / (1 + (-x).exp()) for x in inner]
-        moved = sum(self.weights[AFTER][:, r] * inner[r] for r in range(RANK))
-        return self.base.out.weight @ moved
+        return torch.stack([after[:, r] * inner[r] for r in range(RANK)]).sum(0)
 
     def predictions(self, width: int, transition: bool = True) -> Predictions:
         chosen = self.transition if transition else None
@@ -111,6 +126,32 @@ def test_an_adapter_without_a_transition() -> None:
     case = Example(8)
     assert Transition.of({"masks": torch.zeros(3, 4)}, case.base) is None
     assert Transition.of(case.weights, case.base) is not None
+
+
+# -- the root --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, DISTANCES])
+def test_states_given_the_root(depth: int) -> None:
+    case = Example(23)
+    roots = torch.tensor([11, 12])
+    found = RootCorrection(case.corrections, case.base)(case.states[:, :depth], roots)
+    assert found.shape == (BATCH, depth, HIDDEN)
+    for row, distance in product(range(BATCH), range(1, depth + 1)):
+        state = case.states[row, distance - 1]
+        expected = case.corrected(int(roots[row]), distance, state)
+        torch.testing.assert_close(found[row, distance - 1], expected)
+        assert not torch.allclose(expected, state)
+
+
+def test_half_precision_states_stay_so() -> None:
+    case = Example(23)
+    states = case.states.to(torch.bfloat16)
+    found = RootCorrection(case.corrections, case.base)(states, torch.tensor([11, 12]))
+    exact = RootCorrection(case.corrections, case.base)(states.double(), torch.tensor([11, 12]))
+    assert found.dtype == torch.bfloat16
+    # Two roundings of bfloat16: of the correction, and of the sum.
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-5)
 
 
 # -- given the token before ------------------------------------------------------------------------
@@ -215,8 +256,11 @@ def test_the_likeliest_given_what_came(with_transition: bool) -> None:
 
 
 @pytest.mark.parametrize("distilled", [False, True])
+@pytest.mark.parametrize("with_root", [False, True])
 @pytest.mark.parametrize("with_transition", [False, True])
-def test_losses_of_single_predictions(with_transition: bool, distilled: bool) -> None:
+def test_losses_of_single_predictions(
+    with_transition: bool, with_root: bool, distilled: bool
+) -> None:
     """At the anchor a the model itself gives token a + 1; distance d asks for a + 1 + d, given
     a + d, the one before it."""
     case, length, vocab = Example(9), 8, 9
@@ -224,18 +268,16 @@ def test_losses_of_single_predictions(with_transition: bool, distilled: bool) ->
     ids = torch.randint(vocab, (BATCH, length), generator=generator)
     anchors = torch.tensor([[0, 3], [4, 6]])
     shape = (BATCH, 2, DISTANCES)
-    logits, own = (
-        torch.randn(*shape, vocab, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
+    own = torch.randn(*shape, vocab, generator=generator, dtype=torch.float64)
     states = torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64)
     wanted = torch.full(shape, IGNORED)
     for row, n, distance in product(range(BATCH), range(2), range(1, DISTANCES + 1)):
         at = int(anchors[row, n]) + 1 + distance
         if at < length:
             wanted[row, n, distance - 1] = ids[row, at]
-    weights = case.weights if with_transition else {}
+    weights = (case.weights if with_transition else {}) | (case.corrections if with_root else {})
     rest = (ids, anchors, wanted, own if distilled else None)
-    losses, made = future_losses(case.base, weights, logits, states, *rest)
+    losses, made = future_losses(case.base, weights, case.base.out, states, *rest)
 
     def loss(scores: Tensor, token: int, target: Tensor) -> Tensor:
         if not distilled:
@@ -245,14 +287,16 @@ def test_losses_of_single_predictions(with_transition: bool, distilled: bool) ->
 
     for row, n, distance in product(range(BATCH), range(2), range(1, DISTANCES + 1)):
         at = (row, n, distance - 1)
-        token, scores = int(wanted[at]), logits[at]
+        token, state, start = int(wanted[at]), states[at], int(anchors[row, n])
         if token == IGNORED:
             assert losses[at] == 0
             continue
+        if with_root:
+            state = case.corrected(int(ids[row, start + 1]), distance, state)
+        scores = case.base.out(state)
         expected = loss(scores, token, own[at])
         if with_transition:
-            before = ids[row, int(anchors[row, n]) + distance]
-            scores = scores + case.formula(int(before), states[at])
+            scores = scores + case.formula(int(ids[row, start + distance]), state)
             expected = PLAIN_SHARE * expected + loss(scores, token, own[at])
         torch.testing.assert_close(losses[at], expected)
         torch.testing.assert_close(made[at], scores)
@@ -261,12 +305,13 @@ def test_losses_of_single_predictions(with_transition: bool, distilled: bool) ->
 
 def test_gradients_reach_the_transition() -> None:
     case = Example(9)
-    for weight in case.weights.values():
+    weights = {**case.weights, **case.corrections}
+    for weight in weights.values():
         weight.requires_grad_(True)
     wanted = torch.tensor([[[2, 3, IGNORED]], [[4, IGNORED, IGNORED]]])
     ids, anchors = torch.arange(16).view(2, 8) % 9, torch.tensor([[1], [2]])
-    logits, states = case.logits[:, None], case.states[:, None]
-    losses, _ = future_losses(case.base, case.weights, logits, states, ids, anchors, wanted)
+    states = case.states[:, None]
+    losses, _ = future_losses(case.base, weights, case.base.out, states, ids, anchors, wanted)
     losses.sum().backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in case.weights.values())
+    assert all(weight.grad.abs().sum() > 0 for weight in weights.values())
     assert case.base.into.weight.grad is None  # the base's embeddings are as they are

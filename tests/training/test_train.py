@@ -77,7 +77,7 @@ def test_the_loss_falls_and_the_base_stays(tmp_path: Path, monkeypatch: pytest.M
     assert bit_sums(list(model.parameters())) == before
     assert not hasattr(model, "spec_modules")
     assert all(parameter.requires_grad for parameter in model.parameters())
-    transition = 3 * 32 * 128  # V, S and U
+    transition = (1 + 2) * 3 * 32 * 128  # V, S, U, and those of two distances
     assert record["trainable_parameters"] == 2 * 32 + 2 * 2 * 2 * 4 * 8 + transition
     written = json.loads((tmp_path / "training.json").read_text())
     assert written == json.loads(json.dumps(record))
@@ -388,7 +388,7 @@ def test_the_commonest_tokens_are_predicted(
 
 def test_fields_of_the_config_are_options() -> None:
     assert set(config_fields(get_method("bita"))) == {
-        "num_mask_tokens", "num_prompt_tokens", "prompt_depth", "transition_rank",
+        "num_mask_tokens", "num_prompt_tokens", "prompt_depth", "transition_rank", "root_rank",
         "transition_learning_rate", "draft_vocab_size",
     }  # fmt: skip
     assert "bita" in trainable() and "prompt_lookup" not in trainable()

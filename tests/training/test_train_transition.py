@@ -15,6 +15,7 @@ from tiny_checkpoint import make_model, save_checkpoint
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.methods.registry import get_method
 from hf_spec.training.start import extended
 from hf_spec.training.train import TrainSettings, bit_sums, train
@@ -29,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 2},
     "propd": {"num_heads": 2},
 }
-PARTS = ("transition_before", "transition_after", "transition_state")
+PARTS = (*PREVIOUS, *ROOT)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -69,11 +70,13 @@ def test_only_the_transition_is_trained(tmp_path: Path, method: str) -> None:
     assert {name for name in new if name not in old} == {
         name for name in new if name.endswith(PARTS)
     }
-    assert len(new) == len(old) + 3
+    assert len(new) == len(old) + 6
     assert all(torch.equal(new[name], old[name]) for name in old)
     (after,) = (value for name, value in new.items() if name.endswith("transition_after"))
     assert after.abs().sum() > 0  # it was zero
-    assert record["trainable_parameters"] == 3 * 3 * 32
+    (roots,) = (value for name, value in new.items() if name.endswith("root_after"))
+    assert roots.abs().sum() > 0
+    assert record["trainable_parameters"] == (1 + len(roots)) * 3 * 3 * 32
     assert record["config"]["transition_rank"] == 3
     for name, value in METHODS[method].items():
         assert record["config"][name] == value
@@ -83,7 +86,7 @@ def test_only_the_transition_is_trained(tmp_path: Path, method: str) -> None:
         for name in ("before", "after")
     ]
     changed = {name for name in configs[0] if configs[0][name] != configs[1][name]}
-    assert changed == {"transition_rank"}
+    assert changed == {"transition_rank", "root_rank"}
     model.load_adapter(str(tmp_path / "after"))
     ids = torch.tensor([answers()[0]["prompt_ids"]])
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)

@@ -30,4 +30,4 @@ class BitaAdapter(SpecAdapterLayer):
             tensors["prompts"] = torch.randn(count, hidden) * INIT_STD
         elif config.prompt_depth == "deep":
             tensors |= config.fresh_states("prompt", count, INIT_STD)
-        return {**tensors, **config.fresh_shared(model)}
+        return {**tensors, **config.fresh_shared(model, config.num_mask_tokens)}

@@ -1,5 +1,6 @@
 """BiTA's training loss: section 3.1, eq. (1)."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +28,9 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
         model, batch.input_ids, batch.attention_mask, batch.anchors, group, inputs
     ).probe_hidden
     wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
-    logits = output_logits(model, hidden)
     losses, logits = future_losses(
-        model, weights, logits, hidden, batch.input_ids, batch.anchors, wanted
-    )
+        model, weights, partial(output_logits, model), hidden, batch.input_ids, batch.anchors,
+        wanted,
+    )  # fmt: skip
     means = wanted_mean(losses, wanted, (1, 2))
     return {"loss": means.mean(), "logits": logits, "labels": wanted}

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.predicting import BEFORE
+from hf_spec.adapters.predicting import BEFORE, ROOT_BEFORE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and the tensors of ``model.safetensors``.
 
-    A transition is dropped with a warning, as vLLM's heads do not see each other's tokens.
+    A transition and a root correction are dropped with a warning, as vLLM's heads do not see the
+    tokens before.
 
     Args:
         model: the base model.
@@ -42,11 +43,11 @@ def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict
             "Medusa heads have neither."
         )
     weights = adapter.weights()
-    if BEFORE in weights:
+    if BEFORE in weights or ROOT_BEFORE in weights:
         logger.warning(
-            "vLLM's Medusa heads draft each token without knowing the one before it: the adapter's "
-            "transition is left out, and fewer drafts are accepted than here. Heads that are "
-            "trained with --transition-rank 0 lose nothing."
+            "vLLM's Medusa heads draft each token without knowing those before it: the adapter's "
+            "transition and root correction are left out, and fewer drafts are accepted than here. "
+            "Heads that are trained with --transition-rank 0 lose nothing."
         )
     blocks = weights[WEIGHTS]
     heads, layers, hidden, _ = blocks.shape

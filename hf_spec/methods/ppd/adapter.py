@@ -48,7 +48,7 @@ class PPDAdapter(SpecAdapterLayer):
                 tensors["head_down"] = torch.randn(rank, hidden) / hidden**0.5
                 tensors["head_up"] = torch.zeros(hidden, rank)
             tensors["head_bias"] = torch.zeros(hidden)
-        return {**tensors, **config.fresh_shared(model)}
+        return {**tensors, **config.fresh_shared(model, distances)}
 
 
 def _text_embeddings(model: Any, count: int) -> Tensor:

@@ -1,5 +1,6 @@
 """PPD's training loss: section 4.3.2, eq. (4.1)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,18 +37,17 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     )
     device = states.probe_hidden.device
     wanted, anchors = wanted.to(device), anchors.to(device)
-    made = prompts.states(states.probe_hidden.flatten(1, 2))
-    logits = prompts.logits(model, made).unflatten(1, wanted.shape[1:])
+    made = prompts.states(states.probe_hidden.flatten(1, 2)).unflatten(1, wanted.shape[1:])
     offsets, _ = group_tensors(group, str(device))
     own = None
     if config.loss == "distillation":
         at = (anchors[:, :, None] + offsets).clamp(max=labels.shape[1] - 1)
         with torch.no_grad():
             own = model_logits(model, states_at(states.token_hidden, at.flatten(1)))
-            own = own.view_as(logits)
+            own = own.unflatten(1, wanted.shape[1:])
     losses, logits = future_losses(
-        model, prompts.weights, logits, made.unflatten(1, wanted.shape[1:]), input_ids, anchors,
-        wanted, own,
+        model, prompts.weights, partial(prompts.logits, model), made, input_ids, anchors, wanted,
+        own,
     )  # fmt: skip
     share = config.decay ** (offsets - 1).to(losses.dtype)
     means = wanted_mean(losses * share, wanted, (1, 2))

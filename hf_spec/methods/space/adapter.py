@@ -32,7 +32,7 @@ class SpaceAdapter(LowRankLayer):
         factors = fresh_factors(config.modules(model), config.rank)
         learned = config.masks == "learned"
         masks = {"masks": torch.randn(count, hidden) * INIT_STD} if learned else {}
-        return {**masks, **factors, **config.fresh_shared(model)}
+        return {**masks, **factors, **config.fresh_shared(model, config.num_mask_tokens)}
 
     def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         assert isinstance(config, SpaceConfig)

@@ -51,7 +51,7 @@ class SpaceDrafter(ProbeDrafter):
         if not self.options.is_chain or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert state.probe_hidden is not None
-        states = state.probe_hidden[:, :depth]
+        states = self.corrected(state.probe_hidden[:, :depth], state.root)
         logits = model_logits(self.model, states)  # (batch, depth, vocab)
         drafted: list[list[int]] = [[] for _ in state.tokens]
         tokens, distributions = [state.root.to(logits.device)], []

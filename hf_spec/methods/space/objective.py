@@ -7,6 +7,7 @@ y_m, which is in both sums of eq. (3), counts once.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,11 +57,10 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     output: dict[str, Tensor] = {}
     mask_losses = hidden.token_hidden.new_zeros(wanted.shape, dtype=precision)
     if wanted.shape[1]:
-        logits = model_logits(model, hidden.probe_hidden.flatten(1, 2))
-        logits = logits.unflatten(1, wanted.shape[1:])
         mask_losses, logits = future_losses(
-            model, adapter.weights(), logits, hidden.probe_hidden, input_ids, anchors, wanted
-        )
+            model, adapter.weights(), partial(model_logits, model), hidden.probe_hidden, input_ids,
+            anchors, wanted,
+        )  # fmt: skip
         output = {"logits": logits, "labels": wanted}
     sums, counts = mask_losses.sum(-1), (wanted != IGNORED).sum(-1)  # (batch, anchors)
     ar_loss = sums.new_zeros(len(wanted))

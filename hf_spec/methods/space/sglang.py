@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.low_rank import factors
-from hf_spec.adapters.predicting import BEFORE, VOCABULARY
+from hf_spec.adapters.predicting import BEFORE, ROOT_BEFORE, VOCABULARY
 
 #: Linear modules that SGLang's LoRA knows in every model, each with the module that must be updated
 #: together with it, if there is one.
@@ -41,6 +41,7 @@ def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[
         f"update={config.update!r}: UNO leaves tokens to the base model": config.update != "gated",
         "learned mask tokens: UNO puts random tokens of the vocabulary there": "masks" in weights,
         "a transition: UNO predicts each token without the one before it": BEFORE in weights,
+        "a root correction: UNO predicts without knowing the root": ROOT_BEFORE in weights,
         "a draft vocabulary: UNO predicts all tokens": VOCABULARY in weights,
     }
     if wrong := [reason for reason, there in missing.items() if there]:
