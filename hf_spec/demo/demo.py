@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from hf_spec.bench import report
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
 from hf_spec.bench.figures import new_figure
-from hf_spec.bench.prompts import Prompt, encode_prompts
+from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
 from hf_spec.bench.runner import BenchResult, run
 from hf_spec.bench.session import Session
 from hf_spec.demo.prompts import demo_prompts
@@ -21,6 +21,8 @@ from hf_spec.viewing.steps import StepStreamer
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
 #: Needs neither training nor an adapter.
 FREE_STRATEGY = "prompt_lookup"
+#: Tokens of a passage that counts as repeated if it occurred before.
+PASSAGE = 8
 
 
 @dataclass
@@ -28,6 +30,8 @@ class DemoResult:
     """What the demo measured, and one prompt with what the model wrote after it.
 
     Attributes:
+        repeated: share of passages of `PASSAGE` tokens that occurred before in the same text: of
+            what the model writes, and of what follows the prompts in the modules.
         steps: by contender, the tokens that each step wrote after that prompt; empty unless asked
             for.
     """
@@ -36,6 +40,7 @@ class DemoResult:
     environment: dict[str, Any]
     sample: tuple[str, str]
     tokenizer: Any
+    repeated: tuple[float, float]
     steps: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
@@ -111,7 +116,7 @@ def run_demo(
     environment = report.environment(model, "demo model", None)
     sample = _sample(bench, tokenizer)
     steps = _steps(model, tokenizer, bench, sample[0]) if show_steps and sample[0] else {}
-    return DemoResult(bench, environment, sample, tokenizer, steps)
+    return DemoResult(bench, environment, sample, tokenizer, _repeated(bench, tokenizer), steps)
 
 
 def _steps(
@@ -140,6 +145,31 @@ def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
     best = max(drafted, key=lambda item: len(set(item.rows[0])) / max(len(item.rows[0]), 1))
     text = tokenizer.decode(best.rows[0], skip_special_tokens=True)
     return bench.prompts[best.prompts[0]].text, text
+
+
+def _repeated(bench: BenchResult, tokenizer: Any) -> tuple[float, float]:
+    written, theirs = [], []
+    for item in bench.measurements:
+        if item.stats is None:  # plain
+            text = bench.prompts[item.prompts[0]].reference or ""
+            written.append(item.rows[0])
+            theirs.append(encode_answer(tokenizer, text)[: len(item.rows[0])])
+    return repeated_share(written), repeated_share(theirs)
+
+
+def repeated_share(texts: Sequence[Sequence[int]], length: int = PASSAGE) -> float:
+    """Share of the passages of so many tokens that occurred before in the same text.
+
+    Args:
+        texts: token ids of each text.
+        length: tokens of a passage.
+    """
+    passages = [
+        [tuple(text[start : start + length]) for start in range(len(text) - length + 1)]
+        for text in texts
+    ]
+    total = sum(map(len, passages))
+    return (total - sum(len(set(found)) for found in passages)) / max(total, 1)
 
 
 def draw_chart(bench: BenchResult) -> Any:

@@ -49,7 +49,8 @@ def library_files(held_out: bool = False) -> list[Path]:
 def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
     """Two prompts per held-out module: its beginning, and code from its middle.
 
-    The order alternates so that the first few prompts already come from different modules.
+    A prompt's reference is what follows it in the module. The order alternates so that the first
+    few prompts already come from different modules.
 
     Args:
         count_tokens: number of tokens of a text.
@@ -60,10 +61,12 @@ def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         starts = [0, _middle_definition("".join(lines), len(lines))]
         for start, found in zip(starts, (heads, middles)):
-            text = _beginning(lines[start:], count_tokens)
-            if text is not None and (start > 0 or found is heads):
+            taken = _beginning(lines[start:], count_tokens)
+            if taken and (start > 0 or found is heads):
                 place = "beginning" if start == 0 else f"line {start + 1}"
-                found.append(Prompt(text, "code", f"{path.stem}.py, {place}"))
+                rest = start + taken
+                text, following = "".join(lines[start:rest]), "".join(lines[rest:])
+                found.append(Prompt(text, "code", f"{path.stem}.py, {place}", following))
     # Middles first: a module's beginning is mostly its documentation.
     return middles + heads
 
@@ -79,10 +82,10 @@ def _middle_definition(source: str, length: int) -> int:
     return min(lines, key=lambda line: abs(line - length // 2), default=0)
 
 
-def _beginning(lines: list[str], count_tokens: Callable[[str], int]) -> str | None:
-    """As many lines as fit into ``PROMPT_TOKENS``; ``None`` if that is too little to go on."""
+def _beginning(lines: list[str], count_tokens: Callable[[str], int]) -> int:
+    """Number of lines that fit into ``PROMPT_TOKENS``; 0 if that is too little to go on."""
     lengths = range(1, min(len(lines), PROMPT_TOKENS) + 1)
     fitting = bisect_right(lengths, PROMPT_TOKENS, key=lambda n: count_tokens("".join(lines[:n])))
     text = "".join(lines[:fitting])
     # A beginning that takes all lines leaves nothing to write.
-    return text if fitting < len(lines) and count_tokens(text) >= MIN_TOKENS else None
+    return fitting if fitting < len(lines) and count_tokens(text) >= MIN_TOKENS else 0

@@ -12,6 +12,7 @@ from tiny_checkpoint import make_tokenizer, save_checkpoint
 
 from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
+from hf_spec.bench.prompts import encode_answer
 from hf_spec.demo import demo, prompts
 from hf_spec.demo.prompts import HELD_OUT, library_files
 from hf_spec.hub.folder import check_complete
@@ -31,7 +32,8 @@ def test_prompts_are_beginnings_of_held_out_code(monkeypatch):
     for prompt in found:
         module, place = str(prompt.question_id).split(".py, ")
         assert 40 <= words(prompt.text) <= 90
-        assert prompt.text in sources[module] and prompt.text.endswith("\n")
+        assert prompt.text + prompt.reference in sources[module] and prompt.text.endswith("\n")
+        assert sources[module].endswith(prompt.reference) and prompt.reference
         if place == "beginning":
             assert sources[module].startswith(prompt.text)
         else:
@@ -81,6 +83,7 @@ def test_demo_writes_table_chart_and_results(tmp_path, tiny_model, capsys):
     assert "Every output equals plain generate's." in printed.out
     assert "3 prompts, up to 24 new tokens each, plainly and with prompt_lookup\n" in printed.err
     assert "prompt_lookup" in printed.out and "speedup" in printed.out
+    assert re.search(r"Repeated passages of 8 tokens.*: \d+% of what .*, \d+% of", printed.out)
     data = json.loads((output / "results.json").read_text())
     everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
     assert set(everything) == {"plain", "prompt_lookup"}
@@ -106,6 +109,20 @@ def test_chart_and_sample_text(tiny_model):
         tokenizer.decode(m.rows[0], skip_special_tokens=True) for m in result.bench.measurements
     ]
     assert written in texts
+
+
+def test_the_share_of_repeated_passages(tiny_model):
+    assert demo.repeated_share([[1, 2, 3, 1, 2, 3, 1]], 3) == 2 / 5
+    assert demo.repeated_share([[1, 2, 3], [1, 2, 3]], 3) == 0  # of the same text only
+    assert demo.repeated_share([[1, 2, 3, 4], [5] * 4], 2) == 2 / 6
+    assert demo.repeated_share([[1, 2], []], 3) == 0
+    result = demo.run_demo(2, 16, "float32")
+    plain = [item.rows[0] for item in result.bench.measurements if item.stats is None]
+    tokenizer = make_tokenizer(chat=False)
+    sources = [encode_answer(tokenizer, p.reference) for p in result.bench.prompts]
+    sources = [ids[: len(own)] for ids, own in zip(sources, plain)]
+    assert result.repeated == (demo.repeated_share(plain), demo.repeated_share(sources))
+    assert len(plain) == 2 and result.repeated[1] < 1
 
 
 def test_a_difference_is_an_error(tmp_path, tiny_model, monkeypatch, capsys):
