@@ -22,13 +22,18 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 #: Strategy, class of its config, the config's fields, and options.
 ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "bita": ("bita", hf_spec.BitaConfig, {}, {}),
-    "bita transition": ("bita", hf_spec.BitaConfig, {"transition_rank": 2}, {}),
+    "bita transition": ("bita", hf_spec.BitaConfig, {"transition_rank": 2, "root_rank": 1}, {}),
     "bita efficient": ("bita", hf_spec.BitaConfig, {}, {"tree": "efficient"}),
     "bita shallow": ("bita", hf_spec.BitaConfig, {"prompt_depth": "shallow"}, {"tree": "online"}),
     "ppd": ("ppd", hf_spec.PPDConfig, {"num_prefix_tokens": 2, "num_ept": 2}, {}),
     "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "online"}),
     "space": ("space", hf_spec.SpaceConfig, {"update": "none"}, {}),
-    "space gated": ("space", hf_spec.SpaceConfig, {"transition_rank": 2}, {"tree": "chain"}),
+    "space gated": (
+        "space",
+        hf_spec.SpaceConfig,
+        {"transition_rank": 2, "root_rank": 2},
+        {"tree": "chain"},
+    ),
     "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "online"}),
     "layer_skip": (
         "layer_skip",

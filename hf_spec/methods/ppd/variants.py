@@ -20,5 +20,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
 HITTING = "wide"
 #: Fields of the adapter's config by variant; the parameters are random.
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "num_ept": 2}
+    "adaptive": {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 40, "num_ept": 2}
 }

@@ -18,4 +18,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: Variant whose candidates are accepted without training, if few tokens are allowed.
 HITTING = "wide"
 #: Fields of the adapter's config by variant; the parameters are random.
-ADAPTERS: dict[str, dict[str, Any]] = {"adaptive": {"transition_rank": 4, "draft_vocab_size": 40}}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adaptive": {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 40}
+}

@@ -13,6 +13,6 @@ HITTING = "chain"
 SAMPLED: dict[str, dict[str, Any]] = {"rejection": {"acceptance": "rejection"}}
 #: Fields of the adapter's config by variant; the parameters are random.
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "adaptive": {"transition_rank": 4, "draft_vocab_size": 40, "update": "gated"},
+    "adaptive": {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 40, "update": "gated"},
     "match": {"update": "gated", "masks": "noise"},
 }
