@@ -37,7 +37,9 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StoppingC
 import hf_spec
 from hf_spec.adapters.predicting import TRAINED, PredictingConfig
 from hf_spec.bench.contenders import ours, parse_names
-from hf_spec.bench.report import PHASES, environment, new_table
+from hf_spec.bench.environment import environment_of
+from hf_spec.bench.report import new_table
+from hf_spec.bench.results import PHASES
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import Stopwatch, synchronize
@@ -412,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {name: getattr(args, name) for name in ("backend", "repeats", "calls", "new_tokens")}
     settings["argv"] = [Path(__file__).name, *(sys.argv[1:] if argv is None else argv)]
     results: Row = {
-        "environment": {**environment(model, "random Llama", None), **settings},
+        "environment": {**environment_of(model, "random Llama", None), **settings},
         "plain": [], "forward": [], "strategies": [], "skipped": [],
     }  # fmt: skip
     for shape, context, batch in product(args.shape, args.contexts, args.batch_sizes):

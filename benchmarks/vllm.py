@@ -34,8 +34,8 @@ import torch
 
 from hf_spec.bench.contenders import PLAIN, contenders, load_adapters, parse_names, read_adapters
 from hf_spec.bench.contenders import with_compiled as and_compiled
+from hf_spec.bench.environment import environment_of
 from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
-from hf_spec.bench.report import environment
 from hf_spec.bench.session import Session
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace) -> Row:
                 session.generate(one, [ids[0]])
                 made = [session.generate(one, [prompt]) for prompt in ids]
                 note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])
-        about = environment(model, args.model, args.prompts)
+        about = environment_of(model, args.model, args.prompts)
     order = [*(ENGINES[engine] for engine in args.vllm), *(one.name for one in lineup)]
     references = {"vllm": VLLM, "plain": PLAIN.name}
     return {

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 
 from hf_spec.adapters.active import find_active
-from hf_spec.bench.report import package_version
+from hf_spec.bench.environment import package_version
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import Method, methods
 from hf_spec.policy.devices import cpu_name, device_name

@@ -1,118 +1,23 @@
-"""Turns measurements into a table and ``results.json``. Measures nothing and loads no model."""
+"""Shows results as a table and writes ``results.json``. Measures nothing and loads no model."""
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-import importlib.metadata
 import json
-import platform
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
-from operator import truediv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-import hf_spec
 from hf_spec.bench.agreement import Agreement
-from hf_spec.bench.intervals import Interval, interval
-from hf_spec.core.stats import SpecStats
+from hf_spec.bench.intervals import Interval
+from hf_spec.bench.results import ALL, BenchResult
 from hf_spec.files import write_atomically
-from hf_spec.policy.devices import cpu_name, device_name
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from hf_spec.bench.runner import BenchResult, Measurement
-
 #: Least width of the table in characters; a narrower terminal wraps its lines.
 TABLE_WIDTH = 132
-PHASES = ("draft", "forward", "verify", "other")
-ALL = "all"
-
-
-def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """One entry per batch size, strategy and task, in order of appearance; task ``all`` comes last.
-
-    Returns:
-        The entries of ``runs`` in ``results.json``. ``speedup`` is the ratio of tokens per second
-        to those of the baseline on the same prompts. ``tau`` is the number of new tokens per
-        forward pass and unfinished sequence, the prefill included. ``speedup_interval`` and
-        ``tau_interval`` are 95% intervals (:mod:`hf_spec.bench.intervals`), None for too few
-        measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count sequences; they are
-        None under sampling.
-    """
-    groups: dict[tuple[int, str, str], list[Measurement]] = {}
-    for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
-        own = [item for item in measurements if (item.batch_size, item.strategy) == name]
-        for task in dict.fromkeys(item.category for item in own):
-            groups[(*name, task)] = [item for item in own if item.category == task]
-        groups[(*name, ALL)] = own
-    result = []
-    for (batch_size, strategy, task), group in groups.items():
-        base = groups[batch_size, group[0].baseline, task]
-        speed, plain = _speed(group), _speed(base)
-        tokens, row_steps = sum(m.new_tokens for m in group), sum(m.row_steps for m in group)
-        made, steps = [m.new_tokens for m in group], [m.row_steps for m in group]
-        pairs: list[list[float]] = [[m.new_tokens for m in base], [m.seconds for m in base]]
-        result.append(
-            {
-                "strategy": strategy,
-                "task": task,
-                "batch_size": batch_size,
-                "baseline": group[0].baseline,
-                "prompts": sum(len(item.rows) for item in group),
-                "new_tokens": tokens,
-                "seconds": sum(item.seconds for item in group),
-                "tokens_per_second": speed,
-                "speedup": speed / plain if plain else 0.0,
-                "speedup_interval": interval(_speedup, made, [m.seconds for m in group], *pairs)
-                if strategy != group[0].baseline
-                else None,
-                "tau": tokens / row_steps if row_steps else 0.0,
-                "tau_interval": interval(truediv, made, steps),
-                **{kind.value: _agreeing(group, kind) for kind in Agreement},
-                "stats": _stats(group),
-            }
-        )
-    return result
-
-
-def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
-    return tokens / seconds / (plain_tokens / plain_seconds)
-
-
-def _speed(group: Sequence[Measurement]) -> float:
-    return sum(item.new_tokens for item in group) / sum(item.seconds for item in group)
-
-
-def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
-    counts = [m.agreement.count(kind) for m in group if m.agreement is not None]
-    return sum(counts) if len(counts) == len(group) else None
-
-
-def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
-    """The summed statistics, with the share of wall-clock time of each phase.
-
-    ``share["generate"]`` is the share that ``generate`` spends before and after the decoding loop.
-    Plain decoding and stock strategies have only counts, no phases.
-    """
-    total = SpecStats()
-    for item in group:
-        if item.stats is None:
-            return {
-                "num_row_steps": sum(item.row_steps for item in group),
-                "num_generated_tokens": sum(item.new_tokens for item in group),
-            }
-        total.merge(item.stats)
-    seconds = sum(item.seconds for item in group)
-    share = {phase: getattr(total, f"{phase}_seconds") / seconds for phase in PHASES}
-    share["generate"] = 1.0 - sum(share.values())
-    return {**total.to_dict(), "share": share}
 
 
 def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
@@ -220,61 +125,3 @@ def _calls(result: BenchResult) -> list[dict[str, Any]]:
         }
         for one in result.measurements
     ]  # fmt: skip
-
-
-def environment(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
-    """The environment of a run: versions, machine, model, prompts, command line.
-
-    Args:
-        model: the model.
-        model_name: its name, as the user gave it.
-        prompt_file: the prompt file; None if there is none.
-    """
-    device = model.device
-    prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
-    return {
-        "python": platform.python_version(),
-        **{name: package_version(name) for name in ("torch", "transformers", "peft", "hf_spec")},
-        "device": str(device),
-        "device_name": device_name(device),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attn_implementation": getattr(model.config, "_attn_implementation", None),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git_revision": _git_revision(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "model": model_name,
-        "prompts": None if prompt_file is None else str(prompt_file),
-        "prompts_sha256": None if prompts is None else hashlib.sha256(prompts).hexdigest(),
-    }
-
-
-def package_version(distribution: str) -> str | None:
-    """Version of an installed package; ``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return getattr(hf_spec, "__version__", None) if distribution == "hf_spec" else None
-
-
-def _git_revision() -> str | None:
-    """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes.
-
-    None outside a checkout. An installed copy may lie inside another repository, such as in the
-    virtual environment of a project, so the package's own file must be tracked.
-    """
-    source = Path(hf_spec.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(source), *arguments], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

@@ -8,13 +8,11 @@ timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hf_spec.bench import report
-from hf_spec.bench.agreement import Agreement, classify
+from hf_spec.bench.agreement import classify
 from hf_spec.bench.contenders import (
     PLAIN,
     Contender,
@@ -24,87 +22,11 @@ from hf_spec.bench.contenders import (
     with_joining,
 )
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
+from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
-from hf_spec.core.stats import SpecStats
 
 #: Category of measurements over all categories together.
 ALL_CATEGORIES = "mixed"
-
-
-@dataclass
-class Measurement:
-    """One contender on one batch: a call of ``generate``, or several that are counted together.
-
-    Attributes:
-        strategy: name of the contender.
-        batch_size: the nominal batch size; a category's last batch may be smaller.
-        prompts: indices of the prompts.
-        category: their category.
-        seconds: wall-clock time of the call.
-        rows: the new tokens of each sequence, up to and including the first EOS.
-        row_steps: forward passes of the model, counted once per unfinished sequence.
-        stats: statistics of the call; None for stock contenders.
-        agreement: one per sequence; None if outputs cannot be compared, as under sampling.
-        baseline: name of the plain contender that speed and output are compared with.
-    """
-
-    strategy: str
-    batch_size: int
-    prompts: list[int]
-    category: str
-    seconds: float
-    rows: list[list[int]]
-    row_steps: int
-    stats: SpecStats | None = None
-    agreement: list[Agreement] | None = None
-    baseline: str = PLAIN.name
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(map(len, self.rows))
-
-
-@dataclass
-class BenchResult:
-    """All measurements of a run.
-
-    Attributes:
-        prompts: the prompts that were asked for.
-        contenders: the contenders.
-        settings: the settings, as JSON types.
-        measurements: one per batch and contender.
-        notes: remarks for the reader of the results.
-        truncated_prompts: number of prompts that were cut to fit the context.
-        interrupted: whether the run was interrupted.
-    """
-
-    prompts: list[Prompt]
-    contenders: list[Contender]
-    settings: dict[str, Any]
-    measurements: list[Measurement] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    truncated_prompts: int = 0
-    interrupted: bool = False
-
-    def runs(self) -> list[dict[str, Any]]:
-        """One entry per batch size, strategy and task; see :func:`hf_spec.bench.report.rows`."""
-        return report.rows(self.measurements)
-
-    def overall(self, strategy: str, batch_size: int | None = None) -> dict[str, Any]:
-        """The entry of a strategy over all tasks.
-
-        Args:
-            strategy: name of the contender.
-            batch_size: the batch size; None for the first one.
-
-        Raises:
-            KeyError: there is no such measurement.
-        """
-        for row in self.runs():
-            wanted = batch_size in (None, row["batch_size"])
-            if wanted and (row["strategy"], row["task"]) == (strategy, report.ALL):
-                return row
-        raise KeyError(f"no measurement of {strategy!r} with batch size {batch_size}")
 
 
 def run(

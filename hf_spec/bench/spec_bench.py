@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.runner import BenchResult, Measurement
+from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.files import write_atomically
 
 

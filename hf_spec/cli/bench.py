@@ -144,9 +144,10 @@ def bench(
     from rich.console import Console
 
     from hf_spec.bench import report
+    from hf_spec.bench.environment import environment_of
     from hf_spec.bench.runner import run
 
-    environment = report.environment(loaded, model, prompts)
+    environment = environment_of(loaded, model, prompts)
     with progress_bar("benchmark") as progress:
         result = run(
             loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),

@@ -48,6 +48,7 @@ def demo(
 
     from hf_spec.bench import report
     from hf_spec.bench.figures import save_figure
+    from hf_spec.bench.results import ALL
     from hf_spec.demo.demo import PASSAGE, draw_chart, run_demo
     from hf_spec.viewing.steps import coloured, pieces
 
@@ -86,6 +87,6 @@ def demo(
     if not result.all_identical:
         raise ValueError("an output differs from plain generate's other than at a tie")
     rows = result.bench.runs()
-    ties = sum(row["diverged_at_tie"] for row in rows if row["task"] == report.ALL)
+    ties = sum(row["diverged_at_tie"] for row in rows if row["task"] == ALL)
     but = f", but for {ties} that part where two tokens tie in this dtype" if ties else ""
     console.print(f"Every output equals plain generate's{but}.")

@@ -64,7 +64,7 @@ app.command(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from hf_spec.bench.report import package_version
+        from hf_spec.bench.environment import package_version
 
         typer.echo(f"hf-spec {package_version('hf_spec')}")
         raise typer.Exit

@@ -53,6 +53,7 @@ def quality(
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench import quality as work
     from hf_spec.bench import report
+    from hf_spec.bench.environment import environment_of
     from hf_spec.bench.prompts import read_prompts, spread
     from hf_spec.files import write_atomically
 
@@ -64,7 +65,7 @@ def quality(
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, adapters)
     scored = work.measured(everyone)
-    environment = report.environment(loaded, model, prompts)
+    environment = environment_of(loaded, model, prompts)
     with progress_bar("quality") as progress:
         scores = work.quality(
             loaded, tokenizer, chosen, scored, max_new_tokens, batch_size, progress

@@ -85,7 +85,7 @@ def search(
 
     from rich.console import Console
 
-    from hf_spec.bench import report as bench_report
+    from hf_spec.bench.environment import environment_of
     from hf_spec.tuning.layers import report
 
     loaded, tokenizer = load_model(model, dtype, device)
@@ -102,7 +102,7 @@ def search(
     if bench is None or bench.interrupted:
         typer.echo("interrupted; the same command continues the search", err=True)
         raise typer.Exit(INTERRUPTED)
-    environment = bench_report.environment(loaded, model, prompts)
+    environment = environment_of(loaded, model, prompts)
     report.write_folder(output, loaded, result, bench, environment)
     console = Console(highlight=False)
     console.print(f"adapter: {output}", soft_wrap=True)

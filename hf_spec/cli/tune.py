@@ -54,7 +54,7 @@ def tune(
     """
     from hf_spec.adapters.checkpoint import WEIGHTS
     from hf_spec.bench import contenders as lineup
-    from hf_spec.bench import report
+    from hf_spec.bench.environment import environment_of
     from hf_spec.bench.prompts import read_prompts, spread
     from hf_spec.drafting.options import TUNED
     from hf_spec.files import write_atomically
@@ -84,7 +84,7 @@ def tune(
 
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
-    environment = report.environment(loaded, model, prompts)
+    environment = environment_of(loaded, model, prompts)
     try:
         tuner = work.TreeTuner(loaded, tokenizer, chosen, method, options, settings)
         with progress_bar("tuning") as progress:

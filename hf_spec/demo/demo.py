@@ -8,11 +8,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench import report
 from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
+from hf_spec.bench.environment import environment_of
 from hf_spec.bench.figures import new_figure
 from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
-from hf_spec.bench.runner import BenchResult, run
+from hf_spec.bench.results import ALL, BenchResult
+from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
 from hf_spec.demo.prompts import demo_prompts
 from hf_spec.model.loading import load_model
@@ -113,7 +114,7 @@ def run_demo(
         model, tokenizer, chosen, ways,
         max_new_tokens=max_new_tokens, progress=progress,
     )  # fmt: skip
-    environment = report.environment(model, "demo model", None)
+    environment = environment_of(model, "demo model", None)
     sample = _sample(bench, tokenizer)
     steps = _steps(model, tokenizer, bench, sample[0]) if show_steps and sample[0] else {}
     return DemoResult(bench, environment, sample, tokenizer, _repeated(bench, tokenizer), steps)
@@ -174,7 +175,7 @@ def repeated_share(texts: Sequence[Sequence[int]], length: int = PASSAGE) -> flo
 
 def draw_chart(bench: BenchResult) -> Any:
     """A figure with a bar for each contender: its tokens per second, with speedup and tau above."""
-    rows = [row for row in bench.runs() if row["task"] == report.ALL]
+    rows = [row for row in bench.runs() if row["task"] == ALL]
     figure = new_figure(1.6 + 1.5 * len(rows), 4)
     axes = figure.subplots()
     plain = [row["strategy"] == row["baseline"] for row in rows]

@@ -21,8 +21,8 @@ import torch
 
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench.contenders import Contender
+from hf_spec.bench.environment import environment_of
 from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts, spread
-from hf_spec.bench.report import environment
 from hf_spec.bench.session import Session, own_generation_config
 from hf_spec.training.answer_folder import AnswerFolder
 from hf_spec.training.dataset import read_provenance
@@ -213,7 +213,7 @@ def distill(
         missing = folder.missing(len(work))
         # No process writes a unit before all have listed the missing ones.
         state.wait_for_everyone()
-        machine = environment(model, settings.model, None)
+        machine = environment_of(model, settings.model, None)
         joining = replace(contender, joining=not contender.stock)
         session = Session(model, settings.generate_kwargs, managed=bool(contender.adapters))
         done = len(work) - len(missing)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.bench.report import package_version
+from hf_spec.bench.environment import package_version
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import attached, save_adapter

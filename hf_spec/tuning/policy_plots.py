@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hf_spec.bench.figures import new_figure, plot_points, save_figure
-from hf_spec.bench.report import ALL
+from hf_spec.bench.results import ALL
 from hf_spec.hub.card import RESULTS
 from hf_spec.hub.folder import read_json
 

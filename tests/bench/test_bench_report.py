@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 from tiny_checkpoint import make_model
 
-from hf_spec.bench import report
+from hf_spec.bench import environment, report, results
 from hf_spec.bench.agreement import Agreement
 from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.bench.intervals import interval
 from hf_spec.bench.prompts import Prompt
-from hf_spec.bench.runner import BenchResult, Measurement
+from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.core.stats import SpecStats
 
 SAME, TIE, OTHER = Agreement.IDENTICAL, Agreement.DIVERGED_AT_TIE, Agreement.DIVERGED
@@ -51,7 +51,7 @@ def result(rows: list[Measurement]) -> BenchResult:
 
 
 def test_rows_hold_the_figures_worked_out_by_hand():
-    rows = {(row["strategy"], row["task"]): row for row in report.rows(measurements())}
+    rows = {(row["strategy"], row["task"]): row for row in results.rows(measurements())}
     assert list(rows) == [
         ("plain", "qa"), ("plain", "math"), ("plain", "all"),
         ("fast", "qa"), ("fast", "math"), ("fast", "all"),
@@ -79,7 +79,7 @@ def test_intervals_are_of_prompts_and_paired():
             Measurement("plain", 1, [index], "qa", 2.0 * pace, [[5] * 10], 10, None, [SAME]),
             Measurement("fast", 1, [index], "qa", 1.0 * pace, [[5] * 10], 4 + index % 3),
         ]
-    rows = {row["strategy"]: row for row in report.rows(made) if row["task"] == "all"}
+    rows = {row["strategy"]: row for row in results.rows(made) if row["task"] == "all"}
     assert rows["fast"]["speedup_interval"] == pytest.approx([2.0, 2.0])
     low, high = rows["fast"]["tau_interval"]
     assert 10 / 6 < low < rows["fast"]["tau"] < high < 10 / 4
@@ -87,7 +87,7 @@ def test_intervals_are_of_prompts_and_paired():
     assert rows["plain"]["tau_interval"] == pytest.approx([1.0, 1.0])
     shown = table_of(result(made), 200)
     assert "2.00-2.00" in shown and f"{low:.2f}-{high:.2f}" in shown
-    assert all(row["tau_interval"] is None for row in report.rows(measurements()))  # too few
+    assert all(row["tau_interval"] is None for row in results.rows(measurements()))  # too few
 
 
 def test_intervals_cover_what_they_say():
@@ -101,7 +101,7 @@ def test_intervals_cover_what_they_say():
 
 
 def test_statistics_are_summed_and_shares_add_up():
-    rows = {(row["strategy"], row["task"]): row for row in report.rows(measurements())}
+    rows = {(row["strategy"], row["task"]): row for row in results.rows(measurements())}
     summed = rows["fast", "all"]["stats"]
     assert summed["num_steps"] == 32 and summed["num_generated_tokens"] == 40
     assert summed["mean_accepted_tokens"] == pytest.approx(rows["fast", "all"]["tau"])
@@ -117,7 +117,7 @@ def test_sampling_has_no_counts_of_equal_rows():
     sampled = measurements()
     for item in sampled:
         item.agreement = None
-    assert {row["identical"] for row in report.rows(sampled)} == {None}
+    assert {row["identical"] for row in results.rows(sampled)} == {None}
     assert "sampled" in table_of(result(sampled), 120)
 
 
@@ -184,7 +184,7 @@ def test_nothing_measured_makes_an_empty_file(tmp_path):
 def test_environment_says_where_and_on_what(tmp_path, monkeypatch):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("{}\n")
-    found = report.environment(make_model(), "some/model", prompts)
+    found = environment.environment_of(make_model(), "some/model", prompts)
     assert found["prompts_sha256"] == hashlib.sha256(b"{}\n").hexdigest()
     assert found["dtype"] == "float32" and found["device"] == "cpu" and found["threads"] >= 1
     for name in ("python", "torch", "transformers", "peft", "hf_spec", "cpu", "date"):
@@ -192,5 +192,5 @@ def test_environment_says_where_and_on_what(tmp_path, monkeypatch):
     assert found["model"] == "some/model" and isinstance(found["argv"], list)
     json.dumps(found)
     # Outside a checkout there is no revision.
-    monkeypatch.setattr(report.hf_spec, "__file__", str(tmp_path / "__init__.py"))
-    assert report.environment(make_model(), "m", None)["git_revision"] is None
+    monkeypatch.setattr(environment.hf_spec, "__file__", str(tmp_path / "__init__.py"))
+    assert environment.environment_of(make_model(), "m", None)["git_revision"] is None

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from hf_spec.bench import report as bench_report
 from hf_spec.bench.contenders import Contender, ours
+from hf_spec.bench.environment import package_version
 from hf_spec.bench.prompts import Prompt
-from hf_spec.bench.runner import BenchResult, run
+from hf_spec.bench.results import BenchResult
+from hf_spec.bench.runner import run
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import RESULTS, SEARCH, write_card
 from hf_spec.hub.folder import save_spec_config, save_weightless
@@ -41,7 +43,7 @@ def write_folder(
     folder: Path, model: Any, result: SearchResult, bench: BenchResult, environment: dict[str, Any]
 ) -> None:
     """Write the adapter with its settings, ``search.json``, ``results.json``, plots and card."""
-    environment = {**environment, "optuna": bench_report.package_version("optuna")}
+    environment = {**environment, "optuna": package_version("optuna")}
     config_class = get_method(STRATEGY).adapter_config
     assert config_class is not None
     save_weightless(model, config_class(**result.best.skip.options()), folder)

@@ -265,7 +265,7 @@ def tune(
 
     Args:
         tuner: the model and its prompts.
-        environment: stored in the entry; see :func:`hf_spec.bench.report.environment`.
+        environment: stored in the entry; see :func:`hf_spec.bench.environment.environment_of`.
         progress: called as ``progress(done, total)``.
     """
     settings = tuner.settings

@@ -1,0 +1,75 @@
+"""The environment that a run or a training took place in, for its record."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_spec
+from hf_spec.policy.devices import cpu_name, device_name
+
+
+def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
+    """The environment of a run: versions, machine, model, prompts, command line.
+
+    Args:
+        model: the model.
+        model_name: its name, as the user gave it.
+        prompt_file: the prompt file; None if there is none.
+    """
+    device = model.device
+    prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) for name in ("torch", "transformers", "peft", "hf_spec")},
+        "device": str(device),
+        "device_name": device_name(device),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attn_implementation": getattr(model.config, "_attn_implementation", None),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git_revision": _git_revision(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "model": model_name,
+        "prompts": None if prompt_file is None else str(prompt_file),
+        "prompts_sha256": None if prompts is None else hashlib.sha256(prompts).hexdigest(),
+    }
+
+
+def package_version(distribution: str) -> str | None:
+    """Version of an installed package; ``None`` if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(hf_spec, "__version__", None) if distribution == "hf_spec" else None
+
+
+def _git_revision() -> str | None:
+    """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes.
+
+    None outside a checkout. An installed copy may lie inside another repository, such as in the
+    virtual environment of a project, so the package's own file must be tracked.
+    """
+    source = Path(hf_spec.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(source), *arguments], capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

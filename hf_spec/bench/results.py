@@ -1,0 +1,174 @@
+"""Measurements of a run, and what they amount to per strategy and task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import truediv
+from typing import Any
+
+from hf_spec.bench.agreement import Agreement
+from hf_spec.bench.contenders import PLAIN, Contender
+from hf_spec.bench.intervals import interval
+from hf_spec.bench.prompts import Prompt
+from hf_spec.core.stats import SpecStats
+
+PHASES = ("draft", "forward", "verify", "other")
+#: Name of all tasks together.
+ALL = "all"
+
+
+@dataclass
+class Measurement:
+    """One contender on one batch: a call of ``generate``, or several that are counted together.
+
+    Attributes:
+        strategy: name of the contender.
+        batch_size: the nominal batch size; a category's last batch may be smaller.
+        prompts: indices of the prompts.
+        category: their category.
+        seconds: wall-clock time of the call.
+        rows: the new tokens of each sequence, up to and including the first EOS.
+        row_steps: forward passes of the model, counted once per unfinished sequence.
+        stats: statistics of the call; None for stock contenders.
+        agreement: one per sequence; None if outputs cannot be compared, as under sampling.
+        baseline: name of the plain contender that speed and output are compared with.
+    """
+
+    strategy: str
+    batch_size: int
+    prompts: list[int]
+    category: str
+    seconds: float
+    rows: list[list[int]]
+    row_steps: int
+    stats: SpecStats | None = None
+    agreement: list[Agreement] | None = None
+    baseline: str = PLAIN.name
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+@dataclass
+class BenchResult:
+    """All measurements of a run.
+
+    Attributes:
+        prompts: the prompts that were asked for.
+        contenders: the contenders.
+        settings: the settings, as JSON types.
+        measurements: one per batch and contender.
+        notes: remarks for the reader of the results.
+        truncated_prompts: number of prompts that were cut to fit the context.
+        interrupted: whether the run was interrupted.
+    """
+
+    prompts: list[Prompt]
+    contenders: list[Contender]
+    settings: dict[str, Any]
+    measurements: list[Measurement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    truncated_prompts: int = 0
+    interrupted: bool = False
+
+    def runs(self) -> list[dict[str, Any]]:
+        """One entry per batch size, strategy and task; see :func:`rows`."""
+        return rows(self.measurements)
+
+    def overall(self, strategy: str, batch_size: int | None = None) -> dict[str, Any]:
+        """The entry of a strategy over all tasks.
+
+        Args:
+            strategy: name of the contender.
+            batch_size: the batch size; None for the first one.
+
+        Raises:
+            KeyError: there is no such measurement.
+        """
+        for row in self.runs():
+            wanted = batch_size in (None, row["batch_size"])
+            if wanted and (row["strategy"], row["task"]) == (strategy, ALL):
+                return row
+        raise KeyError(f"no measurement of {strategy!r} with batch size {batch_size}")
+
+
+def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """One entry per batch size, strategy and task, in order of appearance; task ``all`` comes last.
+
+    Returns:
+        The entries of ``runs`` in ``results.json``. ``speedup`` is the ratio of tokens per second
+        to those of the baseline on the same prompts. ``tau`` is the number of new tokens per
+        forward pass and unfinished sequence, the prefill included. ``speedup_interval`` and
+        ``tau_interval`` are 95% intervals (:mod:`hf_spec.bench.intervals`), None for too few
+        measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count sequences; they are
+        None under sampling.
+    """
+    groups: dict[tuple[int, str, str], list[Measurement]] = {}
+    for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
+        own = [item for item in measurements if (item.batch_size, item.strategy) == name]
+        for task in dict.fromkeys(item.category for item in own):
+            groups[(*name, task)] = [item for item in own if item.category == task]
+        groups[(*name, ALL)] = own
+    result = []
+    for (batch_size, strategy, task), group in groups.items():
+        base = groups[batch_size, group[0].baseline, task]
+        speed, plain = _speed(group), _speed(base)
+        tokens, row_steps = sum(m.new_tokens for m in group), sum(m.row_steps for m in group)
+        made, steps = [m.new_tokens for m in group], [m.row_steps for m in group]
+        pairs: list[list[float]] = [[m.new_tokens for m in base], [m.seconds for m in base]]
+        result.append(
+            {
+                "strategy": strategy,
+                "task": task,
+                "batch_size": batch_size,
+                "baseline": group[0].baseline,
+                "prompts": sum(len(item.rows) for item in group),
+                "new_tokens": tokens,
+                "seconds": sum(item.seconds for item in group),
+                "tokens_per_second": speed,
+                "speedup": speed / plain if plain else 0.0,
+                "speedup_interval": interval(_speedup, made, [m.seconds for m in group], *pairs)
+                if strategy != group[0].baseline
+                else None,
+                "tau": tokens / row_steps if row_steps else 0.0,
+                "tau_interval": interval(truediv, made, steps),
+                **{kind.value: _agreeing(group, kind) for kind in Agreement},
+                "stats": _stats(group),
+            }
+        )
+    return result
+
+
+def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
+    return tokens / seconds / (plain_tokens / plain_seconds)
+
+
+def _speed(group: Sequence[Measurement]) -> float:
+    return sum(item.new_tokens for item in group) / sum(item.seconds for item in group)
+
+
+def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
+    counts = [m.agreement.count(kind) for m in group if m.agreement is not None]
+    return sum(counts) if len(counts) == len(group) else None
+
+
+def _stats(group: Sequence[Measurement]) -> dict[str, Any]:
+    """The summed statistics, with the share of wall-clock time of each phase.
+
+    ``share["generate"]`` is the share that ``generate`` spends before and after the decoding loop.
+    Plain decoding and stock strategies have only counts, no phases.
+    """
+    total = SpecStats()
+    for item in group:
+        if item.stats is None:
+            return {
+                "num_row_steps": sum(item.row_steps for item in group),
+                "num_generated_tokens": sum(item.new_tokens for item in group),
+            }
+        total.merge(item.stats)
+    seconds = sum(item.seconds for item in group)
+    share = {phase: getattr(total, f"{phase}_seconds") / seconds for phase in PHASES}
+    share["generate"] = 1.0 - sum(share.values())
+    return {**total.to_dict(), "share": share}
