@@ -2,8 +2,9 @@
 
 The demo model answers beginnings of the standard library's code that are not in the demo's own
 prompts, and ``hf-spec train`` makes an adapter of each kind out of that, with its defaults but for
-what keeps files small and the training short. About half an hour on one core. OUTPUT then holds
-``answers`` and a folder per strategy; those go to ``hf_spec/demo/adapters``.
+what keeps files small and the training short; ``hf-spec search`` finds the layers to skip. About
+half an hour on one core. OUTPUT then holds ``answers`` and a folder per strategy; those go to
+``hf_spec/demo/adapters``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SETTINGS = {
     "propd": SMALL,
     "space": [*SMALL, "--rank", "8"],
 }
+SEARCH = ["--trials", "60", "--limit", "6", "--max-new-tokens", "48", "--threads", "1"]
 
 
 def prompts() -> list[dict[str, str]]:
@@ -58,6 +60,12 @@ def main(output: Path) -> None:
                 [*hf_spec, "train", name, "--model", model, "--data", str(answers), "--output",
                  str(folder), *fields], check=True,
             )  # fmt: skip
+    skip = output / "layer_skip"
+    if not (skip / "search.json").is_file():
+        subprocess.run(
+            [*hf_spec, "search", "--model", model, "--prompts", str(asked), "--output", str(skip),
+             *SEARCH], check=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
