@@ -81,6 +81,7 @@ SHAPES = [
     {"num_layers": 1},
     {"num_layers": 2, "projection": "own"},
     {"num_layers": 2, "draft_vocab_size": 40, "transition_rank": 3},
+    {"root_rank": 2},
 ]
 
 
@@ -89,7 +90,7 @@ def drafted(model: Any, weights: Any, hidden: torch.Tensor) -> torch.Tensor:
     return head_logits(model, weights, head_states(weights, hidden)).argmax(-1)
 
 
-@pytest.mark.parametrize("fields", SHAPES, ids=["shared", "own", "some tokens"])
+@pytest.mark.parametrize("fields", SHAPES, ids=["shared", "own", "some tokens", "root"])
 def test_export_for_vllm_and_back(
     tmp_path: Path, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,7 +107,8 @@ def test_export_for_vllm_and_back(
     plain = load(checkpoint)
     with caplog.at_level(logging.WARNING):
         export_adapter(tmp_path / "adapter", "vllm", plain, tmp_path / "vllm")
-    assert ("transition is left out" in caplog.text) == ("transition_rank" in fields)
+    partial = "transition_rank" in fields or "root_rank" in fields
+    assert ("root correction are left out" in caplog.text) == partial
     assert not hasattr(plain, "spec_modules")
 
     described = json.loads((tmp_path / "vllm" / "config.json").read_text())

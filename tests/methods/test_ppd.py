@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
@@ -519,9 +520,9 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
     train(
         make_model(), Dataset.from_list(rows), "ppd", tmp_path, config, settings, callbacks=[watch]
     )
-    # A transition's other parts have gradients once `after` is no longer zero.
-    late = {"transition_after", "transition_before", "transition_state"}
-    head, transition = {"head", "head_bias"}, [{"transition_after"}, late, late, late]
+    # The other parts of transition and root correction have gradients once `after` is not zero.
+    first, late = {"transition_after", "root_after"}, {*PREVIOUS, *ROOT}
+    head, transition = {"head", "head_bias"}, [first, late, late, late]
     heads = [head] * 4 if stages == 1 else [set(), set(), head, head]
     # The cosine schedule ends at a rate of zero, but after the last step.
     assert watch.moved == [{"prompts"} | one | two for one, two in zip(heads, transition)]
