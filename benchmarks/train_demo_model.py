@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 
 from hf_spec.bench.figures import new_figure, save_figure
-from hf_spec.demo.demo import PASSAGE
 from hf_spec.demo.prompts import HELD_OUT, library_files
 
 SEED = 20261121
@@ -31,9 +30,6 @@ WARMUP_STEPS, COSINE_STEPS, COOL_DOWN_FROM, STEPS = 60, 2200, 1000, 1600
 #: Of Muon, which trains the matrices; embeddings and norms are trained by AdamW.
 LEARNING_RATE = 4e-3
 ADAMW_LEARNING_RATE = 3e-3
-#: Afterwards, against loops: steps, texts that are continued in each of them, and their tokens.
-UNLIKELY_STEPS, CONTINUED, GIVEN, WRITTEN = 150, 16, 192, 128
-UNLIKELY_LEARNING_RATE, UNLIKELY_SHARE = 2e-4, 1.0
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 
 
@@ -165,89 +161,6 @@ def learning_rate_factor(step: int) -> float:
     return cosine * min(max(left, 0.0), 1.0)
 
 
-def unlearn_loops(model, stream, held_stream) -> list[dict]:
-    """Fine-tune against loops: sequence-level unlikelihood (Welleck et al., "Neural Text Generation
-    With Unlikelihood Training", 2020, section 5.2).
-
-    The model continues training texts greedily. Where its continuation repeats a passage of
-    `PASSAGE` tokens, the passage's last token becomes less likely; the loss of next tokens on other
-    training texts is kept beside it. The optimizer is AdamW, on a cosine from
-    `UNLIKELY_LEARNING_RATE` to zero after ten steps of warm-up.
-
-    Returns:
-        Every tenth step: the share of repeated passages, both losses, and the held-out loss at the
-        end.
-    """
-    import time
-
-    import torch
-    from transformers import get_cosine_schedule_with_warmup
-
-    generator = torch.Generator().manual_seed(SEED)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=UNLIKELY_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 10, UNLIKELY_STEPS)
-    history, started = [], time.time()
-
-    def texts(count: int, length: int) -> torch.Tensor:
-        starts = torch.randint(len(stream) - length, (count,), generator=generator)
-        return stream[starts[:, None] + torch.arange(length)].to(model.device)
-
-    for step in range(UNLIKELY_STEPS):
-        given = texts(CONTINUED, GIVEN)
-        model.eval()
-        whole = model.generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False,
-            min_new_tokens=WRITTEN, max_new_tokens=WRITTEN, use_cache=True,
-        )  # fmt: skip
-        model.train()
-        written = whole[:, GIVEN:]
-        repeated = repeats(written.tolist()).to(model.device)
-        scores = model(whole).logits[:, GIVEN - 1 : -1].float().log_softmax(-1)
-        chances = scores.gather(2, written[:, :, None])[:, :, 0].exp()
-        against = -torch.log1p(-chances.clamp(max=1 - 1e-6))
-        unlikelihood = (against * repeated).sum() / repeated.sum().clamp(min=1)
-        (UNLIKELY_SHARE * unlikelihood).backward()
-        window = texts(BATCH_SIZE, SEQ_LENGTH)
-        loss = model(window, labels=window).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        if step % 10 == 0 or step == UNLIKELY_STEPS - 1:
-            row = {
-                "step": step, "repeated": repeated.float().mean().item(),
-                "unlikelihood": unlikelihood.item(), "loss": loss.item(),
-            }  # fmt: skip
-            history.append(row)
-            print({**row, "seconds": round(time.time() - started)}, flush=True)
-    model.eval()
-    windows = Windows(held_stream, 10**9, random_offsets=False)
-    with torch.no_grad():
-        losses = [
-            model(item["input_ids"][None], labels=item["labels"][None]).loss.item()
-            for item in windows
-        ]
-    history[-1]["eval_loss"] = sum(losses) / len(losses)
-    return history
-
-
-def repeats(texts: list[list[int]]):
-    """``(texts, tokens)`` bool, whether a token ends a passage that its text has had before."""
-    import torch
-
-    found = torch.zeros(len(texts), len(texts[0]), dtype=torch.bool)
-    for row, text in enumerate(texts):
-        seen = set()
-        for end in range(PASSAGE, len(text) + 1):
-            passage = tuple(text[end - PASSAGE : end])
-            found[row, end - 1] = passage in seen
-            seen.add(passage)
-    return found
-
-
 def plot_losses(history: list[dict], path: Path) -> None:
     figure = new_figure(6, 4)
     axes = figure.subplots()
@@ -313,7 +226,6 @@ def main(output: str) -> None:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         history = trainer.state.log_history
 
-    unlearned = unlearn_loops(model, stream, held_stream)
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
     plot_losses(history, target / "loss.png")
@@ -331,7 +243,6 @@ def main(output: str) -> None:
         "held_out_modules": list(HELD_OUT),
         "final_loss": [row["loss"] for row in history if "loss" in row][-1],
         "held_out_loss": [row["eval_loss"] for row in history if "eval_loss" in row][-1],
-        "against_loops": unlearned,
         "history": [
             {key: row[key] for key in ("step", "loss", "eval_loss") if key in row}
             for row in history if "loss" in row or "eval_loss" in row
