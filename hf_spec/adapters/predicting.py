@@ -94,14 +94,14 @@ class PredictingConfig(SpecPeftConfig):
         first they add 0. Nothing for rank 0. ``draft_vocabulary`` (tokens,), int64 ids in ascending
         order, if not all are predicted: at first the smallest ids, which tend to be the most
         frequent tokens."""
-        size, base = self.draft_vocab_size, model
+        size = self.draft_vocab_size
         tensors = {VOCABULARY: torch.arange(size)} if size else {}
         for names, rank, leading in (
             (PREVIOUS, self.transition_rank, ()),
             (ROOT, self.root_rank, (distances,)),
         ):
             if rank:
-                tensors.update(zip(names, _low_rank(base, leading, rank)))
+                tensors.update(zip(names, _low_rank(model, leading, rank)))
         return tensors
 
 
