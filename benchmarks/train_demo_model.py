@@ -1,9 +1,9 @@
-"""Train the demo model: a small Llama on the Python standard library of the running interpreter.
+"""Train the demo model: a small Llama on the modeling code of the installed Transformers.
 
 Run ``python benchmarks/train_demo_model.py OUTPUT_DIR`` where hf_spec is installed. What decides
 the result is a constant below or in ``hf_spec.demo.prompts``; the script writes the weights, the
 tokenizer, ``training.json`` (data hash, seed, versions, final losses) and ``loss.png`` to
-OUTPUT_DIR. Modules in ``HELD_OUT`` are never seen.
+OUTPUT_DIR. Models in ``HELD_OUT`` are never seen.
 
 The module knows nothing of speculative decoding: the demo model is an ordinary checkpoint.
 """
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from hf_spec.bench.figures import new_figure, save_figure
-from hf_spec.demo.prompts import HELD_OUT, library_files
+from hf_spec.demo.prompts import HELD_OUT, modeling_files, read_source
 
 SEED = 20261121
 VOCAB_SIZE = 4096
@@ -31,10 +31,6 @@ WARMUP_STEPS, COSINE_STEPS, COOL_DOWN_FROM, STEPS = 60, 2200, 1000, 1600
 LEARNING_RATE = 4e-3
 ADAMW_LEARNING_RATE = 3e-3
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-
-
-def read_texts(files: list[Path]) -> list[str]:
-    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
 
 
 def data_hash(texts: list[str]) -> str:
@@ -166,10 +162,10 @@ def plot_losses(history: list[dict], path: Path) -> None:
     axes = figure.subplots()
     train = [(row["step"], row["loss"]) for row in history if "loss" in row]
     held = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
-    for rows, label, style in ((train, "training modules", "-"), (held, "held-out modules", "o-")):
+    for rows, label, style in ((train, "training files", "-"), (held, "held-out files", "o-")):
         axes.plot([row[0] for row in rows], [row[1] for row in rows], style, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title="Demo model")
-    axes.set_ylim(1, 5)
+    axes.set_ylim(0, 4)
     axes.legend()
     axes.grid(alpha=0.3)
     save_figure(figure, path)
@@ -192,11 +188,12 @@ def main(output: str) -> None:
     set_seed(SEED)
     target = Path(output)
     target.mkdir(parents=True, exist_ok=True)
-    texts, held_texts = read_texts(library_files()), read_texts(library_files(held_out=True))
+    texts = [read_source(path) for path in modeling_files()]
+    held_texts = [read_source(path) for path in modeling_files(held_out=True)]
     tokenizer = train_tokenizer(texts)
     stream, held_stream = token_stream(tokenizer, texts), token_stream(tokenizer, held_texts)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=688, num_hidden_layers=8,
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=12,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQ_LENGTH,
         tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
@@ -236,11 +233,11 @@ def main(output: str) -> None:
         "seed": SEED,
         "parameters": sum(p.numel() for p in model.parameters()),
         "files": len(texts),
-        "training_tokens_in_library": len(stream),
+        "training_tokens_in_files": len(stream),
         "training_tokens_seen": STEPS * BATCH_SIZE * SEQ_LENGTH,
         "data_sha256": data_hash(texts),
         "held_out_sha256": data_hash(held_texts),
-        "held_out_modules": list(HELD_OUT),
+        "held_out_models": list(HELD_OUT),
         "final_loss": [row["loss"] for row in history if "loss" in row][-1],
         "held_out_loss": [row["eval_loss"] for row in history if "eval_loss" in row][-1],
         "history": [

@@ -32,7 +32,7 @@ def demo(
     """See a small model write the same code, faster.
 
     The model ships with the package. It writes Python plainly and with each strategy; texts are
-    compared and timed. The prompts are code of the standard library outside its training data.
+    compared and timed. The prompts are code of Transformers outside its training data.
     Nothing is downloaded. Exits with an error if an output differs from plain generate's other than
     at a tie of two tokens.
 
@@ -79,7 +79,7 @@ def demo(
     model, theirs = (f"{share:.0%}" for share in result.repeated)
     console.print(
         f"Repeated passages of {PASSAGE} tokens, which favour look-ups: {model} of what the model "
-        f"writes, {theirs} of what follows the prompts in the library."
+        f"writes, {theirs} of what follows the prompts in Transformers."
     )
     console.print(f"results: {results}\nchart:   {chart}")
     if result.bench.interrupted:

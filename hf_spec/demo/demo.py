@@ -32,7 +32,7 @@ class DemoResult:
 
     Attributes:
         repeated: share of passages of `PASSAGE` tokens that occurred before in the same text: of
-            what the model writes, and of what follows the prompts in the modules.
+            what the model writes, and of what follows the prompts in their files.
         steps: by contender, the tokens that each step wrote after that prompt; empty unless asked
             for.
     """
@@ -105,7 +105,7 @@ def run_demo(
     prompts = demo_prompts(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
     chosen = prompts[:limit]
     if not chosen:
-        raise ValueError("this Python has no sources of its standard library to take prompts from")
+        raise ValueError("the installed Transformers has no sources to take prompts from")
     ways = lineup(model, adapters)
     count = f"{len(chosen)} prompt{'s' * (len(chosen) != 1)}"
     names = ", ".join(one.name for one in ways)

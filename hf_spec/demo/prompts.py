@@ -1,85 +1,77 @@
-"""Prompts of the demo: beginnings of code that the demo model has never seen.
+"""Prompts of the demo: classes of models whose code the demo model has never seen.
 
-They come from the held-out modules of the running Python's standard library, so that nothing has to
-be downloaded or shipped.
+They come from the installed Transformers, so that nothing has to be downloaded or shipped. As many
+of its models are much alike, much of this code is like code that the demo model has seen.
 """
 
 from __future__ import annotations
 
 import ast
-import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 
 from hf_spec.bench.prompts import Prompt
 
-#: Modules kept out of the training data; the demo takes its prompts from them.
+#: Models whose files are kept out of the training data; the demo takes its prompts from them.
 HELD_OUT = (
-    "bisect", "calendar", "colorsys", "configparser", "fractions", "heapq",
-    "queue", "shlex", "statistics", "string", "textwrap", "zipapp",
+    "bert", "clip", "falcon", "gemma3", "gpt_neox", "mamba",
+    "olmo3", "phi3", "qwen3", "t5", "vit", "whisper",
 )  # fmt: skip
 
-#: Folders that are not library code (tests, tools, vendored wheels, generated tables).
-EXCLUDED_PARTS = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "ensurepip",
-     "pydoc_data", "encodings", "__phello__", "__pycache__"}
-)  # fmt: skip
 #: A prompt ends at the last line that keeps it within this many tokens.
 PROMPT_TOKENS = 320
 #: Shorter beginnings (tiny modules, tables cut off by a long line) are left out.
 MIN_TOKENS = 120
 
 
-def library_files(held_out: bool = False) -> list[Path]:
-    """Source files of the standard library: the held-out modules, or all the others, sorted."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    own = [root / f"{name}.py" for name in HELD_OUT]
-    if held_out:  # without a walk through all that is installed
-        return [path for path in own if path.is_file()]
-    return [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not EXCLUDED_PARTS & {*path.relative_to(root).parts}
-        and not path.name.startswith("_sysconfigdata")
-        and path not in own
-    ]
+def modeling_files(held_out: bool = False) -> list[Path]:
+    """``modeling_*.py`` of Transformers: of the held-out models, or of all the others, sorted."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None  # a requirement of this package
+    paths = sorted(Path(spec.origin).parent.glob("models/*/modeling_*.py"))
+    return [path for path in paths if (path.parent.name in HELD_OUT) == held_out]
+
+
+def read_source(path: Path) -> str:
+    """The text of a source file without the comments at its beginning, which are its licence."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return "".join(dropwhile(lambda line: line.startswith("#") or not line.strip(), lines))
 
 
 def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
-    """Two prompts per held-out module: its beginning, and code from its middle.
+    """Two prompts per held-out file: classes that begin at about a third, and at two thirds of it.
 
-    A prompt's reference is what follows it in the module. The order alternates so that the first
-    few prompts already come from different modules.
+    A prompt's reference is what follows it in the file. The order alternates so that the first few
+    prompts already come from different files.
 
     Args:
         count_tokens: number of tokens of a text.
     """
-    heads: list[Prompt] = []
-    middles: list[Prompt] = []
-    for path in library_files(held_out=True):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        starts = [0, _middle_definition("".join(lines), len(lines))]
-        for start, found in zip(starts, (heads, middles)):
+    found: list[Prompt] = []
+    for third in (1, 2):
+        for path in modeling_files(held_out=True):
+            source = read_source(path)
+            lines = source.splitlines(keepends=True)
+            start = _class_near(source, third * len(lines) // 3)
             taken = _beginning(lines[start:], count_tokens)
-            if taken and (start > 0 or found is heads):
-                place = "beginning" if start == 0 else f"line {start + 1}"
+            if taken:
                 rest = start + taken
                 text, following = "".join(lines[start:rest]), "".join(lines[rest:])
-                found.append(Prompt(text, "code", f"{path.stem}.py, {place}", following))
-    # Middles first: a module's beginning is mostly its documentation.
-    return middles + heads
+                found.append(Prompt(text, "code", f"{path.name}, line {start + 1}", following))
+    return found
 
 
-def _middle_definition(source: str, length: int) -> int:
-    """Index of the line of the function, method or class nearest to the middle; 0 if none."""
+def _class_near(source: str, line: int) -> int:
+    """Index of the line of the class nearest to a line; 0 if none."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
         return 0
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    lines = [node.lineno - 1 for node in ast.walk(tree) if isinstance(node, kinds)]
-    return min(lines, key=lambda line: abs(line - length // 2), default=0)
+    starts = [node.lineno - 1 for node in tree.body if isinstance(node, ast.ClassDef)]
+    return min(starts, key=lambda start: abs(start - line), default=0)
 
 
 def _beginning(lines: list[str], count_tokens: Callable[[str], int]) -> int:

@@ -14,7 +14,7 @@ from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
 from hf_spec.bench.prompts import encode_answer
 from hf_spec.demo import demo, prompts
-from hf_spec.demo.prompts import HELD_OUT, library_files
+from hf_spec.demo.prompts import HELD_OUT, modeling_files, read_source
 from hf_spec.hub.folder import check_complete
 
 
@@ -22,26 +22,31 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def test_prompts_are_beginnings_of_held_out_code(monkeypatch):
+def test_prompts_are_classes_of_held_out_models(monkeypatch):
     monkeypatch.setattr(prompts, "MIN_TOKENS", 40)
     monkeypatch.setattr(prompts, "PROMPT_TOKENS", 90)
     found = prompts.demo_prompts(words)
     assert found == prompts.demo_prompts(words)
-    sources = {path.stem: path.read_text() for path in library_files(held_out=True)}
-    assert set(sources) == set(HELD_OUT)
+    sources = {path.name: read_source(path) for path in modeling_files(held_out=True)}
+    assert set(sources) == {f"modeling_{name}.py" for name in HELD_OUT}
     for prompt in found:
-        module, place = str(prompt.question_id).split(".py, ")
+        name, place = str(prompt.question_id).split(", line ")
         assert 40 <= words(prompt.text) <= 90
-        assert prompt.text + prompt.reference in sources[module] and prompt.text.endswith("\n")
-        assert sources[module].endswith(prompt.reference) and prompt.reference
-        if place == "beginning":
-            assert sources[module].startswith(prompt.text)
-        else:
-            first = prompt.text.splitlines()[0].strip()
-            assert first.startswith(("def ", "class ", "async def "))
-    assert len({prompt.text for prompt in found}) == len(found) >= len(HELD_OUT)
-    # A small --limit already sees different modules.
-    assert len({str(p.question_id).split(",")[0] for p in found[:6]}) == 6
+        assert sources[name].endswith(prompt.text + prompt.reference) and prompt.reference
+        before = sources[name].removesuffix(prompt.text + prompt.reference)
+        assert before.count("\n") == int(place) - 1
+        first = prompt.text.splitlines()[0]
+        assert prompt.text.endswith("\n") and first.startswith("class ")
+    assert len({prompt.text for prompt in found}) == len(found) > len(HELD_OUT)
+    # A small --limit already sees different files.
+    assert len({str(prompt.question_id).split(",")[0] for prompt in found[:6]}) == 6
+
+
+def test_training_files_are_the_other_models():
+    own, others = modeling_files(held_out=True), modeling_files()
+    assert not {*own} & {*others} and len(others) > 100
+    assert {path.parent.name for path in own} == {*HELD_OUT}
+    assert read_source(own[0]).startswith('"""')  # no licence
 
 
 @pytest.fixture
