@@ -127,13 +127,12 @@ def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     Returns:
         ``(..., heads, hidden)`` in the parameters' dtype, on their device.
     """
-    states = []
-    for blocks, biases in zip(weights[WEIGHTS], weights[BIASES]):
-        state = hidden.to(blocks)
-        for weight, bias in zip(blocks, biases):
-            state = state + functional.silu(product(state, weight, bias))
-        states.append(state)
-    return torch.stack(states, dim=-2)
+    blocks, biases = weights[WEIGHTS], weights[BIASES]
+    states = hidden.to(blocks).reshape(-1, hidden.shape[-1]).expand(len(blocks), -1, -1)
+    for layer in range(blocks.shape[1]):  # of all heads at once
+        made = torch.baddbmm(biases[:, layer, None], states, blocks[:, layer].mT)
+        states = states + functional.silu(made)
+    return states.unflatten(1, hidden.shape[:-1]).movedim(0, -2)
 
 
 def head_logits(

@@ -79,5 +79,4 @@ def unit_embeddings(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         made = embeddings(tokens.to(embeddings.weight.device))
         made = made.to(torch.promote_types(made.dtype, torch.float32))
-        unit: Tensor = made * made.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-    return unit
+        return functional.rms_norm(made, made.shape[-1:], eps=1e-12)
