@@ -265,6 +265,17 @@ def test_with_a_compiler(shallow: Any) -> None:
     assert compiled(second)["made"] == 0 and not counters["stats"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
+    """Probabilities in float32 from states in bfloat16 are no more exact than these."""
+    model = fresh()
+    graphs, states = Graphs(model, CAPTURED["compile_config"], "a test"), torch.ones(3, dtype=dtype)
+    graphs.run("near", lambda x: (x.float(),), [states], lambda: (states.float() * 1.02,), tuple)
+    assert bool(graphs.details()["refused"]) == (dtype == torch.float32)
+    graphs.run("far", lambda x: (x.float(),), [states], lambda: (states.float() * 1.1,), tuple)
+    assert graphs.details()["refused"] and graphs.get("far", [states]) is None
+
+
 @torch.no_grad()
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("given", ["in options", "in the environment"])
