@@ -51,16 +51,16 @@ def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
         count_tokens: number of tokens of a text.
     """
     found: list[Prompt] = []
+    sources = {path.name: read_source(path) for path in modeling_files(held_out=True)}
     for third in (1, 2):
-        for path in modeling_files(held_out=True):
-            source = read_source(path)
+        for name, source in sources.items():
             lines = source.splitlines(keepends=True)
             start = _class_near(source, third * len(lines) // 3)
             taken = _beginning(lines[start:], count_tokens)
             if taken:
                 rest = start + taken
                 text, following = "".join(lines[start:rest]), "".join(lines[rest:])
-                found.append(Prompt(text, "code", f"{path.name}, line {start + 1}", following))
+                found.append(Prompt(text, "code", f"{name}, line {start + 1}", following))
     return found
 
 
