@@ -1,7 +1,9 @@
 """Dropping nodes of a tree in the middle of a forward (ProPD, section 4.1).
 
-The caller chooses which nodes to drop; their subtrees and probes are dropped with them. The result
-is a smaller tree and the indices of its nodes in the whole tree. This module knows only shapes.
+The caller says which nodes are likely, and how likely. All rows of a batch keep equally many, as
+they run in one forward, so that no row is padded for the fullest one. The subtrees and probes of
+dropped nodes are dropped with them. The result is a smaller tree and the indices of its nodes in
+the whole tree. This module knows only shapes.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeRows
 from hf_spec.core.tree import TreeBatch
 
+#: Paths are not told apart below this log-probability.
+_LEAST = -1e4
+
 
 @dataclass(frozen=True)
 class Survivors:
     """What is left of a batch of trees.
 
     Attributes:
-        nodes: ``(batch, kept)`` int64 nodes of the whole tree, ascending; batch rows with fewer
-            survivors than others are padded with nodes that did not survive.
+        nodes: ``(batch, kept)`` int64 nodes of the whole tree, ascending.
         rows: ``(batch, kept + kept probes)`` the same for step tokens: nodes and probes.
-        tree: the trees of the survivors; padding is marked invalid.
+        tree: the trees of the survivors; a row whose whole tree has fewer nodes has invalid ones.
         probes: the probes under them; None if there were none.
         host_nodes: ``nodes`` as lists.
         counts: candidates that survived in each row.
@@ -45,30 +49,46 @@ def connected(tree: TreeBatch, wanted: Tensor) -> Tensor:
     return ~(tree.ancestors & ~wanted[:, None, :]).any(-1)
 
 
-def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> Survivors | None:
-    """Remove the nodes that are not alive from the trees.
+def survive(
+    tree: TreeBatch, likely: Tensor, log_p: Tensor, probes: ProbeRows | None = None
+) -> Survivors | None:
+    """Keep the likeliest nodes of the trees, equally many in each row.
+
+    Together the rows keep as many as are likely in all of them, rounded up. A row with more likely
+    nodes drops the least likely of them, one with fewer keeps its next likeliest. Of a single row,
+    all likely nodes are kept and no others.
 
     Args:
         tree: the tree of each row.
-        alive: ``(batch, nodes)`` bool, as :func:`connected` returns it.
+        likely: ``(batch, nodes)`` bool, as :func:`connected` returns it.
+        log_p: ``(batch, nodes)`` log-probability of each node's path.
         probes: the probes under the nodes.
 
     Returns:
-        None if no batch row changes.
+        None if no node is dropped.
     """
-    flags = alive.tolist()  # the step's one wait for the device
-    counts = [sum(row) for row in flags]
-    kept = max(counts)
+    # Likely nodes first, then valid ones; among equals, parents come before their children.
+    rank = torch.where(tree.valid, log_p.clamp(min=_LEAST), 3 * _LEAST)
+    rank = torch.where(likely, rank, rank + 2 * _LEAST)
+    order = rank.argsort(dim=-1, descending=True, stable=True)
+    sums = torch.stack([likely.sum(-1), tree.valid.sum(-1)], dim=1)
+    found = torch.cat([sums, order], dim=1).tolist()  # the step's one wait for the device
+    wanted = sum(many for many, *_ in found)
+    kept = next(
+        size
+        for size in range(1, tree.num_nodes + 1)
+        if sum(min(size, valid) for _, valid, *_ in found) >= wanted
+    )
     if kept == tree.num_nodes:
         return None
-    nodes = _first(alive, kept)
-    host = [sorted(range(len(row)), key=lambda n: not row[n])[:kept] for row in flags]
+    nodes = order[:, :kept].sort(dim=-1).values
+    alive = connected(tree, torch.zeros_like(likely).scatter_(1, nodes, True))
+    host = [sorted(row[2 : 2 + kept]) for row in found]
+    counts = [min(kept, valid) - 1 for _, valid, *_ in found]
     rows, rest = nodes, None
     if probes is not None:
         under = alive.gather(1, probes.anchors)
-        most = max(
-            sum(size for size, on in zip(row, held) if on) for row, held in zip(probes.sizes, flags)
-        )
+        most = max(sum(row[node] for node in at) for row, at in zip(probes.sizes, host))
         chosen = _first(under, most)
         rows = torch.cat([nodes, tree.num_nodes + chosen], dim=1)
         # Probes keep their order, so a group moves forward by the probes dropped before it.
@@ -79,7 +99,7 @@ def survive(tree: TreeBatch, alive: Tensor, probes: ProbeRows | None = None) -> 
         rest = dataclasses.replace(
             probes, kinds=probes.kinds.gather(1, chosen), first=first, sizes=sizes
         )
-    return Survivors(nodes, rows, _subtree(tree, nodes, alive), rest, host, [n - 1 for n in counts])
+    return Survivors(nodes, rows, _subtree(tree, nodes, alive), rest, host, counts)
 
 
 def _first(marked: Tensor, count: int) -> Tensor:

@@ -104,12 +104,12 @@ class _Pruning:
     def __init__(self, layer: int):
         self.layer = layer
 
-    def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
+    def likely(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor]:
         if hidden.ndim != 3:
             raise ValueError(f"hidden states between layers have shape {tuple(hidden.shape)}.")
-        alive = torch.zeros_like(tree.valid)
-        alive[:, _PATH] = True
-        return alive
+        likely = torch.zeros_like(tree.valid)
+        likely[:, _PATH] = True
+        return likely, -tree.depths.float()
 
 
 class _Trial:

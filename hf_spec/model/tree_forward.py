@@ -73,13 +73,17 @@ class Pruning(Protocol):
     def layer(self) -> int:
         """Number of layers that run on all nodes."""
 
-    def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
-        """The nodes to keep, with all their ancestors: ``(batch, nodes)`` bool.
+    def likely(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor]:
+        """The nodes worth keeping, with all their ancestors, and how likely nodes are.
 
         Args:
             hidden: ``(batch, nodes, hidden)`` after these layers.
             tokens: ``(batch, nodes)``.
             tree: the tree of each row.
+
+        Returns:
+            ``(batch, nodes)`` bool, and the log-probabilities of the paths to all nodes. For what
+            becomes of them see :func:`hf_spec.core.pruning.survive`.
         """
 
 
@@ -483,8 +487,9 @@ class TreeForward:
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal left
-            alive = pruning.alive(hidden[:, : ids.shape[1]], ids.to(self.device), tree)
-            left = survive(tree, alive.to(tree.parents.device), probes)
+            left = survive(
+                tree, *pruning.likely(hidden[:, : ids.shape[1]], ids.to(self.device), tree), probes
+            )
             if left is None:
                 return None
             cache.narrow(left.rows)

@@ -89,12 +89,7 @@ def test_wrong_configs(kwargs: dict, message: str) -> None:
         ({"prune": 1}, "prune=1"),
         ({"prune": "always"}, "prune='always'.*'auto', True or False"),
         ({"prune_top_k": 0}, "prune_top_k=0"),
-        ({"prune_criterion": "entropy"}, "prune_criterion='entropy'.*top_k, probability"),
-        ({"prune_keep": 4}, "prune_keep=4 with prune_criterion='top_k'"),
-        ({"prune_criterion": "probability", "prune_top_k": 4}, "prune_top_k=4 with .*probability"),
-        ({"prune_probability": 0.3}, "prune_probability=0.3 with prune_criterion='top_k'"),
         ({"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.* 'typical'"),
-        ({"prune_criterion": "probability", "prune_probability": 0}, "prune_probability=0"),
         ({"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
         ({"drafter": "medusas"}, "'medusas' is unknown"),
         ({"drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
@@ -175,58 +170,40 @@ def test_gradients_reach_all_that_is_learned(fresh: Callable[..., PreTrainedMode
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])
 
 
-def naive_alive(
+def naive_likely(
     model: Any,
     weights: dict,
-    options: ProPDOptions,
+    top_k: int,
     hidden: torch.Tensor,
     tokens: list[int],
     own: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
-) -> list[bool]:
+) -> tuple[list[bool], list[float]]:
     """One node at a time; ``own`` is what the model does behind its output embeddings."""
-    path, alive = [1.0], [True]
+    likely, log_p = [True], [0.0]
     for node in range(1, len(TREE)):
         parent = TREE.parents[node]
         logits = own(model.lm_head(naive_early(weights, hidden[parent])))
         rank = int((logits > logits[tokens[node]]).sum())
-        path.append(path[parent] * float(logits.softmax(-1)[tokens[node]]))
-        stays = rank < (options.prune_top_k or 50)
-        if options.prune_criterion == "probability":
-            stays = path[node] >= options.prune_probability
-        alive.append(alive[parent] and stays)
-    if options.prune_keep is not None:
-        best = sorted(range(1, len(TREE)), key=lambda node: -path[node])[: options.prune_keep]
-        alive = [one and (node == 0 or node in best) for node, one in enumerate(alive)]
-    return alive
+        likely.append(likely[parent] and rank < top_k)
+        log_p.append(log_p[parent] + float(logits.log_softmax(-1)[tokens[node]]))
+    return likely, log_p
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prune_top_k": 1},
-        {"prune_top_k": 12},
-        {"prune_top_k": VOCAB + 5},
-        {"prune_criterion": "probability", "prune_probability": 0.02},
-        {"prune_criterion": "probability", "prune_probability": 1e-9, "prune_keep": 3},
-        {"prune_criterion": "probability", "prune_probability": 1e-3, "prune_keep": 5},
-    ],
-)
-def test_dropped_candidates_one_at_a_time(
-    fresh: Callable[..., PreTrainedModel], fields: dict
-) -> None:
-    model, options = fresh(), ProPDOptions(**fields)
+@pytest.mark.parametrize("top_k", [1, 12, VOCAB + 5])
+def test_likely_candidates_one_at_a_time(fresh: Callable[..., PreTrainedModel], top_k: int) -> None:
+    model = fresh()
     weights = trained_like(model)
-    pruning = EarlyPruning(model, weights, 1, 50, options)
+    pruning = EarlyPruning(model, weights, 1, 50, ProPDOptions(prune_top_k=top_k))
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(3, len(TREE), 32, generator=generator)
     tokens = torch.randint(VOCAB, (3, len(TREE)), generator=generator)
     with torch.no_grad():
-        found = pruning.alive(hidden, tokens, TREE.batch(3))
+        likely, log_p = pruning.likely(hidden, tokens, TREE.batch(3))
         for row in range(3):
-            expected = naive_alive(model, weights, options, hidden[row], tokens[row].tolist())
-            assert found[row].tolist() == expected
-    if fields.get("prune_top_k", 0) > VOCAB:
-        assert bool(found.all())
+            expected = naive_likely(model, weights, top_k, hidden[row], tokens[row].tolist())
+            assert likely[row].tolist() == expected[0]
+            assert log_p[row].tolist() == pytest.approx(expected[1], abs=1e-4)  # sums of floats
+    assert bool(likely.all()) == (top_k > VOCAB)
     assert math.isfinite(float(early_states(pruning.weights, torch.zeros(32)).sum()))
 
 
@@ -244,24 +221,23 @@ def test_probabilities_are_those_of_the_model_s_own_logits(
     )
     plain = run(model)
     weights = trained_like(model, prune_layer=1)
-    options = {"prune_criterion": "probability", "prune_probability": 0.01}
-    seen, alive = [], EarlyPruning.alive
+    seen, likely = [], EarlyPruning.likely
 
     def noted(self: EarlyPruning, hidden: Any, tokens: Any, tree: Any) -> Any:
-        found = alive(self, hidden, tokens, tree)
+        found = likely(self, hidden, tokens, tree)
         if tree.num_nodes == len(TREE) and tree.valid.all():  # all of it is within the budget
             seen.append((hidden.clone(), tokens, found))
         return found
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(EarlyPruning, "alive", noted)
-        assert run(model, **propd(tree=[list(path) for path in TREE.paths], **options)) == plain
+        patch.setattr(EarlyPruning, "likely", noted)
+        paths = [list(path) for path in TREE.paths]
+        assert run(model, **propd(tree=paths, prune_top_k=12)) == plain
         for hidden, tokens, found in seen:
             for row in range(len(tokens)):
-                expected = naive_alive(
-                    model, weights, ProPDOptions(**options), hidden[row], tokens[row].tolist(), own
-                )
-                assert found[row].tolist() == expected
+                expected = naive_likely(model, weights, 12, hidden[row], tokens[row].tolist(), own)
+                assert found[0][row].tolist() == expected[0]
+                assert found[1][row].tolist() == pytest.approx(expected[1], abs=1e-4)
     assert seen and 0 < hf_spec.last_stats(model).prune_rate < 1
 
 
@@ -285,13 +261,9 @@ def test_greedy_output_is_the_same_for_every_layer_and_k(
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "bita", "ppd", "medusa", "space"])
-@pytest.mark.parametrize("criterion", ["top_k", "probability"])
-def test_every_tree_drafter(
-    fresh: Callable[..., PreTrainedModel], drafter: str, criterion: str
-) -> None:
+def test_every_tree_drafter(fresh: Callable[..., PreTrainedModel], drafter: str) -> None:
     """Two adapters are active at a time: the drafter's and the early head's."""
     model = fresh("llama")
-    more = {"prune_top_k": 12} if criterion == "top_k" else {"prune_probability": 0.05}
     types = {
         "bita": "BitaConfig",
         "ppd": "PPDConfig",
@@ -309,7 +281,7 @@ def test_every_tree_drafter(
     model.set_adapter(names)
     # As many candidates in every step, so that those of look-ups are counted beside them.
     inner = {"drafter_kwargs": {"candidates": 8}} if drafter in types else {}
-    options = {"drafter": drafter, "prune_criterion": criterion, **inner, **more}
+    options = {"drafter": drafter, "prune_top_k": 12, **inner}
     assert run(model, **propd(**options)) == plain
     stats = hf_spec.last_stats(model)
     assert stats.num_pruned_tokens > 0

@@ -25,16 +25,24 @@ from modeling_patches.per_call import Changes
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])
 
 
+def path_log_p(tree: TreeBatch, seed: int = 0) -> Tensor:
+    """Log-probabilities of paths, each below that of the node before."""
+    generator = torch.Generator().manual_seed(seed)
+    own = -torch.rand(tree.parents.shape, generator=generator) - 0.1
+    own[:, 0] = 0.0
+    return (tree.ancestors * own[:, None, :]).sum(-1)
+
+
 class Keep:
-    """Keeps given nodes, with all their ancestors."""
+    """Calls given nodes likely, with all their ancestors."""
 
     def __init__(self, layer: int, wanted: Tensor):
         self.layer, self.wanted = layer, wanted
         self.hidden: Tensor | None = None
 
-    def alive(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> Tensor:
+    def likely(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor]:
         self.hidden = hidden
-        return connected(tree, self.wanted.clone())
+        return connected(tree, self.wanted.clone()), path_log_p(tree)
 
 
 def run(
@@ -198,7 +206,7 @@ def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(
     for fails in (False, False, True):
         keep = Keep(1, wanted)
         if fails:
-            keep.alive = lambda *_: 1 / 0  # type: ignore[method-assign]
+            keep.likely = lambda *_: 1 / 0  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             run(model, TREE.batch(2), tokens, prompts, keep)
         assert torch.equal(model(ids).logits, plain)
@@ -220,39 +228,90 @@ def test_layer_input(fresh: Callable[..., PreTrainedModel]) -> None:
 # -- the trees that are left -----------------------------------------------------------------
 
 
-def naive_survivors(tree: TokenTree, wanted: list[bool]) -> list[int]:
-    alive: list[int] = []
-    for node, parent in enumerate(tree.parents):
-        if node == 0 or (wanted[node] and parent in alive):
-            alive.append(node)
-    return alive
-
-
-def survivors(tree: TreeBatch, wanted: Tensor) -> Survivors:
-    left = survive(tree, connected(tree, wanted))
-    assert left is not None
-    return left
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_trees_that_are_left(seed: int) -> None:
-    _, _, wanted = setting(seed, 3)
-    wanted[:, -1] = False
-    left = survivors(TREE.batch(3), wanted.clone())
-    for row in range(3):
-        expected = naive_survivors(TREE, wanted[row].tolist())
-        count = len(expected)
-        assert left.host_nodes[row][:count] == expected and left.counts[row] == count - 1
-        assert left.tree.valid[row].tolist() == [True] * count + [False] * (
-            left.tree.num_nodes - count
+def naive_survivors(
+    trees: list[TokenTree], wanted: list[list[bool]], log_p: Tensor
+) -> list[list[int]]:
+    """Each row's nodes: in all as many as are likely, the likely ones first."""
+    likely: list[list[int]] = []
+    for tree, marks in zip(trees, wanted):
+        likely.append([0])
+        for node, parent in enumerate(tree.parents[1:], 1):
+            if marks[node] and parent in likely[-1]:
+                likely[-1].append(node)
+    room = 1
+    while sum(min(room, len(tree)) for tree in trees) < sum(map(len, likely)):
+        room += 1
+    return [
+        sorted(
+            sorted(range(len(tree)), key=lambda n: (n not in nodes, -float(log_p[row, n])))[:room]
         )
+        for row, (tree, nodes) in enumerate(zip(trees, likely))
+    ]
+
+
+def check(trees: list[TokenTree], wanted: Tensor, log_p: Tensor) -> Survivors | None:
+    """The survivors, and that they are what the definition says."""
+    batch = TreeBatch.stack(trees)
+    left = survive(batch, connected(batch, wanted.clone()), log_p)
+    expected = naive_survivors(trees, wanted.tolist(), log_p)
+    if left is None:
+        assert max(map(len, expected)) == batch.num_nodes
+        return None
+    assert left.tree.num_nodes == max(map(len, expected)), "no row is padded for another"
+    for row, (tree, nodes) in enumerate(zip(trees, expected)):
+        count = len(nodes)
+        assert left.host_nodes[row][:count] == nodes and left.counts[row] == count - 1
+        assert left.nodes[row].tolist() == left.host_nodes[row]
+        padding = [False] * (left.tree.num_nodes - count)
+        assert left.tree.valid[row].tolist() == [True] * count + padding
         smaller = TokenTree(
-            tuple(expected.index(TREE.parents[n]) if n else -1 for n in expected),
-            tuple(TREE.ranks[n] for n in expected),
+            tuple(nodes.index(tree.parents[n]) if n else -1 for n in nodes),
+            tuple(tree.ranks[n] for n in nodes),
         ).batch()
         for name in ("parents", "depths"):
             assert torch.equal(getattr(left.tree, name)[row, :count], getattr(smaller, name)[0])
         assert torch.equal(left.tree.ancestors[row, :count, :count], smaller.ancestors[0])
+    return left
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_trees_that_are_left(seed: int, rows: int) -> None:
+    _, _, wanted = setting(seed, rows)
+    wanted[:, -1] = False
+    assert check([TREE] * rows, wanted, path_log_p(TREE.batch(rows), seed)) is not None
+
+
+def test_rows_keep_as_many_as_are_likely_on_average() -> None:
+    wanted = torch.zeros(2, len(TREE), dtype=torch.bool)
+    wanted[0] = True
+    left = check([TREE, TREE], wanted, path_log_p(TREE.batch(2)))
+    assert left is not None and left.counts == [len(TREE) // 2] * 2  # 10 and 1 of 10 nodes
+    whole = torch.ones_like(wanted)
+    assert check([TREE, TREE], whole, path_log_p(TREE.batch(2))) is None
+
+
+def test_rows_with_less_than_others() -> None:
+    """A chain, a row that drafts nothing, and one whose candidates are all unlikely."""
+    trees = [TREE, TokenTree.chain(2), TokenTree.chain(0), TREE]
+    wanted = torch.ones(4, len(TREE), dtype=torch.bool)
+    wanted[3] = False
+    left = check(trees, wanted, path_log_p(TreeBatch.stack(trees)))
+    # Of 10 + 3 + 1 + 1 likely nodes the chain and the third row hold 4, the others 6 each.
+    assert left is not None and left.counts == [5, 2, 0, 5]
+    nothing = check([TokenTree.chain(1)] * 2, torch.zeros_like(wanted[:2, :2]), torch.zeros(2, 2))
+    assert nothing is not None and nothing.counts == [0, 0]
+
+
+def test_impossible_and_certain_tokens_keep_the_tree_connected() -> None:
+    chain = [TokenTree.chain(4)] * 2
+    wanted = torch.ones(2, 5, dtype=torch.bool)
+    wanted[0, 1:] = False
+    for value in (-torch.inf, 0.0):
+        log_p = torch.full((2, 5), value)
+        log_p[:, 0] = 0.0
+        left = check(chain, wanted, log_p)
+        assert left is not None and left.host_nodes == [[0, 1, 2]] * 2
 
 
 def test_inner_nodes() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.checks import check_count
 from hf_spec.drafting.options import HeadOptions
 from hf_spec.methods.registry import Method, get_method
 
-CRITERIA = ("top_k", "probability")
 #: Value of ``drafter`` for the adapter's own heads.
 HEADS = "heads"
 #: Options that apply to the strategy as a whole, for any drafter.
@@ -29,38 +28,22 @@ class ProPDOptions(HeadOptions):
         prune: whether to drop unlikely candidates after the adapter's ``prune_layer``. ``auto``
             tries steps with and without pruning, and continues with those that emit more tokens per
             second.
-        prune_criterion: the candidates to drop. ``top_k``: those not among the ``prune_top_k``
-            likeliest tokens after their parent. ``probability``: those whose path is less likely
-            than ``prune_probability``, or not among the ``prune_keep`` likeliest.
-        prune_top_k: from 1; None for the adapter's value.
-        prune_probability: in (0, 1].
-        prune_keep: most candidates kept; None for no limit.
+        prune_top_k: k, from 1: candidates that are not among the k likeliest tokens after their
+            parent are dropped; None for the adapter's value. In a batch all rows keep equally many:
+            as many as are among them in all rows together.
     """
 
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
     prune: bool | str = "auto"
-    prune_criterion: str = "top_k"
     prune_top_k: int | None = None
-    prune_probability: float = 0.01
-    prune_keep: int | None = None
-
-    belongs: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
-        **HeadOptions.belongs,
-        "prune_top_k": ("prune_criterion", ("top_k",)),
-        "prune_probability": ("prune_criterion", ("probability",)),
-        "prune_keep": ("prune_criterion", ("probability",)),
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.prune, bool) and self.prune != "auto":
             raise ValueError(f"prune={self.prune!r}: must be 'auto', True or False.")
-        check_choices(self, prune_criterion=CRITERIA)
-        check_range("prune_probability", self.prune_probability, 0.0, 1.0, open_low=True)
-        for name in ("prune_top_k", "prune_keep"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+        if self.prune_top_k is not None:
+            check_count("prune_top_k", self.prune_top_k)
         if not isinstance(self.drafter_kwargs, dict):
             raise ValueError(f"drafter_kwargs={self.drafter_kwargs!r}: give a dict of options.")
         if self.drafter != HEADS:

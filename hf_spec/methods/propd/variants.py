@@ -6,12 +6,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adaptive": {"prune_top_k": 20, "prune": True},
     "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
     "online": {"tree": "online"},
-    "probability": {
-        "tree": "chain",
-        "prune_criterion": "probability",
-        "prune_keep": 2,
-        "retrieval": True,
-    },
+    "chain": {"tree": "chain", "prune_top_k": 20, "prune": True, "retrieval": True},
     "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
     "wide": {"tree": [[rank] for rank in range(61)], "max_depth": 1},  # every token of its models
 }
