@@ -15,6 +15,7 @@ from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, requir
 from hf_spec.model.loading import load_model
 
 if TYPE_CHECKING:
+    from hf_spec.bench.prompts import Prompt
     from hf_spec.tuning.layers.study import Trial
 
 
@@ -30,6 +31,15 @@ def search(
         int, typer.Option(min=1, help="Total number of trials, earlier runs included.")
     ] = 100,
     limit: opt.Limit = 8,
+    held_out: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Number of further prompts, which the trials do not see; the best choices are "
+            "judged on them.",
+            show_default="as many as --limit, if there are more prompts",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
     objective: Annotated[
         str, typer.Option(help="modelled (reproducible) or measured (wall-clock time).")
@@ -55,9 +65,9 @@ def search(
 ) -> None:
     """Search for the layers that layer_skip leaves out when it drafts.
 
-    Minimises time per token on your prompts. The output is an adapter folder without weights, with
-    settings, card and plots. Repeat the command to continue an interrupted search, or with more
-    --trials to extend it.
+    Minimises time per token on some of your prompts, and judges the best choices on others. The
+    output is an adapter folder without weights, with settings, card and plots. Repeat the command
+    to continue an interrupted search, or with more --trials to extend it.
 
     \b
     Examples:
@@ -66,7 +76,7 @@ def search(
       hf-spec search --model M --prompts dev.jsonl --output ./skip --objective measured
       hf-spec bench --model M --adapter ./skip --prompts test.jsonl
     """
-    from hf_spec.bench.prompts import read_prompts, spread
+    from hf_spec.bench.prompts import read_prompts
     from hf_spec.tuning.layers.search import search as run_search
     from hf_spec.tuning.layers.study import Settings
 
@@ -80,7 +90,7 @@ def search(
     except ValueError as error:
         raise ValueError(_as_option(str(error))) from error
     require("search", "optuna")
-    chosen = spread(read_prompts(prompts), limit)
+    chosen, others = _divided(read_prompts(prompts), limit, held_out)
     check_writable(output)
 
     from rich.console import Console
@@ -92,11 +102,11 @@ def search(
     try:
         with search_bar() as (progress, status):
             result = run_search(
-                loaded, tokenizer, chosen, output, settings, trials=trials, baselines=baselines,
-                progress=progress, status=status,
+                loaded, tokenizer, chosen, output, settings, held_out=others, trials=trials,
+                baselines=baselines, progress=progress, status=status,
             )  # fmt: skip
         with progress_bar("measuring") as update:
-            bench = report.measure(loaded, tokenizer, chosen, result, update)
+            bench = report.measure(loaded, tokenizer, others or chosen, result, update)
     except KeyboardInterrupt:
         bench = None
     if bench is None or bench.interrupted:
@@ -107,6 +117,23 @@ def search(
     console = Console(highlight=False)
     console.print(f"adapter: {output}", soft_wrap=True)
     report.print_result(result, bench, console)
+
+
+def _divided(
+    prompts: list[Prompt], limit: int | None, held_out: int | None
+) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of the trials and the held-out ones, both of all categories."""
+    from hf_spec.bench.prompts import spread
+
+    chosen = spread(prompts, limit)
+    used = set(map(id, chosen))
+    rest = [prompt for prompt in prompts if id(prompt) not in used]
+    if held_out is not None and held_out > len(rest):
+        raise ValueError(
+            f"--held-out {held_out}: of {len(prompts)} prompts {len(chosen)} are searched on, "
+            f"which leaves {len(rest)}; give more prompts, or a lower --limit"
+        )
+    return chosen, spread(rest, len(chosen) if held_out is None else held_out)
 
 
 def _as_option(message: str) -> str:

@@ -168,7 +168,8 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
                 speed = _texts(plain[row["baseline"], row["task"]])["speed"]
                 shown.append({**_texts(row), "plain": speed, "output": _output(row)})
         asked = environment.get("prompts_sha256")
-        same = search is not None and search["environment"].get("prompts_sha256") == asked
+        searched = search is not None and search["environment"].get("prompts_sha256") == asked
+        same = searched and not (search or {}).get("held_out")
         strategy = rows[0]["strategy"]
         sizes = [_texts(row) for row in runs if (row["strategy"], row["task"]) == (strategy, "all")]
         return {

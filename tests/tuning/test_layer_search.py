@@ -14,6 +14,7 @@ import forks
 import pytest
 from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
 
+from hf_spec.bench.prompts import Prompt
 from hf_spec.tuning.layers import search as work
 from hf_spec.tuning.layers import study
 from hf_spec.tuning.layers.costs import Skip, Sublayers
@@ -132,6 +133,47 @@ def test_draft_exits_are_compared(whole: SearchResult) -> None:
     # Drafts of four that are always accepted: twelve tokens come as 1 (prefill) + 5 + 5 + 1.
     four = next(r for r in whole.exits if (r["draft_exit"], r["max_draft"]) == ("fixed", 4))
     assert four["acceptance"] == 1.0 and four["tau"] == pytest.approx(12 / 4)
+
+
+@pytest.mark.usefixtures("few_exits")
+def test_the_best_are_judged_on_other_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [Prompt("two one two one"), Prompt("bcbcbc")]
+    alone = run(tmp_path / "alone", 20)
+    assert alone.finalists == [] and alone.judged == alone.best.evaluation
+    result = run(tmp_path / "both", 20, held_out=others, baselines=True)
+    assert outline(result) == outline(alone), "trials do not see them"
+    ranked = sorted(
+        (t for t in result.trials if t.state == "complete" and not t.repeat),
+        key=lambda t: (t.evaluation.value, -len(t.skip), t.number),
+    )
+    rows = result.finalists
+    assert [row["trial"] for row in rows] == [t.number for t in ranked[:5]] and len(rows) == 5
+    held = SETTINGS.evaluator(*planted_model(), others)
+    held.costs = COSTS
+    for row, trial in zip(rows, ranked):
+        *_, value = held.evaluate("modelled", trial.skip, SETTINGS.stop)
+        assert row["value"] == value.value and row["development"] == trial.evaluation.value
+        assert row["prompts"] == 2 and row["counts"]["prompts"] == 2
+    chosen = min(rows, key=lambda row: row["value"])
+    assert result.best.number == chosen["trial"] and result.judged.value == chosen["value"]
+    assert result.exits[0]["value"] == chosen["value"]
+    assert result.baselines is not None and result.baselines[0]["value"] == chosen["value"]
+    assert result.baselines[1]["counts"]["prompts"] == 2
+    assert result.to_dict()["held_out"] == rows
+
+    # A choice that owes its place to the prompts of the search gives way to a better one.
+    original = Evaluator.evaluate
+
+    def spoiled(self: Evaluator, objective: str, skip: Skip, stop: Any) -> Any:
+        for value in original(self, objective, skip, stop):
+            worse = len(self.ids) == 1 and skip == ranked[0].skip
+            yield dataclasses.replace(value, value=9.0) if worse else value
+
+    monkeypatch.setattr(Evaluator, "evaluate", spoiled)
+    other = run(tmp_path / "both", 20, held_out=others[:1])
+    assert other.best.number != ranked[0].number and other.finalists[0]["value"] == 9.0
 
 
 # -- stopping and continuing ---------------------------------------------------------------------

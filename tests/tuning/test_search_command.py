@@ -116,7 +116,11 @@ def test_everything_is_in_the_json(made: Path) -> None:
     ]  # fmt: skip
     assert {row["draft_exit"] for row in data["draft_exit"]} == {"adaptive", "threshold", "fixed"}
     assert data["costs"]["plain"] > 0 and data["layers"] == 2
+    # Two of the three prompts are searched on, the other one is held out.
+    assert data["identity"]["prompts"] == 2 and data["held_out"][0]["prompts"] == 1
+    assert "development prompts" not in (made / "skip" / "README.md").read_text()
     measured = json.loads((made / "skip" / "results.json").read_text())["runs"]
+    assert [row["prompts"] for row in measured if row["task"] == "all"] == [1, 1]
     assert all(row["identical"] == row["prompts"] for row in measured)
 
 
@@ -168,10 +172,11 @@ def test_interrupted(
         assert search(made, output="again") == 130
     assert "the same command continues the search" in capsys.readouterr().err
     assert not (made / "again" / "search.json").exists()
-    assert search(made, "--no-baselines", output="again") == 0
+    assert search(made, "--no-baselines", "--held-out", "0", output="again") == 0
     data = json.loads((made / "again" / "search.json").read_text())
     assert [one["number"] for one in data["trials"]] == [0, 1, 2, 3]
-    assert data["baselines"] is None
+    assert data["baselines"] is None and data["held_out"] == []
+    assert "development prompts" in (made / "again" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -183,6 +188,7 @@ def test_interrupted(
         (["--target-acceptance", "2"], "--target-acceptance 2.0"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),
         (["--trials", "0"], "--trials"),
+        (["--held-out", "2"], "--held-out 2: of 3 prompts 2 are searched on, which leaves 1"),
         (["--prompts", "/nowhere.jsonl"], "cannot read prompt file '/nowhere.jsonl'"),
         (["--model", "/nowhere"], "cannot load model '/nowhere': there is no such folder"),
         (["--output", "/dev/null"], "cannot write to --output"),

@@ -89,6 +89,13 @@ def print_result(result: SearchResult, bench: BenchResult, console: Console) -> 
         f"{row['tokens_per_second']:.1f} tokens/s",
         soft_wrap=True,
     )
+    if result.finalists:
+        console.print(
+            f"on {result.finalists[0]['prompts']} held-out prompts; on those of the search it "
+            f"{'is modelled' if kind == 'modelled' else 'was measured'} at "
+            f"{1 / best.evaluation.value:.2f}x",
+            soft_wrap=True,
+        )
     if row["speedup"] < 1:
         console.print(
             "note: not faster than plain decoding here; small models leave drafting little to save",

@@ -1,7 +1,8 @@
 """Search for the sublayers to skip, with baselines and the draft-exit ablation.
 
 It minimises time per token over z in {0, 1}^(2L) by black-box optimisation (Draft & Verify, section
-3.3). This module knows no command line, plots or adapter folders.
+3.3). The best of many trials owes some of its value to the prompts that it was chosen on, so the
+best few are judged again on others. This module knows no command line, plots or adapter folders.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ RANDOM_BASELINES = 3
 FIXED_DRAFTS = (1, 2, 4, 6, 8)
 THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
 TARGETS = (0.7, 0.8, 0.85, 0.9, 0.95)
+#: Number of best choices that are judged on held-out prompts.
+FINALISTS = 5
 
 
 def starting_points(sublayers: Sublayers) -> list[Skip]:
@@ -100,8 +103,12 @@ class SearchResult:
         sublayers: the sublayers that can be skipped.
         costs: the measured costs; None for ``objective="measured"``.
         trials: all finished trials.
-        best: the best complete trial.
-        baselines: entries of ``search.json``, the searched choice first; None if left out.
+        best: the complete trial that was chosen: the best one, or of the best few the one that is
+            best on the held-out prompts.
+        judged: its value on the held-out prompts; on those of the search if there are none.
+        finalists: one entry per choice that was judged on held-out prompts, the best trial first.
+        baselines: entries of ``search.json``, the searched choice first; None if left out. They
+            and the draft exits are judged as ``best`` is.
         exits: one entry per draft exit.
     """
 
@@ -111,6 +118,8 @@ class SearchResult:
     costs: StepCosts | None
     trials: list[Trial]
     best: Trial
+    judged: Evaluation
+    finalists: list[dict[str, Any]]
     baselines: list[dict[str, Any]] | None
     exits: list[dict[str, Any]]
 
@@ -128,6 +137,7 @@ class SearchResult:
             "sublayers": {"attention": self.sublayers.attention, "mlp": self.sublayers.mlp},
             "costs": None if self.costs is None else asdict(self.costs),
             "best": self.best.to_dict(),
+            "held_out": self.finalists,
             "draft_exit": self.exits,
             "baselines": self.baselines,
             "trials": [trial.to_dict() for trial in self.trials],
@@ -141,6 +151,7 @@ def search(
     folder: Path,
     settings: Settings,
     *,
+    held_out: Sequence[Prompt] = (),
     trials: int = 100,
     baselines: bool = True,
     costs: StepCosts | None = None,
@@ -155,6 +166,7 @@ def search(
         prompts: development prompts.
         folder: an existing folder, which holds the study.
         settings: what is optimised.
+        held_out: prompts that the trials do not see.
         trials: total number of finished trials, those of earlier runs included.
         baselines: whether to compare with choices by position.
         costs: costs to use instead of measuring, if the study has none yet.
@@ -166,6 +178,7 @@ def search(
     """
     check_count("trials", trials)
     evaluator = settings.evaluator(model, tokenizer, prompts)
+    judging = settings.evaluator(model, tokenizer, held_out) if held_out else evaluator
     identity = study_identity(model, prompts, settings)
     busy = f"another search is running in {str(folder)!r}: wait for it, or give another folder"
     lock = exclusive(folder / f"{STUDY_FILE}.lock", busy)
@@ -179,42 +192,55 @@ def search(
         starts = starting_points(evaluator.sublayers)
         done = study.trials
         while True:
-            progress(len(done), trials, best_of(done))
+            progress(len(done), trials, next(iter(best_of(done)), None))
             if len(done) >= trials:
                 break
             done.append(study.run_trial(evaluator, settings, starts))
-        best = best_of(done)
-        if best is None:
+        finalists = best_of(done, FINALISTS if held_out else 1)
+        if not finalists:
             raise ValueError("every trial was pruned: continue with more --trials")
+        judging.costs = evaluator.costs
 
         def judge(skip: Skip, stop: Exit) -> Evaluation:
-            return study.cached(skip, stop, evaluator.evaluate(settings.objective, skip, stop))
+            if judging is evaluator and stop == settings.stop and settings.objective == "modelled":
+                known = [one.evaluation for one in finalists if one.skip == skip]
+                if known:  # deterministic values are reused from the trials
+                    return known[0]
+            values = judging.evaluate(settings.objective, skip, stop)
+            return study.cached(held_out, skip, stop, values)
 
+        status("judging the best")
+        values = [judge(one.skip, settings.stop) for one in finalists]
+        best, judged = min(zip(finalists, values), key=lambda pair: pair[1].value)
         status("comparing draft exits")
         exits: list[dict[str, Any]] = []
         for stop in exit_choices(settings):
-            # Only deterministic values are reused from the trials.
-            taken = settings.objective == "modelled" and stop == settings.stop
-            evaluation = best.evaluation if taken else judge(best.skip, stop)
+            evaluation = judged if stop == settings.stop else judge(best.skip, stop)
             exits.append({**stop.options(), **evaluation.to_dict(), "best": False})
         least = min(range(len(exits)), key=lambda index: (exits[index]["value"], index))
         exits[least]["best"] = True
         rows = None
         if baselines:
             status("comparing baselines")
-            rows = _baselines(evaluator.sublayers, best, settings.stop, judge)
+            rows = _baselines(evaluator.sublayers, best.skip, settings.stop, judge)
         return SearchResult(
-            settings, identity, evaluator.sublayers, evaluator.costs, done, best, rows, exits,
+            settings, identity, evaluator.sublayers, evaluator.costs, done, best, judged,
+            [
+                {"trial": one.number, "prompts": len(held_out), **one.skip.options(),
+                 "development": one.evaluation.value, **value.to_dict()}
+                for one, value in zip(finalists, values) if held_out
+            ],
+            rows, exits,
         )  # fmt: skip
 
 
 def _baselines(
-    sublayers: Sublayers, best: Trial, stop: Exit, judge: Callable[[Skip, Exit], Evaluation]
+    sublayers: Sublayers, best: Skip, stop: Exit, judge: Callable[[Skip, Exit], Evaluation]
 ) -> list[dict[str, Any]]:
     """Entries for the searched choice and each baseline; "random" is the mean over its seeds."""
-    rows = [{"name": "searched", **best.skip.options(), **best.evaluation.to_dict()}]
+    rows = [{"name": "searched", **best.options(), **judge(best, stop).to_dict()}]
     drawn = []
-    for name, seed, skip in baseline_choices(sublayers, best.skip):
+    for name, seed, skip in baseline_choices(sublayers, best):
         row = {"name": name, **skip.options(), **judge(skip, stop).to_dict()}
         if name == "random":
             drawn.append({**row, "seed": seed})

@@ -207,9 +207,15 @@ class LayerStudy:
         self.study.set_user_attr("costs", asdict(costs))
         return costs
 
-    def cached(self, skip: Skip, stop: Exit, values: Iterable[Evaluation]) -> Evaluation:
-        """The last of the values of a choice that is no trial; computed once, then stored."""
-        text = json.dumps([skip.options(), stop.options()], sort_keys=True)
+    def cached(
+        self, prompts: Sequence[Prompt], skip: Skip, stop: Exit, values: Iterable[Evaluation]
+    ) -> Evaluation:
+        """The last of the values of a choice that is no trial; computed once, then stored.
+
+        ``prompts`` are those it is judged on, if not the study's.
+        """
+        texts = [prompt.text for prompt in prompts]
+        text = json.dumps([texts, skip.options(), stop.options()], sort_keys=True)
         key = "evaluation:" + hashlib.sha256(text.encode()).hexdigest()[:24]
         stored = self.study.user_attrs.get(key)
         if stored is None:
@@ -299,21 +305,23 @@ def _skip(sublayers: Sublayers, chosen: dict[str, bool]) -> Skip:
 def _neighbour(done: Sequence[Trial], sublayers: Sublayers, seed: int) -> Skip | None:
     """An untried choice that differs from the best in one sublayer; None if all were tried."""
     best = best_of(done)
-    if best is None:
+    if not best:
         return None
-    tried, chosen = {one.skip for one in done}, _parameters(sublayers, best.skip)
+    tried, chosen = {one.skip for one in done}, _parameters(sublayers, best[0].skip)
     near = [_skip(sublayers, {**chosen, name: not chosen[name]}) for name in chosen]
     options = [skip for skip in near if skip not in tried]
     return random.Random(seed).choice(options) if options else None
 
 
-def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The complete trial of the lowest value; of equal ones, the one that skips most, then the
-    earliest."""
+def best_of(trials: Sequence[Trial], count: int = 1) -> list[Trial]:
+    """The complete trials of the lowest values, each choice once; of equal ones first the one that
+    skips most, then the earliest."""
     complete = [one for one in trials if one.state == "complete"]
-    return min(
-        complete, key=lambda one: (one.evaluation.value, -len(one.skip), one.number), default=None
-    )
+    ranked = sorted(complete, key=lambda one: (one.evaluation.value, -len(one.skip), one.number))
+    found: dict[Skip, Trial] = {}
+    for one in ranked:
+        found.setdefault(one.skip, one)
+    return list(found.values())[:count]
 
 
 def _trial(number: int, frozen: Any) -> Trial:
