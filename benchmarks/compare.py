@@ -1,0 +1,120 @@
+"""Contenders beside each other, with paired intervals: ``python benchmarks/compare.py A B ...``.
+
+Reads ``results.json`` of ``hf-spec bench``, from several folders if adapters of one type were
+measured one after the other on the same prompts. For each contender it prints tau and speedup, and
+beside ``--against`` (the first one by default) the difference of tau and the ratio of speedups,
+with 95% intervals from resampling the prompts that both have answered (paired bootstrap; see
+``hf_spec/bench/intervals.py``). A difference whose interval holds 0, or a ratio whose interval
+holds 1, is within the noise of these prompts. It says nothing about other training seeds: train
+several, and compare those.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_spec.bench.intervals import interval
+from hf_spec.bench.report import new_table
+from hf_spec.hub.folder import read_json
+
+PLAIN = "plain"
+#: Tokens, forwards and seconds of a prompt or batch, then the same of plain decoding.
+Sums = tuple[float, ...]
+
+
+class Measured(NamedTuple):
+    """A contender's sums for each group of prompts, and the batch size."""
+
+    name: str
+    batch_size: int
+    calls: dict[tuple[int, ...], Sums]
+
+
+def read(folders: list[Path]) -> list[Measured]:
+    """The contenders of some folders; of several folders, their names begin with the folder's.
+
+    Raises:
+        ValueError: a folder has no results of plain decoding.
+    """
+    found = []
+    for folder in folders:
+        data = read_json(folder / "results.json")
+        groups: dict[tuple[int, str], dict[tuple[int, ...], Sums]] = {}
+        for call in data["calls"]:
+            own = groups.setdefault((call["batch_size"], call["strategy"]), {})
+            own[tuple(call["prompts"])] = (call["new_tokens"], call["row_steps"], call["seconds"])
+        for (size, strategy), calls in groups.items():
+            if strategy.partition("@")[0] == PLAIN:
+                continue
+            plain = groups.get((size, PLAIN), {})
+            if not plain.keys() >= calls.keys():
+                raise ValueError(f"{str(folder)!r} has no plain decoding of the same prompts.")
+            name = strategy if len(folders) == 1 else f"{folder.name} {strategy}"
+            both = {key: (*sums, *plain[key]) for key, sums in calls.items()}
+            found.append(Measured(name, size, both))
+    return found
+
+
+def tau(*sums: Any) -> Any:
+    return sums[0] / sums[1]
+
+
+def speedup(*sums: Any) -> Any:
+    return sums[0] / sums[2] / (sums[3] / sums[5])
+
+
+def beside(one: Measured, other: Measured) -> tuple[list[Any], list[Any]]:
+    """Difference of tau and ratio of speedups, each with its interval, on the common prompts.
+
+    Raises:
+        ValueError: they have no prompts in common.
+    """
+    keys = sorted(one.calls.keys() & other.calls.keys())
+    if not keys:
+        raise ValueError(f"{one.name!r} and {other.name!r} have answered different prompts.")
+    columns = [*zip(*(one.calls[key] + other.calls[key] for key in keys))]
+    sums = list(map(sum, columns))
+    figures = []
+    for figure in (
+        lambda *s: tau(*s[:6]) - tau(*s[6:]),
+        lambda *s: speedup(*s[:6]) / speedup(*s[6:]),
+    ):
+        figures.append([figure(*sums), interval(figure, *columns)])
+    return figures[0], figures[1]
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+", help="outputs of hf-spec bench")
+    parser.add_argument("--against", help="name of the contender that others are compared with")
+    args = parser.parse_args(given)
+    from rich.console import Console
+
+    found = read(args.folders)
+    named = [one for one in found if args.against in (None, one.name)]
+    if not named:
+        names = ", ".join(sorted({one.name for one in found}))
+        parser.error(f"--against {args.against}: there is no such contender, only {names}")
+    heads = ["batch", "prompts", "tau", "speedup", "tau beside", "95%", "speed beside", "95%"]
+    table = new_table(f"beside {named[0].name}", ["contender"], heads)
+    for one in found:
+        sums = list(map(sum, zip(*one.calls.values())))
+        row = [
+            str(one.batch_size), str(sum(map(len, one.calls))),
+            f"{tau(*sums):.2f}", f"{speedup(*sums):.2f}x",
+        ]  # fmt: skip
+        base = next((b for b in named if b.batch_size == one.batch_size), None)
+        if base is not None and base is not one:
+            for (value, ends), form in zip(beside(one, base), ("+.2f", ".2f")):
+                row += [
+                    f"{value:{form}}",
+                    f"{ends[0]:{form}} to {ends[1]:{form}}" if ends else "too few",
+                ]
+        table.add_row(one.name, *row, *[""] * (len(heads) - len(row)))
+    Console(highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    main()
