@@ -73,6 +73,8 @@ class _Kept:
 
 _KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
 _COMPILING = threading.RLock()
+#: Held while code runs that shares memory with all other code.
+_RUNNING = threading.Lock()
 
 
 class Graphs:
@@ -101,6 +103,8 @@ class Graphs:
         self._tensors = frozenset(map(self._identity, _tensors(model)))
         options = repr(sorted(self._options.items(), key=repr))
         self._kind = kind, _state(model), options, self._frozen
+        # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
+        self._shares_memory = next(model.parameters()).device.type != "cpu"
         self.made = 0
         self.tell: Callable[[int], Any] | None = None
         self.obstacle = _obstacle(model)
@@ -127,7 +131,7 @@ class Graphs:
         graph = self.get(name, inputs)
         if graph is None:
             return self._first(name, function, inputs, plain, cut, static)
-        return cut(graph.code(*inputs))
+        return self._call(graph, inputs, cut)
 
     def get(self, name: Hashable, inputs: Sequence[Tensor]) -> Graph | None:
         """The code for this key; None if there is none, or if it is for other weights."""
@@ -179,7 +183,7 @@ class Graphs:
             try:
                 with torch._inductor.config.patch(freezing=self._frozen):
                     graph = self._compile(function, inputs, static)
-                    found = cut(graph.code(*inputs))[: len(expected)]
+                    found = self._call(graph, inputs, cut)[: len(expected)]
                 problem = _difference(inputs, expected, found)
             except torch.OutOfMemoryError:
                 raise
@@ -195,6 +199,15 @@ class Graphs:
                 kept.refused.add((self._kind, name))
                 self._warn(problem)
         return plain()  # overwrites what the check has written
+
+    def _call(
+        self, graph: Graph, inputs: Sequence[Tensor],
+        cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:  # fmt: skip
+        if not self._shares_memory:
+            return cut(graph.code(*inputs))
+        with _RUNNING:
+            return [result.clone() for result in cut(graph.code(*inputs))]
 
     def _compile(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
         with _quiet():

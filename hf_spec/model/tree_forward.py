@@ -374,8 +374,7 @@ class TreeForward:
         def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             sizes = [nodes] + [probes] * (step.kinds is not None) + [nodes] * self.wants_hidden
             found = [tensor[:, :size] for tensor, size in zip(tensors, sizes)]
-            # Copies: later compiled code may overwrite these.
-            return found + [tensor.clone() for tensor in tensors[len(sizes) :]]
+            return [*found, *tensors[len(sizes) :]]
 
         results = graphs.run(
             ("forward", layout, changes is not None, names, others, bool(first), rule and group),

@@ -10,6 +10,7 @@ import copy
 import logging
 import shutil
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from hf_spec.core.cache import BUCKET, TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
-from hf_spec.model.graphs import Graphs
+from hf_spec.model.graphs import Graph, Graphs
 from hf_spec.model.step_tokens import StepTokens, padded
 
 NEW = 20
@@ -245,6 +246,69 @@ def test_fully_fine_tuned_weights(fresh: Any) -> None:
         assert torch.equal(output.sequences, plain)
         seen.append((plain.tolist(), compiled(output)))
     assert seen[2][1]["made"] and seen[0][0] != seen[1][0] != seen[2][0]
+
+
+@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("sampled", [False, True])
+def test_code_may_overwrite_its_earlier_results(
+    fresh: Any, name: str, sampled: bool, monkeypatch: Any
+) -> None:
+    """As CUDA graphs do: when any of them runs, the results of those before it are gone."""
+    begin, compile_one, results = Graphs.__init__, Graphs._compile, []
+
+    def start(self: Graphs, *args: Any) -> None:
+        begin(self, *args)
+        self._shares_memory = True
+
+    def overwriting(self: Graphs, *args: Any) -> Any:
+        graph = compile_one(self, *args)
+        code = graph.code
+
+        def run(*inputs: Any) -> Any:
+            for tensor in results:
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 99)
+            results[:] = [result.clone() for result in code(*inputs)]
+            return tuple(results)
+
+        graph.code = run
+        return graph
+
+    monkeypatch.setattr(Graphs, "__init__", start)
+    monkeypatch.setattr(Graphs, "_compile", overwriting)
+    model = adapt(fresh(), name)
+    kwargs: dict[str, Any] = {"do_sample": True, "temperature": 0.7} if sampled else {}
+    torch.manual_seed(5)
+    plain = generate(model, ragged(), **kwargs, **strategy(name)).sequences
+    for _ in range(2):
+        torch.manual_seed(5)
+        output = generate(model, ragged(), **kwargs, **strategy(name), **CAPTURED)
+        assert torch.equal(output.sequences, plain)
+    assert results and not compiled(output)["refused"]
+
+
+def test_code_that_shares_memory_runs_in_one_thread_at_a_time(fresh: Any) -> None:
+    graphs = Graphs(fresh(), CAPTURED["compile_config"], "a test")
+    graphs._shares_memory = True
+    shared, wrong = torch.zeros(1), []
+
+    def code(x: torch.Tensor) -> tuple[torch.Tensor]:
+        shared.copy_(x)
+        time.sleep(1e-3)  # lets the other threads run
+        return (shared,)
+
+    def call(number: int) -> None:
+        x = torch.full((1,), float(number))
+        for _ in range(20):
+            (found,) = graphs._call(Graph(code, frozenset()), [x], tuple)
+            if found.item() != number:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
