@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from modeling_patches.contents import contents
 from modeling_patches.layer_skip import decoder_layers, sublayers
 from modeling_patches.narrow_products import product
 from modeling_patches.per_call import Changes, plain
@@ -35,9 +36,6 @@ ALL_LINEAR = "all-linear"
 _FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
 #: Integers as wide as the entries of a weight, to compare bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-#: Number of entries that are compared to detect changes of a tensor.
-_SAMPLED = 64
 
 #: Most characters of a pattern of names, and most seconds for matching all names of a model.
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
@@ -357,15 +355,15 @@ class MergedCopies:
         modules = {name: self._update.modules[name] for name in self._factors}
         factors = [part for one in self._factors.values() for part in (one.down, one.up)]
         with _COPYING, torch.inference_mode(False), torch.no_grad():
-            made_of, sample = _seen([module.weight for module in modules.values()], factors)
+            made_of = contents([*(module.weight for module in modules.values()), *factors])
             kept = _COPIES.get(self._update)
-            if kept is not None and kept[0] == made_of and torch.equal(kept[1], sample):
-                return kept[2]
+            if kept is not None and kept[0] == made_of:
+                return kept[1]
             _COPIES.pop(self._update, None)  # frees them before new ones are allocated
             del kept
             copies = {name: _merged(modules[name], factors)
                       for name, factors in self._factors.items()}  # fmt: skip
-            _COPIES[self._update] = made_of, sample, copies
+            _COPIES[self._update] = made_of, copies
             return copies
 
     @property
@@ -390,26 +388,8 @@ class _Forward:
 
 #: The copies of each update, and what identifies their sources. They are not an attribute of the
 #: update, so models are copied and pickled without them.
-_COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, Tensor, dict[str, Tensor]]] = (
-    WeakKeyDictionary()
-)
+_COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, dict[str, Tensor]]] = WeakKeyDictionary()
 _COPYING = threading.Lock()
-
-
-def _seen(weights: Sequence[Tensor], factors: Sequence[Tensor]) -> tuple[Hashable, Tensor]:
-    """A key that changes when one of the tensors is replaced or written to.
-
-    It consists of their addresses and version counters, and of some entries of the weights: writes
-    through `.data`, as PEFT merges, are not counted.
-    """
-    if not weights:
-        return (), torch.empty(0)
-    places = tuple(
-        (x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version)
-        for x in (*weights, *factors)
-    )
-    some = [x.reshape(-1)[:: max(x.numel() // _SAMPLED, 1)] for x in weights]
-    return places, torch.cat([part.to(weights[0].device, torch.float32) for part in some])
 
 
 def _copyable(module: Any, factors: Factors) -> bool:

@@ -53,7 +53,8 @@ class DraftVocabulary:
 
     def __init__(self, tokens: Tensor, model: Any):
         self.model, self._tokens = model, tokens
-        self._given: _Rows | None = None
+        #: The rows, once they are needed.
+        self._made: _Rows | None = None
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> DraftVocabulary | None:
@@ -84,13 +85,13 @@ class DraftVocabulary:
     def using(self, made: Mapping[str, Tensor]) -> DraftVocabulary:
         """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
-        own._given = _Rows(*(made.get(f"{name} drafted") for name in _Rows._fields))  # type: ignore
+        own._made = _Rows(*(made.get(f"{name} drafted") for name in _Rows._fields))  # type: ignore
         return own
 
     @torch.no_grad()
     def _rows(self) -> _Rows:
-        if self._given is not None:
-            return self._given
+        if self._made is not None:
+            return self._made
         head = self.model.get_output_embeddings()
         weight, bias = (getattr(head, name, None) for name in ("weight", "bias"))
 
@@ -113,7 +114,8 @@ class DraftVocabulary:
             own = None if bias is None else bias.detach()[tokens.to(bias.device)]
             return _Rows(tokens, rows, own)
 
-        return made_once(self._tokens, (weight, bias), make)
+        self._made = made_once(self._tokens, (weight, bias), make)
+        return self._made
 
 
 class _Rows(NamedTuple):

@@ -8,11 +8,16 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from modeling_patches.contents import contents
+
 Made = TypeVar("Made")
 
 
 def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) -> Made:
     """The result of ``make()`` for these weights; kept as long as the owner exists.
+
+    Whether they have changed is looked up each time, for which the host waits for the device: ask
+    once per call of ``generate``.
 
     Args:
         owner: a tensor of the adapter; there is one such table per owner.
@@ -20,11 +25,10 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
         make: computes the table.
     """
     weights = [owner, *others]
+    # Without the parameters themselves, the owner can be freed.
     made_of = [one.data if is_plain(one) else one for one in weights]
-    key = [
-        (one.data_ptr(), whole._version) if is_plain(whole) else id(whole)
-        for one, whole in zip(made_of, weights)
-    ]
+    plain = [one for one in weights if is_plain(one)]
+    key = contents(plain), [id(one) for one in weights if not is_plain(one)]
     known = _KNOWN.get(owner)
     if known is None or known[0] != key:
         # The key's tensors must not be freed, or another tensor could get their address.

@@ -43,7 +43,8 @@ class Transition:
     def __init__(self, weights: Mapping[str, Tensor], model: Any):
         self.before, self.state, self.after = weights[BEFORE], weights[STATE], weights[AFTER]
         self.model = model
-        self._given: _Tables | None = None
+        #: The tables, once they are needed.
+        self._made: _Tables | None = None
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> Transition | None:
@@ -57,7 +58,7 @@ class Transition:
     def using(self, made: Mapping[str, Tensor]) -> Transition:
         """A copy that reads these tensors in place of :meth:`made`."""
         own = copy.copy(self)
-        own._given = _Tables(*(made[f"{name} table"] for name in _Tables._fields))
+        own._made = _Tables(*(made[f"{name} table"] for name in _Tables._fields))
         return own
 
     def logits(self, previous: Tensor, states: Tensor) -> Tensor:
@@ -102,8 +103,8 @@ class Transition:
     @torch.no_grad()
     def _tables(self) -> _Tables:
         """V e(x) and U w(y) of all tokens, computed once: a step needs about a thousand of them."""
-        if self._given is not None:
-            return self._given
+        if self._made is not None:
+            return self._made
         embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         others = self.after, embeddings.weight, getattr(head, "weight", None)
 
@@ -114,7 +115,8 @@ class Transition:
                 before, linear_logits(self.model, self.after.T).T.to(before).contiguous()
             )
 
-        return made_once(self.before, others, make)
+        self._made = made_once(self.before, others, make)
+        return self._made
 
 
 class _Tables(NamedTuple):

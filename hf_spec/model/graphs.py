@@ -28,6 +28,7 @@ from transformers import CompileConfig
 
 from hf_spec.core.cache import zeros
 from hf_spec.core.checks import first_line
+from modeling_patches.contents import contents
 from modeling_patches.per_call import foreign_hooks
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 SPARE = 512
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
 SMALL = 256
-#: Number of a weight's values that are compared to notice that frozen ones have changed.
-SAMPLED = 64
 
 #: From tensors to tensors; anything else it reads must be determined by its key.
 Function = Callable[..., tuple[Tensor, ...]]
@@ -299,11 +298,8 @@ def _identity(tensor: Tensor) -> Hashable:
 
 
 def _content(tensor: Tensor) -> Hashable:
-    """What changes with a tensor's values: its version, and some values for writes through
-    ``.data``, which have no version."""
-    version = None if tensor.is_inference() else tensor._version
-    some = tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLED, 1)]
-    return _identity(tensor), version, tuple(some.tolist())
+    """What changes with a tensor's values."""
+    return _identity(tensor), contents([tensor])
 
 
 def _state(model: Any) -> Hashable:

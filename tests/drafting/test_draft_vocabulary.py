@@ -90,7 +90,7 @@ def test_weights_that_change_are_read_again(fresh: Fresh) -> None:
         DraftVocabulary(TOKENS + 1, model)._rows()
         assert DraftVocabulary(TOKENS, model)._rows() is rows  # adapters take turns
         model.lm_head.weight.mul_(2)
-        torch.testing.assert_close(part(states), 2 * before)
+        torch.testing.assert_close(DraftVocabulary(TOKENS, model)(states), 2 * before)
 
 
 def test_shortlists_hold_their_own_ids() -> None:

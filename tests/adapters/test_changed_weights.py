@@ -1,0 +1,56 @@
+"""Adapters that change between calls, as in training: each call drafts with what is there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import prompt
+from running import drafting
+
+from hf_spec.methods.registry import methods
+from hf_spec.model.tree_forward import TreeForward
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "draft_rank": 4},
+    "space": {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 30},
+    "medusa": {"num_heads": 3, "transition_rank": 4, "draft_vocab_size": 30},
+    "propd": {"transition_rank": 4}, "ppd": {"transition_rank": 4}, "bita": {"transition_rank": 4},
+}  # fmt: skip
+
+
+def drafts(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The tokens of all forwards of a call."""
+    seen, forward = [], TreeForward.__call__
+
+    def noting(self: TreeForward, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tokens.tolist())
+        return forward(self, tokens, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeForward, "__call__", noting)
+        model.generate(prompt(), max_new_tokens=12, do_sample=False, **drafting(name))
+    return seen
+
+
+@pytest.mark.parametrize("optimiser", ["fused", "foreach"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_optimiser_step_between_calls(
+    fresh: Any, name: str, optimiser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh()
+    torch.manual_seed(0)
+    config: Any = methods()[name].adapter_config
+    model.add_adapter(config(**FIELDS[name]), "one")
+    weights = randomise(model, config.type_name)
+    before = drafts(model, name, monkeypatch)
+    learned = [x for x in weights.values() if x.is_floating_point()]
+    for x in learned:
+        x.grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+    torch.optim.AdamW(learned, lr=0.3, **{optimiser: True}).step()
+    after = drafts(model, name, monkeypatch)
+    assert after != before, "the step is large enough to change what is drafted"
+    assert after == drafts(copy.deepcopy(model), name, monkeypatch), "nothing old is left"
