@@ -108,7 +108,9 @@ def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Mo
 
 
 def output_projections(model: nn.Module) -> dict[str, nn.Module]:
-    """The last linear module of each attention and MLP, which writes to the residual stream.
+    """The last linear module of each decoder layer, which writes to the residual stream.
+
+    That of its MLP; of its attention where the MLP has none, as with routed experts.
 
     Args:
         model: a causal language model.
@@ -123,10 +125,14 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
     names = {id(module): name for name, module in _walk(model)}
     found: dict[str, nn.Module] = {}
     for layer in decoder_layers(model):
-        for parts in sublayers(layer):
-            inside = [m for part in parts for _, m in _walk(part) if _is_linear(m)]
-            last = [m for m in inside if (features(m) or (0, 0))[1] == hidden][-1:]
-            found |= {names[id(module)]: module for module in last}
+        inside = [
+            module
+            for parts in sublayers(layer)  # attention comes first
+            for part in parts
+            for _, module in _walk(part)
+            if _is_linear(module) and (features(module) or (0, 0))[1] == hidden
+        ]
+        found |= {names[id(module)]: module for module in inside[-1:]}
     if not found:
         raise ValueError(
             f"no linear module of {type(model).__name__} is the last of an attention or an MLP: "

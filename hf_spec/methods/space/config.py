@@ -57,7 +57,7 @@ class SpaceConfig(PredictingConfig):
     target_modules: list[str] | str | None = setting(
         None,
         "Linear modules that get low-rank updates: names, or a regular expression. Default: all in "
-        "the decoder layers; for gated updates the last one of each attention and MLP.",
+        "the decoder layers; for gated updates the last one of each layer.",
     )
 
     def __post_init__(self) -> None:
