@@ -245,7 +245,7 @@ def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
 
 
 def test_options_reach_the_strategy(model, tokenizer, prompts):
-    options = {"layer_skip": {"skip_attention": [1], "skip_mlp": []}}
+    options = {"layer_skip": {"skip_attention": [1], "skip_mlp": [], "fallback": False}}
     result = run(
         model, tokenizer, prompts, ["layer_skip"], strategy_kwargs=options, max_new_tokens=NEW
     )

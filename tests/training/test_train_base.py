@@ -140,7 +140,7 @@ def test_otherwise_the_base_stays_as_it_was(tmp_path: Path, update: str) -> None
     assert bit_sums(list(model.parameters())) == before
     assert not (tmp_path / "model").exists()
     assert not list(tmp_path.rglob("base_model.safetensors"))
-    per_layer = {"gated": 64 + 96, "lora": 2 * 64 + 2 * 48 + 3 * 96, "none": 0}
+    per_layer = {"gated": 96, "lora": 2 * 64 + 2 * 48 + 3 * 96, "none": 0}
     transition = (1 + 2) * 3 * 32 * 128  # V, S, U, and those of two distances
     assert record["trainable_parameters"] == 2 * 32 + 2 * 2 * per_layer[update] + transition
     # What was written is what was trained, in a base like the first.

@@ -215,7 +215,7 @@ def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    assert len(found) == len(rates) == 1 + 3 + 2 * 2 * 2
+    assert len(found) == len(rates) == 1 + 3 + 2 * 2
     for name, rate in found.items():
         part = name.rpartition(".default")[0].rpartition("space_")[2]
         if part.startswith("transition"):
