@@ -157,6 +157,7 @@ REFUSED: dict[str, str] = {
             "gemma4_unified_text", "glm4_moe_lite", "mimo_v2_flash", "minicpm3", "youtu"),
     "gemma3n_text": "bita layer_skip propd",  # layers that share keys, and four streams of states
     "mllama": "bita propd",  # layers that wait for an image
+    "moshi": "bita ppd space",  # a full mask beside a sliding window
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe"),  # attention that returns more
 }  # fmt: skip
 
