@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from hf_spec.bench.intervals import interval
 from hf_spec.bench.report import new_table
+from hf_spec.core.checks import first_line
 from hf_spec.hub.folder import read_json
 
-PLAIN = "plain"
-#: Tokens, forwards and seconds of a prompt or batch, then the same of plain decoding.
+#: Tokens, forwards and seconds of a prompt or batch, then the same of its baseline.
 Sums = tuple[float, ...]
 
 
@@ -36,7 +36,7 @@ def read(folders: list[Path]) -> list[Measured]:
     """The contenders of some folders; of several folders, their names begin with the folder's.
 
     Raises:
-        ValueError: a folder has no results of plain decoding.
+        ValueError: a folder has no results, or none of a contender's baseline.
     """
     found = []
     for folder in folders:
@@ -45,12 +45,15 @@ def read(folders: list[Path]) -> list[Measured]:
         for call in data["calls"]:
             own = groups.setdefault((call["batch_size"], call["strategy"]), {})
             own[tuple(call["prompts"])] = (call["new_tokens"], call["row_steps"], call["seconds"])
+        # Fine-tuned models have a baseline of their own.
+        baselines = {(row["batch_size"], row["strategy"]): row["baseline"] for row in data["runs"]}
         for (size, strategy), calls in groups.items():
-            if strategy.partition("@")[0] == PLAIN:
+            baseline = baselines[size, strategy]
+            if strategy == baseline:
                 continue
-            plain = groups.get((size, PLAIN), {})
+            plain = groups.get((size, baseline), {})
             if not plain.keys() >= calls.keys():
-                raise ValueError(f"{str(folder)!r} has no plain decoding of the same prompts.")
+                raise ValueError(f"{str(folder)!r} has no {baseline!r} of the same prompts.")
             name = strategy if len(folders) == 1 else f"{folder.name} {strategy}"
             both = {key: (*sums, *plain[key]) for key, sums in calls.items()}
             found.append(Measured(name, size, both))
@@ -90,13 +93,24 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("folders", type=Path, nargs="+", help="outputs of hf-spec bench")
     parser.add_argument("--against", help="name of the contender that others are compared with")
     args = parser.parse_args(given)
+    try:
+        show(read(args.folders), args.against)
+    except ValueError as error:
+        parser.error(first_line(error))
+
+
+def show(found: list[Measured], against: str | None) -> None:
+    """Print the table.
+
+    Raises:
+        ValueError: there is no such contender, or one has answered other prompts.
+    """
     from rich.console import Console
 
-    found = read(args.folders)
-    named = [one for one in found if args.against in (None, one.name)]
+    named = [one for one in found if against in (None, one.name)]
     if not named:
         names = ", ".join(sorted({one.name for one in found}))
-        parser.error(f"--against {args.against}: there is no such contender, only {names}")
+        raise ValueError(f"--against {against}: there is no such contender, only {names}")
     heads = ["batch", "prompts", "tau", "speedup", "tau beside", "95%", "speed beside", "95%"]
     table = new_table(f"beside {named[0].name}", ["contender"], heads)
     for one in found:

@@ -168,15 +168,14 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
                 speed = _texts(plain[row["baseline"], row["task"]])["speed"]
                 shown.append({**_texts(row), "plain": speed, "output": _output(row)})
         asked = environment.get("prompts_sha256")
-        searched = search is not None and search["environment"].get("prompts_sha256") == asked
-        same = searched and not (search or {}).get("held_out")
+        same = search is not None and search["environment"].get("prompts_sha256") == asked
         strategy = rows[0]["strategy"]
         sizes = [_texts(row) for row in runs if (row["strategy"], row["task"]) == (strategy, "all")]
         return {
             "rows": shown,
             "by_task": several,
             "by_size": sizes if len(sizes) > 1 else [],
-            "development": same,
+            "development": same and not environment.get("held_out"),
             "setting": _setting(environment, size),
         }
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -26,8 +26,12 @@ def write(folder: Path, rows: dict[str, list[tuple[int, int, float]]]) -> Path:
         for name, own in rows.items()
         for index, (tokens, steps, seconds) in enumerate(own)
     ]  # fmt: skip
+    runs = [
+        {"strategy": name, "batch_size": 1, "baseline": "plain@tuned" if "@" in name else "plain"}
+        for name in rows
+    ]
     folder.mkdir()
-    (folder / "results.json").write_text(json.dumps({"environment": {}, "calls": calls}))
+    (folder / "results.json").write_text(json.dumps({"runs": runs, "calls": calls}))
     return folder
 
 
@@ -67,6 +71,12 @@ def test_figures_and_intervals(script: Any, tmp_path: Path) -> None:
     assert ends == (0.0, 0.0) and speeds[0] < 1 < speeds[1] and 0.9 < ratio < 1.1
 
 
+def test_fine_tuned_models_have_a_baseline_of_their_own(script: Any, tmp_path: Path) -> None:
+    rows = {"plain": [(8, 8, 1.0)], "plain@tuned": [(8, 8, 2.0)], "a@tuned": [(8, 4, 1.0)]}
+    (found,) = script.read([write(tmp_path / "results", rows)])
+    assert found.name == "a@tuned" and script.speedup(*found.calls[0,]) == 2.0
+
+
 def test_the_table(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = lengths(1)
     rows = {
@@ -88,8 +98,12 @@ def test_what_cannot_be_compared(
         script.main([str(one), "--against", "c"])
     assert "--against c: there is no such contender, only a" in capsys.readouterr().err
     none = write(tmp_path / "none", {"a": [(3, 3, 1.0)]})
-    with pytest.raises(ValueError, match="has no plain decoding of the same prompts"):
+    with pytest.raises(ValueError, match="has no 'plain' of the same prompts"):
         script.read([none])
+    for folder in (none, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit):
+            script.main([str(folder)])
+        assert str(folder) in capsys.readouterr().err
     few = script.read([one])[0]
     assert script.beside(few, few)[0] == [0.0, None]
     other = script.Measured("other", 1, {(7,): (1, 1, 1.0, 1, 1, 1.0)})

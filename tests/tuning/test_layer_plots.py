@@ -57,6 +57,17 @@ def test_speedups_by_skipped_sublayers(search: dict[str, Any]) -> None:
     assert drawn["random"] == [(3, 1.1)] and legend(right) == ["best", "first", "random"]
 
 
+def test_held_out_values_are_named(search: dict[str, Any]) -> None:
+    """They stand beside the choice's own value on the same prompts, not on those of the search."""
+    search["held_out"] = [{"prompts": 2}]
+    search["baselines"][0]["speedup"] = 1.5
+    _, right = draw_search(search).get_axes()
+    assert lines(right)["best"] == [(3, 2.0)]
+    assert lines(right)["searched, held out"] == [(3, 1.5)]
+    names = [f"{name}, held out" for name in ("searched", "first", "random")]
+    assert legend(right) == ["best", *names]
+
+
 def test_a_square_for_each_sublayer(search: dict[str, Any]) -> None:
     (axes,) = draw_layers(search).get_axes()
     assert axes.get_title() == "drafting skips 1 attention and 2 MLP sublayers"

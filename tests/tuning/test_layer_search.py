@@ -141,7 +141,7 @@ def test_the_best_are_judged_on_other_prompts(
 ) -> None:
     others = [Prompt("two one two one"), Prompt("bcbcbc")]
     alone = run(tmp_path / "alone", 20)
-    assert alone.finalists == [] and alone.judged == alone.best.evaluation
+    assert alone.finalists == [] and alone.exits[0]["value"] == alone.best.evaluation.value
     result = run(tmp_path / "both", 20, held_out=others, baselines=True)
     assert outline(result) == outline(alone), "trials do not see them"
     ranked = sorted(
@@ -157,7 +157,7 @@ def test_the_best_are_judged_on_other_prompts(
         assert row["value"] == value.value and row["development"] == trial.evaluation.value
         assert row["prompts"] == 2 and row["counts"]["prompts"] == 2
     chosen = min(rows, key=lambda row: row["value"])
-    assert result.best.number == chosen["trial"] and result.judged.value == chosen["value"]
+    assert result.best.number == chosen["trial"]
     assert result.exits[0]["value"] == chosen["value"]
     assert result.baselines is not None and result.baselines[0]["value"] == chosen["value"]
     assert result.baselines[1]["counts"]["prompts"] == 2

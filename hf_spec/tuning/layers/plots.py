@@ -13,7 +13,7 @@ from hf_spec.hub.folder import read_json
 
 SEARCH_PLOT, LAYERS_PLOT = "search.png", "layers.png"
 KEPT, ATTENTION, MLP = "0.85", "tab:red", "tab:blue"
-MARKERS = {"first": "<", "middle": "d", "last": ">", "random": "X"}
+MARKERS = {"searched": "*", "first": "<", "middle": "d", "last": ">", "random": "X"}
 
 
 def read_search(folder: Path) -> dict[str, Any]:
@@ -64,11 +64,13 @@ def draw_search(data: dict[str, Any]) -> Any:
     right.scatter([t["skipped"] for t in complete], [t["speedup"] for t in complete], s=14)
     right.plot(sorted(envelope), [envelope[n] for n in sorted(envelope)], "--", color="0.5")
     right.plot(best["skipped"], best["speedup"], "*", color="tab:red", markersize=14, label="best")
+    # Baselines are judged on held-out prompts if there are any, and the choice beside them.
+    others = ", held out" if data.get("held_out") else ""
     for row in data.get("baselines") or ():
-        if row["name"] in MARKERS:
+        if row["name"] in MARKERS and (others or row["name"] != "searched"):
             right.plot(
                 best["skipped"], row["speedup"], MARKERS[row["name"]], color="tab:orange",
-                markersize=8, label=row["name"],
+                markersize=8, label=row["name"] + others,
             )  # fmt: skip
     right.axhline(1.0, color="0.4", linestyle=":")
     right.set(

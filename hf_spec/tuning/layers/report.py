@@ -50,7 +50,8 @@ def write_folder(
     save_spec_config(folder, STRATEGY, result.options())
     data = {"environment": environment, **result.to_dict()}
     write_atomically(folder / SEARCH, json.dumps(data, indent=1))
-    bench_report.write_results(folder / RESULTS, bench, environment)
+    measured_on = {"held_out": bool(result.finalists)}  # the same file, other prompts
+    bench_report.write_results(folder / RESULTS, bench, {**environment, **measured_on})
     plot_search(folder, folder)
     write_card(folder)
 

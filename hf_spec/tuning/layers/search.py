@@ -104,8 +104,7 @@ class SearchResult:
         costs: the measured costs; None for ``objective="measured"``.
         trials: all finished trials.
         best: the complete trial that was chosen: the best one, or of the best few the one that is
-            best on the held-out prompts.
-        judged: its value on the held-out prompts; on those of the search if there are none.
+            best on the held-out prompts, where the first of ``exits`` has its value.
         finalists: one entry per choice that was judged on held-out prompts, the best trial first.
         baselines: entries of ``search.json``, the searched choice first; None if left out. They
             and the draft exits are judged as ``best`` is.
@@ -118,7 +117,6 @@ class SearchResult:
     costs: StepCosts | None
     trials: list[Trial]
     best: Trial
-    judged: Evaluation
     finalists: list[dict[str, Any]]
     baselines: list[dict[str, Any]] | None
     exits: list[dict[str, Any]]
@@ -224,7 +222,7 @@ def search(
             status("comparing baselines")
             rows = _baselines(evaluator.sublayers, best.skip, settings.stop, judge)
         return SearchResult(
-            settings, identity, evaluator.sublayers, evaluator.costs, done, best, judged,
+            settings, identity, evaluator.sublayers, evaluator.costs, done, best,
             [
                 {"trial": one.number, "prompts": len(held_out), **one.skip.options(),
                  "development": one.evaluation.value, **value.to_dict()}
