@@ -1,0 +1,99 @@
+"""The papers' tables: every line can be trained and decoded as it says, and is made once."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts import load_script
+from tiny_checkpoint import save_checkpoint, write_prompts
+
+from hf_spec import cli
+from hf_spec.cli.train import parse_fields
+from hf_spec.methods.registry import get_method
+from hf_spec.training.train import config_fields
+
+
+@pytest.fixture
+def script() -> Any:
+    return load_script("papers")
+
+
+def test_every_option_is_one_of_its_method(script: Any) -> None:
+    """Fields of the adapter's config and options of the strategy, in values that go together."""
+    ours = {"--epochs", "--dtype"}
+    for name, table in script.TABLES.items():
+        names = [line.name for line in table.lines]
+        assert len({*names}) == len(names), name
+        for line in table.lines:
+            method, *words = shlex.split(line.adapter.replace("{skip}", "[1]"))
+            pairs = [*zip(words[::2], words[1::2])]
+            fields = [word for pair in pairs if pair[0] not in ours for word in pair]
+            chosen = get_method(method)
+            fields += shlex.split("" if method == "layer_skip" else script.PAPER)
+            assert chosen.adapter_config is not None
+            config = parse_fields(fields, config_fields(chosen), method)
+            made = chosen.adapter_config(**{**chosen.trained, **config})
+            assert all(getattr(made, key) == value for key, value in config.items())
+            chosen.parse_options(line.options)
+
+
+def test_a_table_is_made_once(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run: list[tuple[str, ...]] = []
+
+    def in_this_process(*words: str) -> None:
+        run.append(words)
+        assert cli.main([*words]) == 0
+
+    monkeypatch.setattr(script, "command", in_this_process)
+    base = save_checkpoint(tmp_path / "base")
+    rows = [{"prompt": f"{n} and {n + 1}", "answer": f"{2 * n + 1} is it"} for n in range(40)]
+    (tmp_path / "answers").mkdir()
+    write_prompts(tmp_path / "answers" / "train.jsonl", rows)
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    small = script.Table("A table", script.TABLES["bita-trees"].lines[:2])
+    monkeypatch.setitem(script.TABLES, "small", small)
+    given = [
+        "small", "--model", str(base), "--prompts", str(prompts), "--limit", "3",
+        "--max-new-tokens", "6", "--dtype", "float32", "--seeds", "2",
+        "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="--answers is needed"):
+        script.main(given)
+    given += ["--answers", str(tmp_path / "answers")]
+    script.main(given)
+    # Two trees of one adapter, of two seeds.
+    assert [words[0] for words in run] == ["train", "bench", "bench"] * 2
+    settings = json.loads((tmp_path / "out/adapters/bita-seed1/training.json").read_text())
+    assert settings["settings"]["seed"] == 1 and settings["config"]["transition_rank"] == 0
+    shown = capfd.readouterr().out
+    assert "A table" in shown and "bita-seed1: top-1 " in shown
+    for name in ("efficient5-seed0", "efficient3-seed1"):
+        assert name in shown
+    run.clear()
+    script.main(given)
+    assert not run
+
+
+def test_what_it_is_not_told(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    script.main([])
+    assert "propd-ablation       ProPD, Tables 1 and 3" in capsys.readouterr().out
+    for words, told in ((["nothing"], "no table 'nothing'"), (["bita-trees"], "--model and")):
+        with pytest.raises(SystemExit):
+            script.main(words)
+        assert told in capsys.readouterr().err
+
+
+def test_a_command_that_fails(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        script.subprocess, "run",
+        lambda *a, **k: subprocess.CompletedProcess(a, 2, stderr=b"hf-spec: no such model"),
+    )  # fmt: skip
+    with pytest.raises(SystemExit, match="hf-spec bench failed:\nhf-spec: no such model"):
+        script.command("bench")
