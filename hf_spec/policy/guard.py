@@ -15,7 +15,7 @@ START = 1.5
 #: Largest balance. It carries a profitable strategy through bad stretches; a larger one would delay
 #: the reaction when acceptance drops within an output.
 FULL = 4.0
-#: Largest debt: a step that takes longer is compiling something.
+#: Largest debt, however expensive a step is.
 DEBT = 8.0
 #: Balance required for another attempt after a setback, and at the start of a new call, whose text
 #: may differ.

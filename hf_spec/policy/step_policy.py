@@ -336,6 +336,8 @@ class StepPolicy:
         forwards = self.stats.num_draft_forwards - self._before[1]
         times = setting.pruned if pruned else setting.times
         mostly = plan is not None and not self.looks_up_only  # typical drafting
+        alone = setting.times.plain_seconds() if rows == 1 else times.mean(rows)
+        expected = (times.seconds(rows) if rows > 1 else None) or alone and alone + drafting
         times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None, forwards)
         setting.times.pace = setting.pruned.pace = times.pace  # both share the machine's pace
         setting.rate.add(tokens, seconds)
@@ -351,16 +353,14 @@ class StepPolicy:
         if candidates:
             drafted = plan.promised - self._live if plan.promised else live
             setting.kept[pruned].add(tokens - live, drafted, ALPHA / 4)
-        expected = times.seconds(rows) if rows > 1 else None
         plain = setting.times.plain_seconds()
-        if expected is None:
-            expected = (plain or 0.0) + drafting if rows == 1 and plain else seconds
         self.history.append({
             "candidates": candidates, "step_tokens": rows, "pruned": pruned,
             "promised_tokens": plan.promised or None, "tokens": tokens,
-            "promised_seconds": expected, "seconds": seconds, "batch_size": live,
+            "promised_seconds": expected or seconds, "seconds": seconds, "batch_size": live,
         })  # fmt: skip
-        if self.enabled and plain and live:
+        # While nobody knows how long a step should take, it may be a stall or a warm-up.
+        if self.enabled and plain and expected and live:
             # Nothing is cheaper than a plain step; if it seems so, the machine sped up.
             # Measured times: estimates drift apart if one kind of step pauses for long.
             account = lookups if self.looks_up_only else guard

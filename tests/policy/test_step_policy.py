@@ -325,6 +325,23 @@ def test_what_never_comes_costs_little(slope: float) -> None:
         assert tokens / spent > 0.97
 
 
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_stall_while_no_times_are_known_does_not_pause_drafting(pruned: bool) -> None:
+    """Steps that compile are not observed, so that plain steps may be known before all others."""
+    policy = StepPolicy(SpecStats(), Learned(), HERE)
+    for _ in range(3):
+        policy.drafts()
+        policy.note(0, 1, 1, 1, 1.0)
+    for candidates, seconds in ((8, 1.2), (8, 50.0), (8, 1.2), (8, 1.2)):
+        assert policy.drafts()
+        policy._plan = step_policy.Plan(candidates)
+        policy.note(candidates, 9, 3, 1, seconds, pruned)
+        assert not policy.learned.guard.paused
+    # From then on a stall counts as twice what is usual.
+    policy.note(8, 9, 1, 1, 50.0, pruned)
+    assert 1 < policy.learned.guard.balance < 4
+
+
 def test_without_the_guard_every_step_drafts() -> None:
     learned = Learned()
     sizes, _, _, policy = simulate(
