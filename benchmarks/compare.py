@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_spec.bench.intervals import interval
-from hf_spec.bench.report import new_table
+from hf_spec.bench.report import TABLE_WIDTH, new_table
 from hf_spec.core.checks import first_line
 from hf_spec.hub.folder import read_json
 
@@ -127,7 +127,9 @@ def show(found: list[Measured], against: str | None) -> None:
                     f"{ends[0]:{form}} to {ends[1]:{form}}" if ends else "too few",
                 ]
         table.add_row(one.name, *row, *[""] * (len(heads) - len(row)))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table)
 
 
 if __name__ == "__main__":
