@@ -3,9 +3,10 @@
 Both answer the same prompts greedily, one at a time: vLLM in a process of the interpreter that has
 it, as it is and with speculation (``--vllm``): by its n-grams (``ngram``), by its suffix decoding
 (``suffix``, which needs arctic-inference there), and by hf_spec's look-ups (``lookup``, which
-needs hf_spec there); plain Transformers and strategies of hf_spec, as they are and compiled, in
-this one. They take turns, so that a machine whose speed changes is fair to both; while one is
-timed, the other does not run. Loading, compiling and the first prompts are not timed. With
+needs hf_spec there, and ``shared``, the same in answers to other requests, too); plain
+Transformers and strategies of hf_spec, as they are and compiled, in this one. They take turns, so
+that a machine whose speed changes is fair to both; while one is timed, the other does not run.
+Loading, compiling and the first prompts are not timed. With
 ``--engines-only`` there is vLLM alone, also with several requests at a time (``--batch-size``).
 vLLM is no dependency: it is installed in an environment of its own, such as
 
@@ -48,7 +49,10 @@ ENGINES = {
     "ngram": "vLLM, n-gram",
     "suffix": "vLLM, suffix decoding",
     "lookup": "vLLM, hf_spec",
+    "shared": "vLLM, hf_spec, shared",
 }
+#: Tokens of other requests that ``shared`` looks up in.
+SHARED = 100_000
 VLLM = ENGINES["plain"]
 
 Row = dict[str, Any]
@@ -62,7 +66,7 @@ def speculative_config(args: argparse.Namespace, engine: str) -> Row | None:
         return {"method": "ngram", "num_speculative_tokens": args.ngram_tokens, **sizes}
     if engine == "suffix":
         return {"method": "suffix", "num_speculative_tokens": args.lookup_tokens}
-    if engine == "lookup":
+    if engine in ("lookup", "shared"):
         proposer = "hf_spec.engines.vllm.LookupProposer"
         return {"model": proposer, "num_speculative_tokens": args.lookup_tokens}
     return None
@@ -77,11 +81,13 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, engine: str) -> Row:
     longest = max(map(len, prompts)) + args.max_new_tokens
     # Near the longest text vLLM drafts without asking proposers: none is to come that far.
     room = max(args.ngram_tokens, args.lookup_tokens) + 1
+    # What learns from other requests must not have seen the answers before.
+    warm = [ids[::-1] for ids in prompts[: args.batch_size]]
     asked = {
-        "model": args.model, "dtype": args.dtype, "prompts": prompts,
-        "warm": prompts[: args.batch_size], "batch_size": args.batch_size,
-        "max_model_len": longest + room, "max_new_tokens": args.max_new_tokens,
-        "speculative": speculative_config(args, engine),
+        "model": args.model, "dtype": args.dtype, "prompts": prompts, "warm": warm,
+        "batch_size": args.batch_size, "max_model_len": longest + room,
+        "max_new_tokens": args.max_new_tokens, "speculative": speculative_config(args, engine),
+        "additional": {"hf_spec": {"shared_tokens": SHARED}} if engine == "shared" else {},
     }  # fmt: skip
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     own = {
@@ -233,7 +239,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engines-only", action="store_true", help="vLLM alone, nothing of Transformers")
     add("--batch-size", type=int, default=1, help="requests that vLLM runs at a time (default: 1)")
     add("--ngram-tokens", type=int, default=5, help="vLLM's candidates (default: %(default)s)")
-    add("--lookup-tokens", type=int, default=10, help="of suffix and lookup, at most (default: 10)")
+    add("--lookup-tokens", type=int, default=10, help="of the others, at most (default: 10)")
     add("--backend", default="inductor", help="of torch.compile; none: do not compile")
     add("--timeout", type=int, default=1800, help="seconds for a turn of vLLM")
     add("--json", type=Path, help="where results go, too")

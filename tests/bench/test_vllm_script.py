@@ -31,7 +31,12 @@ elif speculative.get("method") == "suffix":
 elif speculative:
     assert speculative["model"] == "hf_spec.engines.vllm.LookupProposer"
     assert speculative["num_speculative_tokens"] == 10
+    shared = {{"hf_spec": {{"shared_tokens": 100000}}}}
+    assert asked["additional"] in ({{}}, shared)
+    tokens = tokens[::-1] if asked["additional"] else tokens
 together = asked["batch_size"] > 1
+# Nothing that is measured is answered before.
+assert not any(ids in asked["prompts"] for ids in asked["warm"])
 assert len(asked["warm"]) == min(asked["batch_size"], len(tokens))
 print("what vLLM says")
 seconds = [0.1] if together else [0.1] * len(tokens)
@@ -107,11 +112,13 @@ def test_everything_is_measured(vllm: Any, folder: Path, tmp_path: Path, capsys:
 def test_engines_alone(vllm: Any, folder: Path, tmp_path: Path, capsys: Any, batch: int) -> None:
     python = stand_in(tmp_path, known_answers(vllm, folder, tmp_path))
     path, more = tmp_path / "results.json", ["--engines-only", "--batch-size", str(batch)]
-    vllm.main(arguments(folder, python, *more, "--vllm", "lookup,plain", "--json", str(path)))
+    engines = "lookup,shared,plain"
+    vllm.main(arguments(folder, python, *more, "--vllm", engines, "--json", str(path)))
     rows = {row["name"]: row for row in json.loads(path.read_text())["results"]}
-    assert list(rows) == ["vLLM, hf_spec", "vLLM"]
-    for row in rows.values():
-        assert row["same_as_vllm"] == 1.0 and "same_as_plain" not in row
+    assert list(rows) == ["vLLM, hf_spec", "vLLM, hf_spec, shared", "vLLM"]
+    for name, row in rows.items():
+        assert row["same_as_vllm"] == (0.0 if "shared" in name else 1.0)
+        assert "same_as_plain" not in row
         assert row["tokens_per_second"] == pytest.approx(12 / (0.1 if batch > 1 else 0.2))
     shown = capsys.readouterr().out
     assert f"2 prompts, {'one' if batch == 1 else batch} at a time" in shown
@@ -166,7 +173,7 @@ def test_no_such_interpreter(vllm: Any, folder: Path) -> None:
         (["--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
         (["--strategies", "medusas"], "unknown strategy 'medusas'"),
         (["--backend", "nothing"], "torch.compile does not know it"),
-        (["--vllm", "plain,eagle"], "--vllm plain,eagle: name each of plain,ngram,suffix,lookup"),
+        (["--vllm", "plain,eagle"], "--vllm plain,eagle: name each of plain,ngram,suffix,lookup,"),
         (["--batch-size", "8"], "--batch-size 8 needs --engines-only"),
     ],
 )
