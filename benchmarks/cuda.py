@@ -52,6 +52,7 @@ from hf_spec.model.tree_forward import TreeForward
 #: Hidden size, layers, heads, key-value heads, intermediate size, vocabulary.
 SHAPES = {
     "tiny": (64, 4, 4, 2, 128, 512),
+    "22m": (384, 12, 6, 2, 1024, 8192),
     "1b": (2048, 16, 32, 8, 8192, 128256),
     "8b": (4096, 32, 32, 8, 14336, 128256),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -61,24 +62,32 @@ def test_a_table_is_made_once(
     monkeypatch.setitem(script.TABLES, "small", small)
     given = [
         "small", "--model", str(base), "--prompts", str(prompts), "--limit", "3",
-        "--max-new-tokens", "6", "--dtype", "float32", "--seeds", "2",
-        "--output", str(tmp_path / "out"),
+        "--max-new-tokens", "6", "--dtype", "float32", "--output", str(tmp_path / "out"),
     ]  # fmt: skip
     with pytest.raises(SystemExit, match="--answers is needed"):
         script.main(given)
     given += ["--answers", str(tmp_path / "answers")]
     script.main(given)
-    # Two trees of one adapter, of two seeds.
-    assert [words[0] for words in run] == ["train", "bench", "bench"] * 2
-    settings = json.loads((tmp_path / "out/adapters/bita-seed1/training.json").read_text())
-    assert settings["settings"]["seed"] == 1 and settings["config"]["transition_rank"] == 0
+    # Two trees of one adapter.
+    assert [words[0] for words in run] == ["train", "bench", "bench"]
+    made = json.loads((tmp_path / "out/adapters/bita-seed0/training.json").read_text())
+    assert made["settings"]["seed"] == 0 and made["config"]["transition_rank"] == 0
     shown = capfd.readouterr().out
-    assert "A table" in shown and "bita-seed1: top-1 " in shown
-    for name in ("efficient5-seed0", "efficient3-seed1"):
-        assert name in shown
+    assert "A table" in shown and "bita-seed0: top-1 " in shown
+    assert "efficient5-seed0" in shown and "efficient3-seed0" in shown
+    # Nothing is made again, and a second seed in addition.
     run.clear()
-    script.main(given)
-    assert not run
+    monkeypatch.setattr(script, "command", lambda *words: run.append(words) or copied(words))
+    script.main([*given, "--seeds", "2"])
+    assert [words[0] for words in run] == ["train", "bench", "bench"]
+    assert run[0][run[0].index("--seed") + 1] == "1"
+    assert "efficient3-seed1" in capfd.readouterr().out
+
+
+def copied(words: tuple[str, ...]) -> None:
+    """In place of running a command for seed 1: the results of seed 0."""
+    folder = words[words.index("--output") + 1]
+    shutil.copytree(folder.replace("seed1", "seed0"), folder)
 
 
 def test_what_it_is_not_told(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
