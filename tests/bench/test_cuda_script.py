@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_skipped(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "70b"], "--shape 70b: choose from tiny, 1b, 8b"),
+        (["--shape", "70b"], "--shape 70b: choose from tiny, 22m, 1b, 8b"),
         (["--device", "tpu"], "tpu"),
         (["--contexts", "0"], "give numbers from 1 on"),
         (["--repeats", "1"], "--repeats must be at least 2"),
