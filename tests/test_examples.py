@@ -94,7 +94,7 @@ def test_commands_have_the_options_that_pages_name() -> None:
             if command.name not in ("serve", "run"):  # which hand them on
                 assert given <= known, f"{page.name}: {sorted(given - known)} in {words}"
             found += 1
-    assert found > 40
+    assert found > 20  # the pages have commands, and they are found
 
 
 def fields_of(method: str) -> set[str]:

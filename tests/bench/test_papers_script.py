@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -41,6 +42,14 @@ def test_every_option_is_one_of_its_method(script: Any) -> None:
             made = chosen.adapter_config(**{**chosen.trained, **config})
             assert all(getattr(made, key) == value for key, value in config.items())
             chosen.parse_options(line.options)
+
+
+def test_the_pages_name_tables_that_there_are(script: Any) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    text = " ".join(page.read_text() for page in docs.rglob("*.md"))
+    named = re.findall(r"papers\.py ((?:[a-z]+(?:-[a-z]+)*\b ?)+)", text)
+    names = {name for words in named for name in words.split()}
+    assert len(names) > 5 and names <= set(script.TABLES)
 
 
 def test_a_table_is_made_once(
