@@ -84,7 +84,15 @@ def test_a_table_is_made_once(
     shown = capfd.readouterr().out
     assert "A table" in shown and "bita-seed0: top-1 " in shown
     assert "efficient5-seed0" in shown and "efficient3-seed0" in shown
-    # Nothing is made again, and a second seed in addition.
+    # What was interrupted is measured again.
+    run.clear()
+    place = tmp_path / "out/small/efficient3-seed0/results.json"
+    cut = json.loads(place.read_text())
+    cut["environment"]["interrupted"] = True
+    place.write_text(json.dumps(cut))
+    script.main(given)
+    assert [words[0] for words in run] == ["bench"]
+    # Nothing else is made again, and a second seed in addition.
     run.clear()
     monkeypatch.setattr(script, "command", lambda *words: run.append(words) or copied(words))
     script.main([*given, "--seeds", "2"])
