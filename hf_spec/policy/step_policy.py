@@ -35,7 +35,7 @@ from hf_spec.policy.adaptive_trees import best_ends, ends
 from hf_spec.policy.learned import ALPHA, Learned
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
-from hf_spec.policy.step_times import CLIP
+from hf_spec.policy.step_times import CLIP, StepTimes
 
 #: Numbers of candidates that a step may have. There are few, so that steps repeat, above all
 #: compiled ones.
@@ -336,8 +336,7 @@ class StepPolicy:
         forwards = self.stats.num_draft_forwards - self._before[1]
         times = setting.pruned if pruned else setting.times
         mostly = plan is not None and not self.looks_up_only  # typical drafting
-        alone = setting.times.plain_seconds() if rows == 1 else times.mean(rows)
-        expected = (times.seconds(rows) if rows > 1 else None) or alone and alone + drafting
+        expected = self._expected(times, rows, drafting)
         times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None, forwards)
         setting.times.pace = setting.pruned.pace = times.pace  # both share the machine's pace
         setting.rate.add(tokens, seconds)
@@ -365,6 +364,13 @@ class StepPolicy:
             # Measured times: estimates drift apart if one kind of step pauses for long.
             account = lookups if self.looks_up_only else guard
             account.book(tokens / live, max(min(seconds, CLIP * expected) / plain, 1.0))
+
+    def _expected(self, times: StepTimes, rows: int, drafting: float) -> float | None:
+        """Seconds that a step should take, by those before it; None while they do not tell."""
+        if rows > 1 and times.line is not None:
+            return times.seconds(rows)
+        forward = self.setting.times.plain_seconds() if rows == 1 else times.mean(rows)
+        return None if forward is None else forward + drafting
 
     def _rows(self, draft: Draft) -> int:
         probes = 0 if draft.probes is None else draft.probes.num_probes
