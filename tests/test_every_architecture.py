@@ -33,7 +33,7 @@ ALWAYS = [
     ("gemma4_text", "space"), ("gemma3n_text", "propd"), ("jetmoe", "layer_skip"),
     ("inkling_text", "bita"), ("deepseek_v4", "bita"), ("nemotron_h", "bita"), ("zamba2", "bita"),
     ("mpt", "prompt_lookup"), ("git", "prompt_lookup"), ("phimoe", "space"),
-    ("gemma3n_text", "bita"),
+    ("gemma3n_text", "bita"), ("gpt_neox_japanese", "prompt_lookup"),
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "draft_exit": "fixed", "max_draft": 3},

@@ -273,15 +273,15 @@ class TreeCache(Cache):
             groups.setdefault(signature, []).append(key)
         batch = len(self.host_lengths)
         for (heads, dim, dtype, device, _), members in groups.items():
-            # Rows first: the first few rows have the same layout however many follow.
-            shape = (batch, len(members), heads, self.front + self.capacity, dim)
+            # Layers first: some models view a layer's rows and heads as one dimension.
+            shape = (len(members), batch, heads, self.front + self.capacity, dim)
             self._groups.append((self._new(shape, dtype, device), members))
         self._attach()
 
     def _attach(self) -> None:
         for storage, members in self._groups:
-            own = storage[: self.batch_size]  # parked rows come after
-            for view, (index, name) in zip(own.unbind(1), members):
+            own = storage[:, : self.batch_size]  # parked rows come after
+            for view, (index, name) in zip(own, members):
                 self.layers[index].attach(name, view)
 
     def _join(self) -> None:
@@ -316,7 +316,7 @@ class TreeCache(Cache):
         capacity = self._rounded(self.capacity)
         if self._groups:
             self._groups = [
-                (storage[:, part : part + 1].clone(), [member])
+                (storage[part : part + 1].clone(), [member])
                 for storage, members in self._groups
                 for part, member in enumerate(members)
             ]
@@ -336,7 +336,7 @@ class TreeCache(Cache):
         """Each buffer ``(batch, kv_heads, front + capacity, head_dim)`` with its layer index and
         ``keys`` or ``values``."""
         for storage, members in self._groups:
-            yield from zip(storage[: self.batch_size].unbind(1), members)
+            yield from zip(storage[:, : self.batch_size], members)
 
     def _resize(self, front: int, capacity: int) -> None:
         """Move everything to buffers with these numbers of front slots and token slots."""
@@ -511,7 +511,7 @@ class TreeCache(Cache):
         depth = path.shape[1]
         uniform = min(self.host_lengths) == self.max_length
         for buffer, _ in self._groups:
-            storage = buffer[: self.batch_size, :, :, self.front :]
+            storage = buffer[:, : self.batch_size, :, self.front :]
             nodes = path.to(storage.device)
             if self.batch_size == 1:
                 start = self.max_length
@@ -520,10 +520,10 @@ class TreeCache(Cache):
             rows = self.on(storage.device, "rows")
             lengths = self.on(storage.device, "lengths")[:, None]
             steps = torch.arange(depth, device=storage.device)
-            moved = storage[rows, :, :, lengths + nodes]
+            moved = storage[:, rows, :, lengths + nodes]
             if uniform:
                 lengths = lengths[:1].expand(self.batch_size, 1)
-            storage[rows, :, :, lengths + steps] = moved
+            storage[:, rows, :, lengths + steps] = moved
 
     def rollback(self) -> None:
         """Close the block and discard all of its nodes."""
@@ -537,9 +537,9 @@ class TreeCache(Cache):
         cache = cls(len(source.layers), batch_size, source.lengths.device)
         cache.front, cache.capacity = source.front, source.capacity
         for storage, members in source._groups:
-            shape = (batch_size, *storage.shape[1:])
+            shape = (storage.shape[0], batch_size, *storage.shape[2:])
             grown = zeros(shape, storage.dtype, storage.device)
-            grown[:, :, :, : source.front] = storage[:1, :, :, : source.front]
+            grown[:, :, :, : source.front] = storage[:, :1, :, : source.front]
             cache._groups.append((grown, list(members)))
         cache._attach()
         return cache
@@ -604,8 +604,8 @@ class TreeCache(Cache):
         """Exchange the used slots of two places; the front slots are equal in all rows."""
         stop = self.front + self.max_length
         used = [storage[:, :, :, self.front : stop] for storage, _ in self._groups]
-        copying = [(part[one], part[other]) for part in used]
-        copying += [(part[other], part[one].clone()) for part in used]
+        copying = [(part[:, one], part[:, other]) for part in used]
+        copying += [(part[:, other], part[:, one].clone()) for part in used]
         places, lengths = list(self._places), list(self.host_lengths)
         for values in (places, lengths):
             values[one], values[other] = values[other], values[one]
@@ -679,7 +679,7 @@ class TreeCache(Cache):
         places = self._places or list(range(self.batch_size))
         self._places, self._parked_lengths = [], []
         for index, (storage, members) in enumerate(self._groups):
-            chosen = storage.index_select(0, indices.to(storage.device))
+            chosen = storage.index_select(1, indices.to(storage.device))
             self._groups[index] = (chosen, members)
         rows, tokens = indices.tolist(), self.tokens
         self._floor = [self._floor[places[row]] for row in rows]
