@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compare import main as compare
 from transformers import AutoConfig
 
 from hf_spec.hub.folder import read_json
@@ -294,8 +295,7 @@ def main(given: list[str] | None = None) -> None:
             train(line, seed, args) for line in table.lines for seed in range(args.seeds)
         ):
             print(f"{adapter.name}: {accuracies(adapter)}")
-        compare = Path(__file__).with_name("compare.py")
-        subprocess.run([sys.executable, str(compare), *map(str, folders)], check=True)
+        compare([*map(str, folders)])
 
 
 if __name__ == "__main__":
