@@ -14,5 +14,6 @@ SAMPLED: dict[str, dict[str, Any]] = {"rejection": {"acceptance": "rejection"}}
 #: Fields of the adapter's config by variant; the parameters are random.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adaptive": {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 40, "update": "gated"},
+    "chain": {},
     "match": {"update": "gated", "masks": "noise"},
 }
