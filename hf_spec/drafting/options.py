@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
-from hf_spec.core.limits import MAX_CANDIDATES, MAX_NODES
+from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 
@@ -137,16 +137,13 @@ class TreeOptions(StrategyOptions):
             dynamic tree, a list of states as ``TreeStates.to_json`` gives it.
         candidates: of an adaptive tree. ``auto``: as many as pay in each step, by its own
             probabilities and the time that steps take, 8 without ``fallback``; a number takes
-            exactly so many.
-        probed: nodes of an adaptive tree of so many candidates that have probes under them, those
-            where a step is likeliest to end; None: all.
+            exactly so many, with probes under all nodes.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
             predicts. Dynamic trees say it themselves.
     """
 
     tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ADAPTIVE
     candidates: int | str = AUTO
-    probed: int | None = None
     max_depth: int | None = None
 
     #: Names of the method's static trees, the default first.
@@ -154,29 +151,17 @@ class TreeOptions(StrategyOptions):
     #: Whether predictions need probes under the nodes; otherwise every step has all predictions.
     hangs_probes: ClassVar[bool] = True
     #: Options that determine the trees' shape; dynamic trees replace them.
-    shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "probed", "max_depth")
+    shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "max_depth")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limits = {"candidates": (1, MAX_CANDIDATES), "probed": (1, MAX_NODES)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if value == getattr(type(self), name):
-                continue
-            check_count(name, value, low=low, high=high)
+        if self.candidates != AUTO:
+            check_count("candidates", self.candidates, high=MAX_CANDIDATES)
             if self.tree != ADAPTIVE:
                 raise ValueError(
-                    f"{name}={value} is of tree={ADAPTIVE!r}; leave it out with another one."
+                    f"candidates={self.candidates} is of tree={ADAPTIVE!r}; leave it out with "
+                    "another one."
                 )
-        if self.probed is not None and self.candidates == AUTO:
-            raise ValueError(
-                f"probed={self.probed} with candidates={AUTO!r}, which places probes by value: "
-                "give a number of candidates, too, or leave it out."
-            )
-        if self.probed is not None and not self.hangs_probes:
-            raise ValueError(
-                f"probed={self.probed}: this strategy predicts without probes; leave it out."
-            )
         if self.max_depth is not None:
             check_count("max_depth", self.max_depth)
         if not isinstance(self.tree, Sequence) or not len(self.tree):

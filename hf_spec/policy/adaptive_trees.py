@@ -150,18 +150,15 @@ class AdaptiveTrees(TreeSource):
         probes: whether predictions come from probes under the nodes.
         candidates: exact number in every step; None for the policy's choice, or `CANDIDATES` if
             nothing may depend on time.
-        probed: with ``candidates``: number of nodes with probes, those where the step is likeliest
-            to end; None for all.
         calibration: learned by earlier calls; None to use predictions uncorrected.
     """
 
     def __init__(
-        self, depth: int, probes: bool, candidates: int | None = None, probed: int | None = None,
+        self, depth: int, probes: bool, candidates: int | None = None,
         calibration: Calibration | None = None,
     ):  # fmt: skip
         self.depth, self.probes = depth, probes
         self.candidates, self.calibration = candidates, calibration
-        self.probed = probed
         self._most = FEWEST
         self._proposed: tuple[Any, ...] = ()
         self._foreseen: tuple[Grown, list[float]] | None = None
@@ -233,14 +230,9 @@ class AdaptiveTrees(TreeSource):
             rows = chances.parents, chances.tokens, chances.paths
             self._proposed = trust, *(part.tolist() for part in rows)
             return draft
-        probes = drafter.hang(draft.tree, self._ahead(chances)) if self.probes else None
+        ahead = ((chances.paths > 0) * self.depth).tolist()  # padding has no probability
+        probes = drafter.hang(draft.tree, ahead) if self.probes else None
         return Draft(draft.tree, draft.tokens, None, probes, chances, whole=True)
-
-    def _ahead(self, chances: Chances) -> list[list[int]]:
-        """Distances to predict under each node of each row, for a fixed number of candidates."""
-        probed = best_ends(chances.paths, chances.parents, self.probed or len(chances.paths[0]))
-        ahead: list[list[int]] = (probed * self.depth).tolist()
-        return ahead
 
     def warm(self, drafter: TreeDrafter, state: DecodingState) -> None:
         """Compile what steps with predictions run."""

@@ -67,7 +67,7 @@ def tree_source(
             return OnlineTrees(depth, bool(probes), hits)
         if options.candidates != AUTO:
             exactly: Any = options.candidates
-            return AdaptiveTrees(depth, bool(probes), exactly, options.probed)
+            return AdaptiveTrees(depth, bool(probes), exactly)
         calibration = recall(model, (Calibration, key), lambda: Calibration(depth))
         return AdaptiveTrees(depth, bool(probes), calibration=calibration)
     if options.tree == TUNED:

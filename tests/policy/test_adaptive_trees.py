@@ -292,19 +292,12 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
 
 
 @pytest.mark.parametrize(
-    ("options", "nodes", "probed"),
-    [
-        ({"candidates": 8}, 9, 9),
-        ({"candidates": 8, "probed": 1}, 9, 1),
-        ({"candidates": 8, "probed": 4}, 9, 4),
-        ({"candidates": 8, "probed": 100}, 9, 9),
-        ({"candidates": 2}, 3, 3),
-    ],
+    ("options", "nodes"), [({"candidates": 8}, 9), ({"candidates": 2}, 3), ({}, 9)]
 )
 def test_rows_of_a_step(
-    fresh: Callable[..., PreTrainedModel], options: dict[str, Any], nodes: int, probed: int
+    fresh: Callable[..., PreTrainedModel], options: dict[str, Any], nodes: int
 ) -> None:
-    """Three probes under each of the nodes where a step is likeliest to end."""
+    """Three probes under each node."""
     model = fresh("llama")
     expected = model.generate(prompt(), max_new_tokens=16, do_sample=False)
     torch.manual_seed(0)
@@ -318,22 +311,16 @@ def test_rows_of_a_step(
     )  # fmt: skip
     handle.remove()
     assert out.tolist() == expected.tolist()
-    assert rows[:2] == [12 + 3, nodes + 3 * probed]  # the prompt with its probes, and a step
+    assert rows[:2] == [12 + 3, nodes + 3 * nodes]  # the prompt with its probes, and a step
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("bita", {"candidates": 0}, r"candidates=0: must be a whole number from 1"),
-        ("bita", {"candidates": 3, "probed": 0}, r"probed=0: must be a whole number from 1"),
-        ("bita", {"probed": 3}, r"probed=3 with candidates='auto', which places probes by value"),
+        ("bita", {"candidates": "all"}, r"candidates='all': must be a whole number from 1"),
         ("ppd", {"tree": "static", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
-        ("ppd", {"tree": "online", "probed": 3}, r"probed=3 is of tree='adaptive'"),
-        (
-            "medusa",
-            {"candidates": 3, "probed": 3},
-            r"probed=3: this strategy predicts",
-        ),
+        ("medusa", {"tree": "online", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
         ("space", {"acceptance": "rejection", "candidates": 3}, r"tree='adaptive', whose cand"),
     ],
 )
