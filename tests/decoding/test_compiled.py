@@ -84,8 +84,8 @@ def test_every_architecture(shallow: Any, architecture: str) -> None:
 
 
 @pytest.mark.parametrize("name", methods())
-def test_every_strategy(fresh: Any, name: str) -> None:
-    model = adapt(fresh(), name)
+def test_every_strategy(shallow: Any, name: str) -> None:
+    model = adapt(shallow(layers=2), name)
     plain = generate(model, ragged()).sequences
     options = {"retrieval": True} if name in ADAPTERS else {}
     output = generate(model, ragged(), **strategy(name, **options), **CAPTURED)
@@ -104,8 +104,8 @@ def test_the_policy_decides(shallow: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa", "layer_skip"])
-def test_sampling_and_processors(fresh: Any, name: str) -> None:
-    model = adapt(fresh(), name)
+def test_sampling_and_processors(shallow: Any, name: str) -> None:
+    model = adapt(shallow(layers=2), name)
     kwargs = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
     torch.manual_seed(5)
     want = generate(model, ragged(), **kwargs, **strategy(name)).sequences
@@ -251,7 +251,7 @@ def test_fully_fine_tuned_weights(fresh: Any) -> None:
 @pytest.mark.parametrize("name", methods())
 @pytest.mark.parametrize("sampled", [False, True])
 def test_code_may_overwrite_its_earlier_results(
-    fresh: Any, name: str, sampled: bool, monkeypatch: Any
+    shallow: Any, name: str, sampled: bool, monkeypatch: Any
 ) -> None:
     """As CUDA graphs do: when any of them runs, the results of those before it are gone."""
     begin, compile_one, results = Graphs.__init__, Graphs._compile, []
@@ -275,7 +275,7 @@ def test_code_may_overwrite_its_earlier_results(
 
     monkeypatch.setattr(Graphs, "__init__", start)
     monkeypatch.setattr(Graphs, "_compile", overwriting)
-    model = adapt(fresh(), name)
+    model = adapt(shallow(layers=2), name)
     kwargs: dict[str, Any] = {"do_sample": True, "temperature": 0.7} if sampled else {}
     torch.manual_seed(5)
     plain = generate(model, ragged(), **kwargs, **strategy(name)).sequences
@@ -343,9 +343,9 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
 @torch.no_grad()
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("given", ["in options", "in the environment"])
-def test_frozen_weights(given: str, fresh: Any) -> None:
+def test_frozen_weights(given: str, shallow: Any) -> None:
     """Code with the weights inside is made anew when the numbers in them change."""
-    model, asked = fresh(), given == "in options"
+    model, asked = shallow(), given == "in options"
     config = CompileConfig(mode=None, options={"freezing": True} if asked else None)
     head, inputs = model.lm_head, torch.randn(3, model.lm_head.in_features)
     made, seen = [], []
@@ -446,9 +446,9 @@ def test_buffers_are_used_again(shallow: Any, monkeypatch: Any) -> None:
     assert len({cache.layers[0].keys.data_ptr() for cache in caches}) == 3
 
 
-def test_weights_may_change(fresh: Any) -> None:
+def test_weights_may_change(shallow: Any) -> None:
     """Numbers in place: the graph stays. Another tensor: it is made anew."""
-    model = fresh()
+    model = shallow()
     output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
     with torch.no_grad():
         for parameter in model.parameters():
