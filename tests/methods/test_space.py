@@ -25,6 +25,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import get_method
 from hf_spec.methods.space import objective
 from hf_spec.training.anchors import AnswerDataset, collate
+from modeling_patches.low_rank import linear_modules
 
 Tiny = Callable[..., PreTrainedModel]
 NEW = 16
@@ -693,6 +694,27 @@ def test_a_pattern_of_targets_is_spelt_out(tiny: Tiny, tmp_path: Path, update: s
     again = copy.deepcopy(tiny("llama"))
     again.load_adapter(tmp_path)
     assert again.peft_config["default"].target_modules == names
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ends"), [("llama", ["down_proj"]), ("gpt2", None), ("mixtral", ["o_proj"])]
+)
+def test_the_default_targets_are_recorded(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, ends: Any
+) -> None:
+    """Another version may have another default; adapters that were trained with this one load."""
+    model = copy.deepcopy(tiny(architecture))
+    model.add_adapter(hf_spec.SpaceConfig())
+    # c_proj is the end of two modules in each layer of gpt2.
+    names = ends or [f"transformer.h.{layer}.mlp.c_proj" for layer in range(3)]
+    assert model.peft_config["default"].target_modules == names
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("hf_spec.methods.space.config.output_projections", linear_modules)
+    again = copy.deepcopy(tiny(architecture))
+    again.load_adapter(tmp_path)
+    assert again.peft_config["default"].target_modules == names
+    weights = [find_active(one, "SPACE").weights() for one in (model, again)]
+    assert weights[0].keys() == weights[1].keys()
 
 
 def test_bad_targets_leave_nothing_behind(tiny: Tiny) -> None:

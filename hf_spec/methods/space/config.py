@@ -117,5 +117,10 @@ class SpaceConfig(PredictingConfig):
         found = self.modules(model)
         if isinstance(self.target_modules, str):  # PEFT would match it again, however long it takes
             self.target_modules = sorted(found) or None
+        elif self.target_modules is None and self.update == "gated":
+            # What the default means may change; what a trained adapter has must not.
+            ends = sorted({name.rpartition(".")[2] for name in found})
+            alike = linear_modules(model, ends).keys() == found.keys()
+            self.target_modules = ends if alike else sorted(found)
         if self.trains_base and not self.inference_mode:
             check_unquantised(model, "update='full'", "update='lora' or 'none'")
