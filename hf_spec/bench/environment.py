@@ -48,7 +48,7 @@ def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) 
 def package_version(distribution: str) -> str | None:
     """Version of an installed package; ``None`` if it is not installed."""
     if distribution == "torch":
-        return torch.__version__  # says what it is built for, which PyPI's metadata do not
+        return str(torch.__version__)  # says what it is built for, which PyPI's metadata do not
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
