@@ -512,9 +512,13 @@ def _unmergeable(module: Any) -> str:
     weight = getattr(module, "weight", None)
     if not isinstance(module, (nn.Linear, Conv1D)):
         return f"is a {type(module).__name__}"
-    # Quantised parameters are tensor subclasses or integers.
+    # Quantised parameters are tensor subclasses or integers; sharded ones are DTensors, or
+    # DeepSpeed's, which are whole within forwards only.
     if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
-        return f"is quantised ({type(weight).__name__} of {getattr(weight, 'dtype', None)})"
+        kind = f"{type(weight).__name__} of {getattr(weight, 'dtype', None)}"
+        return f"is quantised or sharded ({kind})"
+    if hasattr(weight, "ds_id"):
+        return "is sharded (DeepSpeed)"
     if weight.dtype.itemsize < 2:
         return f"is stored in {weight.dtype}"
     return "has no weight in memory" if weight.is_meta else ""

@@ -46,8 +46,8 @@ def make_model(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def save_checkpoint(folder: Path, chat: bool = True) -> Path:
-    make_model().save_pretrained(folder)
+def save_checkpoint(folder: Path, chat: bool = True, layers: int = 2) -> Path:
+    make_model(layers=layers).save_pretrained(folder)
     make_tokenizer(chat).save_pretrained(folder)
     return folder
 

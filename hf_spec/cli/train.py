@@ -27,7 +27,9 @@ def train(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder that 'hf-spec distill' wrote, or of your own answers. Needed."),
+        typer.Option(
+            help="What 'hf-spec distill' wrote, or a folder or file of your own answers. Needed."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Adapter folder. Needed.")
@@ -89,7 +91,7 @@ def train(
 
     Every field of the method's adapter config is an option, too (--num-mask-tokens 4);
     --list-fields shows them. Training uses transformers' Trainer: 'accelerate launch' runs it on
-    several devices, --training-args sets everything else (logging, precision, FSDP). Each
+    several devices, --training-args sets everything else (logging, precision). Each
     evaluation decodes held-out prompts; the checkpoint of the largest tau is kept, or that of the
     smallest loss if the method fine-tunes the model. The base model is not changed, unless a field
     of the config says so. 'train transition' adds a transition to a trained adapter: how the token

@@ -1,4 +1,4 @@
-"""Reads folders of prompts and answers: those of ``hf-spec distill``, and the user's own.
+"""Reads files of prompts and answers: those of ``hf-spec distill``, and the user's own.
 
 This module knows tokenizers, but no models.
 """
@@ -28,7 +28,7 @@ FORMATS = {"parquet": "parquet", "jsonl": "json"}
 
 
 def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
-    """Read the prompts and answers in a folder.
+    """Read the prompts and answers in a folder or a file.
 
     They stay on disk: ``datasets`` keeps them in its cache as files that are mapped into memory.
 
@@ -37,7 +37,7 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
             in its subfolder ``data``, with columns ``prompt_ids`` and ``answer_ids`` (lists of
             token ids; an answer ends with EOS unless it was cut off), or texts ``prompt`` and
             ``answer``. Of a folder with the Hub's layout (``train-00000-of-00002.parquet``, or
-            ``configs`` in its README.md) the split ``train`` is read.
+            ``configs`` in its README.md) the split ``train`` is read. Or one such file.
         tokenizer: makes tokens of texts: the prompt as a chat turn where there is a chat template,
             the answer without BOS and with EOS behind it. Not needed where there are tokens.
 
@@ -45,7 +45,7 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
         ``prompt_ids``, ``answer_ids`` and all other columns of the files.
 
     Raises:
-        ValueError: there is no such folder, it is unfinished, files or columns are missing, or a
+        ValueError: there is no such place, it is unfinished, files or columns are missing, or a
             column holds other values or is empty somewhere.
     """
     folder = Path(folder)
@@ -69,9 +69,11 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
     """How ``hf-spec distill`` generated a folder; empty for the user's own data.
 
     Raises:
-        ValueError: there is no such folder, or it is unfinished.
+        ValueError: there is no such place, or it is unfinished.
     """
     folder = Path(folder)
+    if folder.is_file():
+        return {}
     _check_finished(folder)
     path = folder / PROVENANCE
     return read_json(path) if path.is_file() else {}
@@ -79,7 +81,7 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
 
 def _check_finished(folder: Path) -> None:
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {str(folder)!r}: hf-spec distill makes one")
+        raise ValueError(f"there is no folder or file {str(folder)!r}: hf-spec distill makes one")
     if (folder / PARTS).is_dir() and not (folder / PROVENANCE).is_file():
         raise ValueError(
             f"{str(folder)!r} is unfinished: repeat the hf-spec distill command that began it, "
@@ -88,7 +90,12 @@ def _check_finished(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The data files of a folder, all of one format."""
+    """The data files of a folder, all of one format; or the file itself."""
+    wanted = " or ".join(f".{suffix}" for suffix in FORMATS)
+    if folder.is_file():
+        if folder.suffix.removeprefix(".") not in FORMATS:
+            raise ValueError(f"{str(folder)!r} must be a {wanted} file, or a folder of such files")
+        return [folder]
     _check_finished(folder)
     if (folder / PROVENANCE).is_file():
         return _shards(folder, list(folder.glob("data/*.parquet")) or [folder / DATA.format(0, 1)])
@@ -102,7 +109,6 @@ def _files(folder: Path) -> list[Path]:
     formats = [suffix for suffix, paths in found.items() if paths]
     if len(formats) != 1:
         holds = " and ".join(f".{suffix}" for suffix in formats) or "no"
-        wanted = " or ".join(f".{suffix}" for suffix in FORMATS)
         raise ValueError(f"{str(folder)!r} holds {holds} files: it must hold {wanted} files")
     return _shards(folder, found[formats[0]])
 

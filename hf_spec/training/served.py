@@ -55,6 +55,7 @@ class Served:
                 **pad_left(rows, 0, model.device), do_sample=False, num_beams=1,
                 max_new_tokens=self.max_new_tokens, assistant_strategy=self.strategy,
                 assistant_kwargs={**self.options, **untimed},
+                synced_gpus=False,  # sharded models decode the same prompts in all processes
             )  # fmt: skip
             stats = hf_spec.last_stats(model)
             assert stats is not None

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hf_spec.training.base_weights import save_model
 from hf_spec.training.checkpoints import checkpoints, last_whole
 from hf_spec.training.plots import plot_history
 from hf_spec.training.served import Served
+from hf_spec.training.sharded import gathered
 from hf_spec.training.start import extended, fresh, take_over, take_vocabulary
 from modeling_patches.support import check_model
 
@@ -226,37 +228,42 @@ def train(
     settings = settings or TrainSettings()
     method = trainable_method(method_name)
     method.parse_options(settings.options)
-    # A model that cannot be decoded is refused before training.
-    check_model(model)
-    check_tree_forward(model, "training")
-    set_seed(settings.seed)
     given = config or {}
-    adapter_config = fresh(method, model, given) if start is None else extended(start, given)
     folder = output / "checkpoints"
-    arguments = training_arguments(method, settings, folder, adapter_config)
-    if checkpoints(folder) and not resume:
-        raise ValueError(
-            f"{str(folder)!r} holds checkpoints of an earlier training: go on with --resume, "
-            "or choose another --output"
-        )
-    training_rows, held = split(rows, settings.held_out)
-    check_lengths(training_rows, settings.max_length)
-    # Names only: parameters that are held here would stay whole where others are sharded.
-    base = [name for name, _ in model.named_parameters()]
-    before = bit_sums(map(model.get_parameter, base))
-    data: dict[str, Any] = {
-        "num_anchors": settings.num_anchors or method.num_anchors,
-        "max_length": settings.max_length,
-        "seed": settings.seed,
-    }  # fmt: skip
-    prompts = [list(ids) for ids in held["prompt_ids"][: settings.served_prompts]]
-    with attached(model, adapter_config, in_float32=True) as peft_model:
-        for name in base if adapter_config.trains_base else ():
-            model.get_parameter(name).requires_grad_(True)
-        if start is not None:
-            take_over(model, adapter_config, start)
-        else:
-            take_vocabulary(model, adapter_config, training_rows["answer_ids"])
+    with ExitStack() as attachment:
+        # Of a model that was loaded in parts all weights are needed until training begins.
+        with gathered(model.parameters()):
+            # A model that cannot be decoded is refused before training.
+            check_model(model)
+            check_tree_forward(model, "training")
+            set_seed(settings.seed)
+            adapter_config = (
+                fresh(method, model, given) if start is None else extended(start, given)
+            )
+            arguments = training_arguments(method, settings, folder, adapter_config)
+            if checkpoints(folder) and not resume:
+                raise ValueError(
+                    f"{str(folder)!r} holds checkpoints of an earlier training: go on with "
+                    "--resume, or choose another --output"
+                )
+            training_rows, held = split(rows, settings.held_out)
+            check_lengths(training_rows, settings.max_length)
+            # Names only: parameters that are held here would stay whole where others are sharded.
+            base = [name for name, _ in model.named_parameters()]
+            before = bit_sums(map(model.get_parameter, base))
+            peft_model = attachment.enter_context(attached(model, adapter_config, in_float32=True))
+            for name in base if adapter_config.trains_base else ():
+                model.get_parameter(name).requires_grad_(True)
+            if start is not None:
+                take_over(model, adapter_config, start)
+            else:
+                take_vocabulary(model, adapter_config, training_rows["answer_ids"])
+        data: dict[str, Any] = {
+            "num_anchors": settings.num_anchors or method.num_anchors,
+            "max_length": settings.max_length,
+            "seed": settings.seed,
+        }  # fmt: skip
+        prompts = [list(ids) for ids in held["prompt_ids"][: settings.served_prompts]]
         trainer = SpecTrainer(
             model=peft_model,
             args=arguments,

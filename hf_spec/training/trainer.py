@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.stats import SpecStats
 from hf_spec.training.base_weights import load_checkpoint, save_checkpoint
 from hf_spec.training.served import Served, served_metrics, top_k_counts, top_k_metrics
+from hf_spec.training.sharded import gathered_state, whole_root
 
 
 class SpecTrainer(Trainer):
@@ -21,9 +23,8 @@ class SpecTrainer(Trainer):
 
     All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
     checkpoints and resuming. ``evaluate`` reports ``eval_loss``, ``eval_top5_1`` etc. on
-    ``eval_dataset``, and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Under
-    FSDP and DeepSpeed nothing is decoded; the checkpoint of the smallest loss is kept instead of
-    the one of the largest tau.
+    ``eval_dataset``, and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Each
+    process decodes its share; where FSDP shards parameters, all decode the same prompts together.
 
     If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
 
@@ -43,16 +44,14 @@ class SpecTrainer(Trainer):
                 f"{self.args.device.type!r} without it: it shards over several accelerators only. "
                 "Launch it without FSDP, or where there are accelerators."
             )
-        # Sharded parameters cannot be decoded with one process at a time: there is no tau.
-        self.sharded: bool = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self.sharded and self.args.metric_for_best_model in ("tau", "eval_tau"):
-            self.args.metric_for_best_model, self.args.greater_is_better = "loss", False
-        if self._waiting() and self.sharded:
+        self.sharded: bool = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self._waiting() and split:
             raise ValueError(
                 f"{', '.join(sorted(self._waiting()))} are to be trained in a second stage, which "
                 "does not run under FSDP or DeepSpeed here: train in one stage, or without them."
             )
-        if self.trains_base and self.sharded:
+        if self.trains_base and split:
             raise ValueError(
                 "training the base model's own weights does not run under FSDP or DeepSpeed here: "
                 "launch it without them, or train low-rank updates."
@@ -111,8 +110,10 @@ class SpecTrainer(Trainer):
         Of sharded parameters only the first process gets them.
         """
         state: dict[str, Any]
-        if self.sharded:
+        if self.is_fsdp_enabled:
             state = self.accelerator.get_state_dict(self.model)
+        elif self.sharded:
+            state = gathered_state(self.unwrapped)
         else:
             state = self.unwrapped.state_dict()
         return state
@@ -142,7 +143,7 @@ class SpecTrainer(Trainer):
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         metrics = self._losses(data)
-        if self.served is not None and not self.sharded:
+        if self.served is not None:
             metrics |= served_metrics(self._decode(self.served))
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(named)
@@ -174,6 +175,10 @@ class SpecTrainer(Trainer):
 
     def _decode(self, served: Served) -> SpecStats:
         """Statistics of decoding; every process decodes its share of the prompts."""
+        if self.sharded:
+            # Every forward gathers weights from all processes, so that they must run in step.
+            with whole_root(self.model):
+                return served.measure(self._base)
         share = slice(self.args.process_index, None, self.args.world_size)
         total = SpecStats()
         for part in self._gathered(served.measure(self._base, share)):

@@ -71,6 +71,19 @@ def test_a_folder_of_distill(tmp_path: Path) -> None:
     assert read_provenance(tmp_path) == {"rows": 2, "model": "m"}
 
 
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
+def test_a_single_file(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "other.parquet", IDS + IDS)
+    write(tmp_path / name, IDS)
+    assert list(read_answers(tmp_path / name)) == IDS
+    assert read_provenance(tmp_path / name) == {}
+    other = (tmp_path / name).rename(tmp_path / "x.txt")
+    with pytest.raises(
+        ValueError, match=r"'.*x\.txt' must be a \.parquet or \.jsonl file, or a fol"
+    ):
+        read_answers(other)
+
+
 @pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "data/x.parquet", "data/x.jsonl"])
 def test_tokens_of_the_users_own(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, IDS)
@@ -208,7 +221,9 @@ def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
 
 def test_no_folder(tmp_path: Path) -> None:
     for read in (read_answers, read_provenance):
-        with pytest.raises(ValueError, match="there is no folder '.*none': hf-spec distill makes"):
+        with pytest.raises(
+            ValueError, match="there is no folder or file '.*none': hf-spec distill makes"
+        ):
             read(tmp_path / "none")
 
 

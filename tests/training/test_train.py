@@ -19,9 +19,7 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.hub.folder import attached
 from hf_spec.methods.registry import get_method
-from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.checkpoints import last_whole
 from hf_spec.training.served import Served
 from hf_spec.training.train import (
@@ -31,9 +29,7 @@ from hf_spec.training.train import (
     config_fields,
     train,
     trainable,
-    training_arguments,
 )
-from hf_spec.training.trainer import SpecTrainer
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -129,7 +125,6 @@ def test_batches_of_similar_length_have_less_padding(tmp_path: Path) -> None:
 
 
 def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
-    from hf_spec.training.served import Served
 
     model = make_model()
     train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
@@ -474,25 +469,3 @@ def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) ->
     assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
     with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
         check_lengths(rows, 3)
-
-
-class Sharded(SpecTrainer):
-    """Takes its parameters for sharded ones, once the Trainer itself is ready."""
-
-    is_fsdp_enabled = property(lambda self: hasattr(self, "served"), lambda self, value: None)
-
-
-def test_sharded_parameters_are_judged_by_their_loss(tmp_path: Path) -> None:
-    """They are not decoded, so that there is no tau for the Trainer to look for."""
-    method, data = get_method("medusa"), AnswerDataset(answers(4), num_anchors=4)
-    arguments = training_arguments(method, TrainSettings(**SETTINGS), tmp_path)
-    assert arguments.metric_for_best_model == "tau"
-    with attached(make_model(), hf_spec.MedusaConfig()) as model:
-        trainer = Sharded(
-            model=model, args=arguments, eval_dataset=data, train_dataset=data,
-            data_collator=collate, served=Served([[5, 6]], "medusa", {}),
-        )  # fmt: skip
-        found = trainer.evaluate()
-    assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("loss", False)
-    assert "eval_loss" in found and "eval_tau" not in found
-    assert trainer._determine_best_metric(found, None)

@@ -1,0 +1,62 @@
+"""Models whose parameters FSDP2 or DeepSpeed's ZeRO stage 3 splits over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from modeling_patches.layer_skip import decoder_layers
+
+
+def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Within the context these parameters are whole; only ZeRO stage 3's are changed."""
+    parts = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not parts:
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    context: AbstractContextManager[Any] = GatheredParameters(parts)
+    return context
+
+
+def gathered_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's parameters in the CPU's memory, gathered one after the other."""
+    state = {}
+    for name, parameter in model.named_parameters():
+        with gathered([parameter]):
+            state[name] = parameter.detach().cpu().clone()
+    return state
+
+
+@contextmanager
+def whole_root(model: Any) -> Iterator[None]:
+    """Within the context the weights outside of decoder layers are whole in every process.
+
+    Drafting reads embeddings, heads and adapters outside of the forwards, which would gather them.
+    Layers are still gathered one after the other.
+
+    Args:
+        model: a ``PeftModel`` that is sharded and has been trained for a step.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(False, recurse=False)
+        model.unshard()
+        yield
+        model.set_reshard_after_forward(True, recurse=False)
+        model.reshard()
+        return
+    layers = set(decoder_layers(model).parameters())
+    root: list[Any] = [parameter for parameter in model.parameters() if parameter not in layers]
+    with gathered(root):
+        # Forwards free what they have used unless it has another user.
+        for parameter in root:
+            parameter.ds_active_sub_modules.add(whole_root)
+        try:
+            yield
+        finally:
+            for parameter in root:
+                parameter.ds_active_sub_modules.discard(whole_root)
