@@ -147,7 +147,7 @@ TABLES = {
     ),
     "ppd-ept": Table(
         "PPD, Table 6.4: number of EPTs",
-        (_ppd("1"), *(_ppd(f"{n}", f"--num-ept {n}") for n in (2, 5, 10))),
+        (_ppd("1"), *(_ppd(f"{n}", f"--num-ept {n}") for n in (2, 5))),
     ),
     "ppd-training": Table(
         "PPD, Tables 6.5 and 6.6: loss, prefix tuning",
