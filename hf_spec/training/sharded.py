@@ -23,12 +23,17 @@ def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
     return context
 
 
-def gathered_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's parameters in the CPU's memory, gathered one after the other."""
-    state = {}
-    for name, parameter in model.named_parameters():
+def gathered_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """A model's state dict with copies of its parameters, gathered one after the other.
+
+    Args:
+        keep: whether this process wants the copies; all processes call this.
+    """
+    state = model.state_dict()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         with gathered([parameter]):
-            state[name] = parameter.detach().cpu().clone()
+            if keep:
+                state[name] = parameter.detach().cpu().clone()
     return state
 
 
@@ -43,10 +48,9 @@ def whole_root(model: Any) -> Iterator[None]:
         model: a ``PeftModel`` that is sharded and has been trained for a step.
     """
     if isinstance(model, FSDPModule):
-        model.set_reshard_after_forward(False, recurse=False)
+        # Decoding calls the base inside, so that no forward of this module reshards it.
         model.unshard()
         yield
-        model.set_reshard_after_forward(True, recurse=False)
         model.reshard()
         return
     layers = set(decoder_layers(model).parameters())

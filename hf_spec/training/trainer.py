@@ -24,7 +24,8 @@ class SpecTrainer(Trainer):
     All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
     checkpoints and resuming. ``evaluate`` reports ``eval_loss``, ``eval_top5_1`` etc. on
     ``eval_dataset``, and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Each
-    process decodes its share; where FSDP shards parameters, all decode the same prompts together.
+    process decodes its share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same
+    prompts together.
 
     If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
 
@@ -43,6 +44,11 @@ class SpecTrainer(Trainer):
                 f"accelerate was told to use FSDP, and runs {self.args.world_size} process(es) on "
                 f"{self.args.device.type!r} without it: it shards over several accelerators only. "
                 "Launch it without FSDP, or where there are accelerators."
+            )
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                "accelerate was told to use FSDP of version 1, which hf_spec does not support: "
+                "launch it with --fsdp_version 2."
             )
         self.sharded: bool = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -113,7 +119,7 @@ class SpecTrainer(Trainer):
         if self.is_fsdp_enabled:
             state = self.accelerator.get_state_dict(self.model)
         elif self.sharded:
-            state = gathered_state(self.unwrapped)
+            state = gathered_state(self.unwrapped, self.is_world_process_zero())
         else:
             state = self.unwrapped.state_dict()
         return state

@@ -80,6 +80,9 @@ def worker(rank: int, folder: str) -> None:
             shutil.rmtree(resumed / "checkpoints" / "checkpoint-24")
         dist.barrier()
         train(make_model(), rows, METHOD, resumed, settings=settings(2), resume=True)
+        monkeypatch.setenv("FSDP_VERSION", "1")
+        with pytest.raises(ValueError, match="FSDP of version 1.*launch it with --fsdp_version 2"):
+            train(make_model(), rows, METHOD, Path(folder, "first"), settings=settings(2))
         dist.destroy_process_group()
 
 
