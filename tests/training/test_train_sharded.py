@@ -104,6 +104,7 @@ def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
     assert taus[best] > 1.1 and len(set(taus.values())) > 1
     assert equal(weights(two), weights(two / "checkpoints" / f"checkpoint-{best}"))
     assert equal(weights(two), weights(tmp_path / "resumed"))
+    assert weights(two).keys() == weights(one).keys()
     model, ids = make_model(), torch.tensor([answers()[0]["prompt_ids"]])
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     plain = model.generate(ids, **options)
