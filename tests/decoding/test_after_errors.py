@@ -164,17 +164,29 @@ WATCHED = tuple(
 
 
 def lines(run: Callable[[], Any], stop: int | None = None) -> list[tuple[str, int]]:
-    """The lines of the loop that ``run`` passes; before number ``stop`` comes an interrupt."""
+    """The lines of the loop that ``run`` passes; before number ``stop`` comes an interrupt.
+
+    A line that repeats itself counts once. Since Python 3.12 a comprehension belongs to the frame
+    of its function, and what a trace raises in its later turns passes by the function's handlers,
+    other than what a signal raises there.
+    """
     passed: list[tuple[str, int]] = []
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(WATCHED):
             return None
-        if event == "line":
-            passed.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(passed) - 1 == stop:
-                raise KeyboardInterrupt
-        return trace
+        before = None
+
+        def inside(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal before
+            if event == "line" and frame.f_lineno != before:
+                before = frame.f_lineno
+                passed.append((frame.f_code.co_filename, frame.f_lineno))
+                if len(passed) - 1 == stop:
+                    raise KeyboardInterrupt
+            return inside
+
+        return inside
 
     before = sys.gettrace()
     sys.settrace(trace)
