@@ -69,9 +69,8 @@ class Emission:
         self.streamer = streamer
         self._streamed = self.width
         self._pad = pad_token_id or 0
-        #: Column at which a row's criteria first stopped it; how many rows they have not stopped.
+        #: Column at which a row's criteria first stopped it.
         self._stops: list[int | None] = [None] * batch
-        self._running = batch
         self.scores: list[list[Tensor]] | None = [[] for _ in rows] if record_scores else None
         self.logits: list[list[Tensor]] | None = [[] for _ in rows] if record_logits else None
 
@@ -107,7 +106,7 @@ class Emission:
             return False
         if self._pads_finished or len(self._stops) == 1:
             return self._stops[row] is None
-        return self._running > 0 or self.lengths[row] < self._end()
+        return None in self._stops or self.lengths[row] < self._end()
 
     @property
     def remaining(self) -> list[int]:
@@ -158,12 +157,8 @@ class Emission:
             self.lengths[row] += 1
             kept += 1
             if self._stops[row] is None and self._is_stop(row, token):
-                self._stop(row, self.lengths[row])
+                self._stops[row] = self.lengths[row]
         return kept
-
-    def _stop(self, row: int, column: int) -> None:
-        self._running -= self._stops[row] is None
-        self._stops[row] = column
 
     def _is_stop(self, row: int, token: int) -> bool:
         if token in self._eos or self.lengths[row] >= self.max_length:
@@ -207,7 +202,7 @@ class Emission:
             found |= torch.as_tensor(criterion(shown, scores)).cpu().bool()
         for row in running:
             if found[row]:
-                self._stop(row, column)
+                self._stops[row] = column
                 if self._pads_finished:
                     self._cut(row, column)
         return True
