@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from modeling_patches.random_state import random_state, set_random_state
+
 
 class Ranks:
     """The ranks of a model; a single one if it is not split.
@@ -50,13 +52,9 @@ class Ranks:
         """Set the random state of all ranks to that of the first."""
         if self.size == 1:
             return
-        on_cpu = self._device.type == "cpu"
-        module: Any = torch if on_cpu else torch.get_device_module(self._device)
-        state = module.get_rng_state() if on_cpu else module.get_rng_state(self._device)
-        shared = state.to(self._device)
+        shared = random_state(self._device).to(self._device)
         distributed.broadcast(shared, group=self._group, group_src=0)
-        args = (shared.cpu(),) if on_cpu else (shared.cpu(), self._device)
-        module.set_rng_state(*args)
+        set_random_state(self._device, shared.cpu())
 
     def own_heads(self, states: Tensor, heads: int) -> Tensor:
         """This rank's share of learned states, ``(kv_heads, slots, head_dim)``.

@@ -19,8 +19,9 @@ from hf_spec.core.tree import TreeBatch
 #: ``scores(nodes, active)``: processed target scores (batch, vocab) at one node per row; rows where
 #: ``active`` is False may hold anything. Called along the accepted path only, in order.
 ScoreFn = Callable[[Tensor, Tensor], Tensor]
-#: ``select(scores)``: a token per row, argmax or a sample; (batch, vocab) -> (batch,).
-SelectFn = Callable[[Tensor], Tensor]
+#: ``select(scores, depth)``: a token per row, argmax or a sample; (batch, vocab) -> (batch,). It
+#: follows ``depth`` accepted candidates of this step.
+SelectFn = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,16 @@ def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
 def match_along(tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: SelectFn) -> Accepted:
     """Match rule node by node: asks for the target's scores only along the accepted path.
 
-    For logits processors, which must see each node's true prefix, and for sampling: one draw per
-    emitted token, in order, leaves a seeded generator in the same state as plain generation.
+    For logits processors, which must see each node's true prefix, and for sampling.
     """
     last = torch.zeros_like(tokens[:, 0])
     active = torch.ones_like(last, dtype=torch.bool)
     if tree.num_nodes == 1:
-        return _plain(select(scores(last, active))[:, None])
+        return _plain(select(scores(last, active), 0)[:, None])
     counts = torch.ones_like(last)
     bonus = last
-    for _ in range(tree.max_depth + 1):
-        bonus = torch.where(active, select(scores(last, active)), bonus)
+    for depth in range(tree.max_depth + 1):
+        bonus = torch.where(active, select(scores(last, active), depth), bonus)
         hit = (tree.parents == last[:, None]) & (tokens == bonus[:, None]) & tree.valid
         active = active & hit.any(-1)
         if not active.any():
@@ -167,7 +167,7 @@ def typical(
         tree, tokens: as in :func:`match`.
         scores: target scores; needed at every accepted node that has candidates, parents first,
             then at the last node of the path.
-        select: chooses the bonus token.
+        select: chooses the bonus token; its depth is given as 0.
         epsilon: hard threshold, in (0, 1].
         delta: weight of the entropy threshold, in (0, 1].
     """
@@ -198,7 +198,7 @@ def typical(
         asked.append((torch.where(leaf, last, -1), scores(last, leaf)))
     for nodes, values in asked:
         final = torch.where((last == nodes)[:, None], values, final)
-    return _along_path(tree, tokens, last, deepest[:, 0] + 1, select(final)[:, None])
+    return _along_path(tree, tokens, last, deepest[:, 0] + 1, select(final, 0)[:, None])
 
 
 def _plain(targets: Tensor) -> Accepted:

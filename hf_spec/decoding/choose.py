@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from hf_spec.core import verify
 from hf_spec.core.verify import Accepted
 from hf_spec.drafting.drafter import Draft, Process
+from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.options import StrategyOptions
 
 
@@ -79,6 +81,19 @@ class Decision:
         return Choice(accepted.path, nodes, tokens, scores, logits), numbers
 
 
+def noise_of(
+    config: GenerationConfig, options: StrategyOptions, batch_size: int, device: torch.device,
+    own: bool = False,
+) -> SamplingNoise | None:  # fmt: skip
+    """What a call's tokens are sampled with, for drafters to see.
+
+    None if nothing is sampled, or if the rule of acceptance makes the output depend on the drafts.
+    """
+    if not config.do_sample or options.acceptance != "match":
+        return None
+    return SamplingNoise(batch_size, device, config.temperature or 1.0, own)
+
+
 class Chooser:
     """Applies an acceptance rule under a call's logits processors.
 
@@ -87,13 +102,18 @@ class Chooser:
         scorer: the call's logits processors.
         do_sample: sample the target's tokens instead of taking the argmax.
         record: keep scores and logits of emitted tokens.
+        noise: what tokens are sampled with, if they are accepted by the match rule.
     """
 
-    def __init__(self, options: StrategyOptions, scorer: Process, do_sample: bool, record: bool):
+    def __init__(
+        self, options: StrategyOptions, scorer: Process, do_sample: bool, record: bool,
+        noise: SamplingNoise | None = None,
+    ):  # fmt: skip
         self.options = options
         self.scorer = scorer
         self.do_sample = do_sample
         self.record = record
+        self.noise = noise
 
     def matches(self, draft: Draft) -> bool:
         """Whether the match rule applies to unprocessed logits: greedy decoding by argmax."""
@@ -123,12 +143,17 @@ class Chooser:
             accepted = verify.rejection(draft.tree, draft.tokens, q, target)
         else:  # also for rejection, which is equivalent for a greedy target
             accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
+            if self.noise is not None:
+                counts = zip(accepted.counts.tolist(), active)
+                self.noise.advance([count if on else 0 for count, on in counts])
         return Decision(accepted, active, target if self.record else None)
 
-    def _select(self, scores: Tensor) -> Tensor:
-        if self.do_sample:
+    def _select(self, scores: Tensor, depth: int) -> Tensor:
+        if not self.do_sample:
+            return scores.argmax(-1)
+        if self.noise is None:
             return torch.multinomial(scores.softmax(-1), 1)[:, 0]
-        return scores.argmax(-1)
+        return self.noise.choose(scores.softmax(-1), depth)
 
 
 class _Target:

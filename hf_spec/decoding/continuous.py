@@ -41,8 +41,8 @@ class Batch:
 
     Prompts of different lengths thus always run in a full batch, where a call of ``generate`` waits
     for its longest row. Each output equals that of ``generate`` with the prompt alone: exactly for
-    greedy decoding, in distribution for sampling, as all rows draw from one generator. Each prompt
-    has its own logits processors and stopping criteria, which see only that prompt.
+    greedy decoding, in distribution for sampling. Each prompt has its own random numbers, seeded by
+    the default generator when it joins, logits processors and stopping criteria.
 
     Not thread-safe. ``max_time`` counts from :meth:`add`. If a step fails or is interrupted, the
     next one starts its unfinished prompts again.

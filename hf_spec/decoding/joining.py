@@ -15,7 +15,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.batch import Shrinking
-from hf_spec.decoding.choose import Chooser
+from hf_spec.decoding.choose import Chooser, noise_of
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.outputs import remember_stats
@@ -23,6 +23,7 @@ from hf_spec.decoding.prefill import prefill
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.steps import Steps, Strategy
 from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.ranks import Ranks
 
@@ -156,7 +157,10 @@ class Running:
             drafter.wants_hidden,
         )  # fmt: skip
         self._check(prompt.forward)
-        chooser = Chooser(self.strategy.options, request.scorer, bool(self.config.do_sample), False)
+        noise = self._noise(1)
+        chooser = Chooser(
+            self.strategy.options, request.scorer, bool(self.config.do_sample), False, noise
+        )
         root = Draft(
             TokenTree.chain(0).batch(1, prompt.logits.device), prompt.forward.cache.lengths[:, None]
         )
@@ -165,13 +169,13 @@ class Running:
         self.stats.num_steps += 1
         self.stats.record(1, 0, 0, kept=0)
         if not emission.active[0]:
-            return [_finished(request)]
+            return [_finished(request, noise)]
         steps = self.steps or self._start(prompt.forward)
         state = steps.state
         place = state.active.index(False)
         state.cache.replace_row(place, prompt.forward.cache)
         state.forward.replace_row(place, prompt.forward)
-        state.replace_row(place, emission.tokens[0], prompt.hidden, prompt.probe_hidden)
+        state.replace_row(place, emission.tokens[0], prompt.hidden, prompt.probe_hidden, noise)
         drafter.replace_row(state, place)
         self.requests[state.rows[place]] = request
         state.active[place], state.remaining[place] = True, emission.remaining[0]
@@ -210,10 +214,11 @@ class Running:
         state = DecodingState(
             self.model, forward, cache, [[0] for _ in range(size)], zeros, [False] * size,
             [0] * size, bool(self.config.do_sample), rows, self.stats, timed=strategy.timed,
+            noise=self._noise(size),
         )  # fmt: skip
         policy = strategy.policy(self.stats, self._setting(cache, size), forward.width)
         state.draft_price = policy.draft_price
-        chooser = Chooser(strategy.options, rows, bool(self.config.do_sample), False)
+        chooser = Chooser(strategy.options, rows, bool(self.config.do_sample), False, state.noise)
         drafter.start(state)
         self.shrinking = Shrinking(state, drafter, rows, _no_ends, strategy.graphs is not None)
         self.steps = Steps(state, strategy, chooser, policy, rows, self.watch, _no_ends)
@@ -222,14 +227,21 @@ class Running:
     def _setting(self, cache: TreeCache, size: int) -> tuple[int, int, str]:
         return size, cache.max_length.bit_length(), str(self.model.device)
 
+    def _noise(self, rows: int) -> SamplingNoise | None:
+        # A single place draws as calls in turn do.
+        own = self.batch_size > 1
+        return noise_of(self.config, self.strategy.options, rows, self.model.device, own)
+
     def _result(self, row: int) -> Finished:
         request, self.requests[row] = self.requests[row], None
-        assert request is not None
-        return _finished(request)
+        assert request is not None and self.steps is not None
+        return _finished(request, self.steps.state.noise)
 
 
-def _finished(request: Request) -> Finished:
+def _finished(request: Request, noise: SamplingNoise | None) -> Finished:
     emission = request.emission
+    if noise is not None:
+        noise.give_back(emission.emitted[0])
     return Finished(request.index, emission.finish()[0], emission.width)
 
 

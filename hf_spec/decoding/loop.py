@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.decoding.batch import Shrinking
-from hf_spec.decoding.choose import Chooser
+from hf_spec.decoding.choose import Chooser, noise_of
 from hf_spec.decoding.compiling import warm
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
@@ -56,9 +56,11 @@ def decode(
     scorer = Scorer(logits_processor, emission)
     strategy = Strategy.of(model, config, unsure=synced_gpus or real is not None)
     drafter, graphs = strategy.drafter, strategy.graphs
+    noise = noise_of(config, strategy.options, len(input_ids), model.device)
     chooser = Chooser(
-        strategy.options, scorer, bool(config.do_sample), bool(record_scores or record_logits)
-    )
+        strategy.options, scorer, bool(config.do_sample), bool(record_scores or record_logits),
+        noise,
+    )  # fmt: skip
     stats = SpecStats()
     watch = Stopwatch(stats, model.device, ranks.same)
 
@@ -79,6 +81,7 @@ def decode(
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats,
             probe_hidden=prefilled.probe_hidden, hidden=prefilled.hidden, timed=strategy.timed,
+            noise=noise,
         )  # fmt: skip
 
         context, device = max(prompt).bit_length(), str(model.device)
@@ -109,6 +112,8 @@ def decode(
         sequences = emission.finish()
         stats.num_generated_tokens = sum(emission.emitted)  # stops that were told late are cut
         past = handover.give_back()
+    if noise is not None:
+        noise.give_back(emission.emitted[0])
     stats.details = steps.details()
     if graphs is not None:
         graphs.spare(handover.release())

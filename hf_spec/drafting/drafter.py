@@ -16,6 +16,7 @@ from hf_spec.core.probes import ProbeGroup, ProbeRows
 from hf_spec.core.pruning import Survivors
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.tree_forward import ProbeInputs, Pruning, TreeForward
 from modeling_patches.per_call import Changes
 
@@ -126,6 +127,7 @@ class DecodingState:
         draft_price: tokens that one more drafting forward must bring to pay for its time; None
             while unknown.
         found: this step's look-ups, by sequence; they are among the candidates anyway.
+        noise: what the next tokens will be sampled with; None if the output would depend on it.
     """
 
     model: Any
@@ -147,6 +149,7 @@ class DecodingState:
     foreseen: Any = None
     draft_price: Callable[[], float | None] = lambda: None
     found: Sequence[Found] = ()
+    noise: SamplingNoise | None = None
 
     def __post_init__(self) -> None:
         self.probe_counts = self.probe_counts or [0] * len(self.tokens)
@@ -159,22 +162,28 @@ class DecodingState:
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in rows])
         self.foreseen = None
+        if self.noise is not None:
+            self.noise.select(rows)
         for name in ("root", "probe_hidden", "probe_sizes", "hidden"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor[torch.tensor(rows, device=tensor.device)])
 
     def replace_row(
-        self, row: int, tokens: list[int], hidden: Tensor | None, probe_hidden: Tensor | None
-    ) -> None:
+        self, row: int, tokens: list[int], hidden: Tensor | None, probe_hidden: Tensor | None,
+        noise: SamplingNoise | None = None,
+    ) -> None:  # fmt: skip
         """Replace a row by another sequence, whose prompt the cache holds; for the loop.
 
         Args:
             tokens: tokens of the sequence, its first new token included.
             hidden: ``(1, hidden)``, see :attr:`hidden`; None if unknown.
             probe_hidden: ``(1, group, hidden)``, see :attr:`probe_hidden`.
+            noise: of the sequence alone.
         """
         self.tokens[row] = tokens
+        if self.noise is not None and noise is not None:
+            self.noise.replace_row(row, noise)
         self.root = self.root.index_fill(0, _index(row, self.root), tokens[-1])
         # All rows must know theirs.
         known = hidden is not None

@@ -189,7 +189,7 @@ class TreeDrafter(Drafter):
 
     def predict(
         self, state: DecodingState, depth: int, width: int,
-        known: Sequence[int] | Tensor | None = None,
+        known: Sequence[int] | Tensor | None = None, noise: Tensor | None = None,
     ) -> Predictions:  # fmt: skip
         """Predictions from the hidden states of the previous step.
 
@@ -198,13 +198,15 @@ class TreeDrafter(Drafter):
             depth: number of distances, at most those that are known.
             width: tokens to keep per distance.
             known: distances that each row has predictions for; None for :meth:`known`.
+            noise: ``(batch, depth, tokens)`` terms added to the logits, over :attr:`vocabulary`.
         """
         known = self.known(state) if known is None else known
-        return self.predictions(self.seen(state), state.root, known, depth, width)
+        return self.predictions(self.seen(state), state.root, known, depth, width, noise)
 
     def predictions(
-        self, seen: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int
-    ) -> Predictions:
+        self, seen: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int,
+        noise: Tensor | None = None,
+    ) -> Predictions:  # fmt: skip
         """:meth:`predict` as a function of tensors.
 
         Args:
@@ -212,7 +214,8 @@ class TreeDrafter(Drafter):
             root: ``(batch,)`` tokens.
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
         """
-        return self._predictions(self.corrected(self.states(seen, depth), root), known, width)
+        states = self.corrected(self.states(seen, depth), root)
+        return self._predictions(states, known, width, noise)
 
     def corrected(self, states: Tensor, root: Tensor) -> Tensor:
         """States given the root, where the adapter has a root correction.
@@ -224,10 +227,12 @@ class TreeDrafter(Drafter):
         return states if self.correction is None else self.correction(states, root)
 
     def _predictions(
-        self, states: Tensor, known: Sequence[int] | Tensor, width: int
+        self, states: Tensor, known: Sequence[int] | Tensor, width: int, noise: Tensor | None = None
     ) -> Predictions:
         ids = None if self.vocabulary is None else self.vocabulary.tokens
         logits = self.logits(states)
+        if noise is not None:
+            logits = logits + noise.to(logits.device)
         return Predictions(logits, width, known, self.transition, states, ids)
 
     @abstractmethod

@@ -177,7 +177,7 @@ class AdaptiveTrees(TreeSource):
         known: Sequence[int] | Tensor,
     ) -> Predictions:  # fmt: skip
         """The predictions that score paths."""
-        return drafter.predict(state, depth, width, known)
+        return drafter.predict(state, depth, width, known, _noise(drafter, state, depth))
 
     def foresee(
         self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor
@@ -255,6 +255,15 @@ class AdaptiveTrees(TreeSource):
         self._proposed = ()
 
 
+def _noise(drafter: TreeDrafter, state: DecodingState, depth: int) -> Tensor | None:
+    """Terms added to the logits of distances 1 to ``depth``, if tokens are sampled: sampling takes
+    the token of the largest logit + temperature * noise."""
+    if state.noise is None:
+        return None
+    ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens
+    return state.noise.hints(depth, ids) * state.noise.temperature
+
+
 def _compiled(
     graphs: Graphs, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor,
     count: int, depth: int, trust: Sequence[float],
@@ -262,24 +271,28 @@ def _compiled(
     """:func:`grow` and its predictions, by compiled code."""
     seen, made = drafter.seen(state), drafter.made()
     device = seen.device
+    noise = _noise(drafter, state, depth)
     inputs = [
         state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
         sent(trust, device), seen.contiguous(), *made.values(),
     ]  # fmt: skip
+    if noise is not None:
+        inputs.append(noise.to(device))
 
     def function(
         root: Tensor, known: Tensor, trust: Tensor, seen: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
         predictions = drafter.using(dict(zip(made, own))).predictions(
-            seen, root, known, depth, count
+            seen, root, known, depth, count, None if noise is None else own[-1]
         )
         return grow(predictions, root, count, depth, trust)
 
     def plain() -> tuple[Tensor, ...]:
-        predictions = drafter.predict(state, depth, count, known)
+        predictions = drafter.predict(state, depth, count, known, noise)
         return grow(predictions, inputs[0], count, depth, trust)
 
-    found = graphs.run(("tree", count, depth, *made), function, inputs, plain, tuple)
+    name = "tree", count, depth, noise is not None, *made
+    found = graphs.run(name, function, inputs, plain, tuple)
     return Grown(*(part.to(state.root.device) for part in found))
 
 

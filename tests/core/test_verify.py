@@ -162,7 +162,7 @@ class Scores:
         return torch.where(active[:, None], self.scores[rows, nodes], torch.nan)
 
 
-def argmax(scores: Tensor) -> Tensor:
+def argmax(scores: Tensor, depth: int = 0) -> Tensor:
     return scores.argmax(-1)
 
 
@@ -598,7 +598,7 @@ def test_typical_samples_its_bonus_from_the_target_at_the_last_node() -> None:
     tree, tokens = TokenTree.chain(1).batch(ROWS), torch.tensor([[9, 1]]).expand(ROWS, 2)
     generator = torch.Generator().manual_seed(3)
 
-    def select(scores: Tensor) -> Tensor:
+    def select(scores: Tensor, depth: int) -> Tensor:
         return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
 
     scores = Scores(p.log().expand(ROWS, 2, 2))

@@ -274,7 +274,7 @@ CALLS, LOOKED_AT = 120, 12
 def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
     """Chi-square of three sampled tokens, 64 cells: half the batch leaves after the first, or none.
 
-    Rows draw their random numbers together, so that a smaller batch gives each other ones.
+    Each row has random numbers of its own, which must stay its own.
     """
     from scipy.stats import chi2_contingency
 

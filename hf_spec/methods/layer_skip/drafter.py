@@ -76,7 +76,7 @@ class LayerSkipDrafter(Drafter):
 
     def _run(
         self, state: DecodingState, tokens: Tensor, drafted: Sequence[Sequence[int]],
-        drafting: Sequence[bool],
+        drafting: Sequence[bool], noisy: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The drafting model's own probabilities and the call's scores after the drafted tokens.
 
@@ -86,6 +86,7 @@ class LayerSkipDrafter(Drafter):
             tokens: ``(batch, 1 + k)`` root and drafted tokens.
             drafted: the drafted tokens of each sequence.
             drafting: whether each sequence still drafts.
+            noisy: given what the next token will be sampled with, where that is known.
 
         Returns:
             ``(batch, vocab)`` probabilities and scores.
@@ -95,7 +96,11 @@ class LayerSkipDrafter(Drafter):
         output = state.forward(tokens, chain, first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
-        return distribution(logits.float()), state.process(logits, drafted, drafting)
+        if not noisy or state.noise is None:
+            return distribution(logits.float()), state.process(logits, drafted, drafting)
+        hint = state.noise.hints(1, first=k)[:, 0].to(logits.device)
+        own = distribution(logits.float() + state.noise.temperature * hint)
+        return own, state.process(logits, drafted, drafting) + hint
 
     def _tree(self, state: DecodingState, depth: int) -> Draft:
         """A chain as deep as it pays, with the next likeliest tokens as siblings."""
@@ -112,7 +117,7 @@ class LayerSkipDrafter(Drafter):
             held = [one.held for one in looked_up]
             if not self.exit.pays(k + 1, paths, sure, price, held) and (k or not self.exit.due()):
                 break
-            own, scores = self._run(state, tokens, drafted, active)
+            own, scores = self._run(state, tokens, drafted, active, noisy=True)
             best = scores.topk(min(RANKS, scores.shape[1]))
             # Tokens that processors rule out are never accepted.
             likely = own.gather(1, best.indices).masked_fill(best.values == -torch.inf, 0)

@@ -1,0 +1,162 @@
+"""The random numbers of sampling, known before the tokens that they choose.
+
+``torch.multinomial`` draws a token as argmax over y of p(y) / E(y), where the E(y) ~ Exp(1) are
+drawn for each token: the Gumbel-max trick, since -log E(y) is Gumbel distributed (Maddison et al.,
+"A* Sampling", 2014, section 2). E does not depend on p. So the numbers of tokens to come can be
+drawn first and shown to a drafter, which then proposes what is likely to be sampled *with them*
+(Daliri et al., "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2024).
+
+A token depends on p and on its own E only, never on the candidates, so output is sampled from the
+same distribution, and with the same numbers it is the same whatever was drafted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from modeling_patches.random_state import random_state, set_random_state
+
+#: Share of the noise that drafters add to their own scores, which they know less well than the
+#: model does. docs/inside/choices.md has the measurements.
+HEEDED = 0.6
+#: Draws from the default generator that can be given back.
+REMEMBERED = 64
+#: Calls in other threads draw from the same default generator.
+_DRAWING = threading.Lock()
+
+
+class _States(NamedTuple):
+    """States of the default generator around the draw for a token."""
+
+    token: int
+    before: Tensor
+    after: Tensor
+
+
+class SamplingNoise:
+    """The numbers that the tokens of each sequence are sampled with.
+
+    A single sequence draws from the device's default generator, in the order of plain ``generate``:
+    the same seed gives the same tokens. Of several, each has a generator of its own, seeded by the
+    default one: its tokens depend neither on the others nor on the number of steps.
+
+    Args:
+        batch_size: number of sequences.
+        device: of the probabilities.
+        temperature: of the call. The larger it is, the more the numbers decide.
+        own: whether a single sequence has a generator of its own, too.
+    """
+
+    def __init__(
+        self, batch_size: int, device: torch.device, temperature: float = 1.0, own: bool = False
+    ):
+        self.device = device
+        self.temperature = temperature
+        self._generators: list[torch.Generator | None] = [None]
+        if own or batch_size > 1:
+            seeds = torch.randint(2**48, (batch_size,), device=device).tolist()
+            self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.
+        self._drawn: list[deque[Tensor]] = [deque() for _ in range(batch_size)]
+        self._vocab = 0
+        self._states: deque[_States] = deque(maxlen=REMEMBERED)
+        self._draws = 0  # from the default generator
+
+    def choose(self, probabilities: Tensor, ahead: int) -> Tensor:
+        """Sample a token of each sequence: what ``torch.multinomial`` would draw.
+
+        Args:
+            probabilities: ``(batch, vocab)`` float32
+            ahead: tokens between the last one that was emitted and this one.
+
+        Returns:
+            ``(batch,)``
+
+        Raises:
+            RuntimeError: if the probabilities are not finite, as ``torch.multinomial`` does.
+        """
+        # A sum is NaN if there is a NaN or an infinity among its terms.
+        if not probabilities.sum(-1).isfinite().all():
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        self._vocab = probabilities.shape[-1]
+        noise = [self._of(row, ahead) for row in range(len(self._drawn))]
+        return (probabilities / torch.stack(noise)).argmax(-1)
+
+    def hints(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
+        """What drafters add to their scores of tokens to come, after one token has been sampled.
+
+        Sampling takes the token with the largest sum of log p, that is, of the processed score, and
+        the Gumbel noise -log E.
+
+        Args:
+            count: number of tokens to come, of each sequence, from 1.
+            tokens: ``(n,)`` ids whose noise is wanted; None for the whole vocabulary.
+            first: tokens to come before these.
+
+        Returns:
+            ``(batch, count, n)`` float32, :data:`HEEDED` times the noise.
+        """
+        found = [
+            self._of(row, place)
+            for row in range(len(self._drawn))
+            for place in range(first, first + count)
+        ]
+        if tokens is not None:
+            found = [one[tokens] for one in found]
+        return -HEEDED * torch.stack(found).log().unflatten(0, (-1, count))
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Go on to the tokens after those that a step emitted.
+
+        Args:
+            counts: emitted tokens of each sequence; 0 for finished ones.
+        """
+        for drawn, count in zip(self._drawn, counts):
+            for _ in range(min(count, len(drawn))):
+                drawn.popleft()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
+        self._drawn = [self._drawn[row] for row in rows]
+        self._generators = [self._generators[row] for row in rows]
+
+    def replace_row(self, row: int, other: SamplingNoise) -> None:
+        """Replace a row's numbers by those of another sequence, given by itself."""
+        (self._drawn[row],), (self._generators[row],) = other._drawn, other._generators
+        self._vocab, self._states, self._draws = other._vocab, other._states, other._draws
+
+    def give_back(self, used: int) -> None:
+        """Undo the draws for tokens that were never emitted, so that the default generator goes on
+        as after plain ``generate``. Does nothing if anything else has drawn since.
+
+        Args:
+            used: number of tokens that were emitted.
+        """
+        with _DRAWING:
+            unused = [one for one in self._states if one.token >= used]
+            if not unused or unused[0].token > used:
+                return
+            later = [*(one.before for one in unused[1:]), random_state(self.device)]
+            if all(torch.equal(one.after, state) for one, state in zip(unused, later)):
+                set_random_state(self.device, unused[0].before)
+
+    def _of(self, row: int, ahead: int) -> Tensor:
+        """E of a token to come."""
+        drawn, generator = self._drawn[row], self._generators[row]
+        while len(drawn) <= ahead:
+            noise = torch.empty(self._vocab, device=self.device)
+            if generator is not None:
+                drawn.append(noise.exponential_(generator=generator))
+                continue
+            with _DRAWING:
+                before = random_state(self.device)
+                drawn.append(noise.exponential_())
+                self._states.append(_States(self._draws, before, random_state(self.device)))
+            self._draws += 1
+        return drawn[ahead]

@@ -1,0 +1,248 @@
+"""The random numbers of sampling, against ``torch.multinomial`` and plain ``generate``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB
+from torch import Tensor
+
+import hf_spec
+from hf_spec.drafting.noise import HEEDED, REMEMBERED, SamplingNoise
+
+CPU = torch.device("cpu")
+
+
+def chances(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocab, generator=generator).mul(2).softmax(-1)
+
+
+def multinomial(p: Tensor, count: int, seed: int) -> list[int]:
+    """``count`` draws in turn."""
+    torch.manual_seed(seed)
+    return [int(torch.multinomial(p, 1)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("vocab", [2, 50, 5000])
+@pytest.mark.parametrize("seen", [0, 3])
+def test_one_sequence_draws_what_multinomial_draws(vocab: int, seen: int) -> None:
+    p = chances(1, vocab)
+    expected = multinomial(p, 20, seed=7)
+    torch.manual_seed(7)
+    noise, found = SamplingNoise(1, CPU), []
+    for count in [1, 3, 2, 1, 4, 1, 3, 2, 3]:  # tokens of a step
+        for ahead in range(count):
+            found.append(int(noise.choose(p, ahead)))
+        noise.advance([count])
+        if seen:
+            noise.hints(seen)
+    assert found == expected
+
+
+def test_hints_are_the_noise_that_chooses() -> None:
+    """With the whole noise instead of a part, a drafter that knows p knows the token."""
+    noise = SamplingNoise(3, CPU)
+    noise.choose(chances(3), 0)
+    noise.advance([1, 1, 1])
+    for step in range(30):
+        p = chances(3, seed=step)
+        hints = noise.hints(4) / HEEDED
+        assert hints.shape == (3, 4, 50)
+        for ahead in range(3):
+            expected = (p.log() + hints[:, ahead]).argmax(-1)
+            assert noise.choose(p, ahead).tolist() == expected.tolist()
+        noise.advance([1, 2, 3])
+
+
+def test_hints_of_some_tokens_and_of_later_ones() -> None:
+    noise, some = SamplingNoise(2, CPU), torch.tensor([4, 40, 7])
+    noise.choose(chances(2), 0)
+    whole = noise.hints(5)
+    assert torch.equal(noise.hints(5, some), whole[:, :, some])
+    assert torch.equal(noise.hints(2, first=3), whole[:, 3:])
+    noise.advance([2, 0])
+    assert torch.equal(noise.hints(3)[0], whole[0, 2:])
+    assert torch.equal(noise.hints(5)[1], whole[1])
+
+
+def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
+    p = chances(3)
+
+    def run(counts: list[list[int]], order: list[int]) -> dict[int, list[int]]:
+        torch.manual_seed(3)
+        noise, found = SamplingNoise(3, CPU), {row: [] for row in range(3)}
+        rows = [0, 1, 2]
+        for step, row_counts in enumerate(counts):
+            if step == 2:
+                noise.select(order)
+                rows = [rows[place] for place in order]
+            live = [row_counts[row] for row in rows]
+            for ahead in range(max(live)):
+                chosen = noise.choose(p[rows], ahead).tolist()
+                for row, token, count in zip(rows, chosen, live):
+                    if ahead < count:
+                        found[row].append(token)
+            noise.advance(live)
+        return found
+
+    one = run([[1, 1, 1], [1, 2, 3], [2, 1, 1], [1, 1, 1]], [0, 1, 2])
+    other = run([[1, 3, 1], [3, 1, 1], [1, 1, 1], [0, 3, 3]], [2, 1])
+    for row in range(3):
+        shorter = min(len(one[row]), len(other[row]))
+        assert shorter >= 4 and one[row][:shorter] == other[row][:shorter]
+    assert len({tuple(tokens) for tokens in one.values()}) == 3  # rows differ
+
+
+def test_a_row_takes_the_numbers_of_a_sequence_that_joins() -> None:
+    p = chances(1)
+    torch.manual_seed(1)
+    alone = SamplingNoise(1, CPU, own=True)
+    expected = [int(alone.choose(p, ahead)) for ahead in range(5)]
+    torch.manual_seed(1)
+    joining = SamplingNoise(1, CPU, own=True)
+    first = int(joining.choose(p, 0))
+    joining.advance([1])
+    batch = SamplingNoise(2, CPU, own=True)
+    batch.replace_row(1, joining)
+    later = [int(batch.choose(p.expand(2, -1), ahead)[1]) for ahead in range(4)]
+    assert [first, *later] == expected
+
+
+def test_what_is_drawn_follows_the_distribution() -> None:
+    """Each of the eight frequencies fails by chance with probability 6e-7: five standard errors."""
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    torch.manual_seed(0)
+    noise, counts, draws = SamplingNoise(2, CPU), [Counter(), Counter()], 10_000
+    for _ in range(draws):
+        for row, token in enumerate(noise.choose(p.expand(2, -1), 0).tolist()):
+            counts[row][token] += 1
+        noise.hints(2)
+        noise.advance([1, 1])
+    for found in counts:
+        for token, chance in enumerate(p[0].tolist()):
+            error = (chance * (1 - chance) / draws) ** 0.5
+            assert abs(found[token] / draws - chance) < 5 * error
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float) -> None:
+    p = chances(2)
+    p[1, 3] = value
+    with pytest.raises(RuntimeError) as plain:
+        torch.multinomial(p, 1)
+    with pytest.raises(RuntimeError) as ours:
+        SamplingNoise(2, CPU).choose(p, 0)
+    assert str(ours.value) == str(plain.value)
+
+
+# -- the default generator after a call ------------------------------------------------------------
+
+
+def drawn_ahead(used: int) -> SamplingNoise:
+    noise = SamplingNoise(1, CPU)
+    for _ in range(used):
+        noise.choose(chances(1), 0)
+        noise.hints(4)
+        noise.advance([1])
+    return noise
+
+
+@pytest.mark.parametrize("used", [1, 5, 2 * REMEMBERED])
+def test_draws_that_were_not_needed_are_given_back(used: int) -> None:
+    multinomial(chances(1), used, seed=2)
+    expected = torch.get_rng_state()
+    torch.manual_seed(2)
+    noise = drawn_ahead(used)
+    assert not torch.equal(torch.get_rng_state(), expected)
+    noise.give_back(used)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_nothing_is_given_back_once_something_else_has_drawn() -> None:
+    noise = drawn_ahead(3)
+    torch.rand(1)
+    before = torch.get_rng_state()
+    noise.give_back(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    between = drawn_ahead(3)
+    torch.rand(1)  # and then the call draws on
+    between.hints(8)
+    before = torch.get_rng_state()
+    between.give_back(3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+SAMPLED: dict[str, Any] = {
+    "do_sample": True, "temperature": 1.3, "top_p": 0.9, "max_new_tokens": 24,
+}  # fmt: skip
+
+
+def drafting(candidates: int) -> dict[str, Any]:
+    kwargs = {"candidates": candidates, "fallback": False}
+    return {"assistant_strategy": "medusa", "assistant_kwargs": kwargs}
+
+
+@pytest.fixture
+def model(tiny: Callable[..., Any]) -> Any:
+    found = tiny("llama_tied")
+    torch.manual_seed(4)
+    found.add_adapter(hf_spec.MedusaConfig(num_heads=3), adapter_name="noise")
+    try:
+        yield found
+    finally:
+        found.delete_adapter("noise")
+
+
+def prompts(rows: int) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(6))
+
+
+@pytest.mark.parametrize("stop", [None, "after 7"])
+def test_the_generator_goes_on_as_after_plain_generate(model: Any, stop: str | None) -> None:
+    settings = dict(SAMPLED)
+    torch.manual_seed(8)
+    if stop:  # a token in the middle of the output, often in the middle of a step
+        settings["eos_token_id"] = int(model.generate(prompts(1), **SAMPLED)[0, 9 + 7])
+
+    def run(**ours: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(8)
+        return model.generate(prompts(1), **settings, **ours), torch.get_rng_state()
+
+    expected = run()
+    for candidates in (2, 8):
+        assert all(map(torch.equal, run(**drafting(candidates)), expected))
+
+
+def test_samples_of_a_batch_do_not_depend_on_what_is_drafted(model: Any) -> None:
+    outputs = []
+    for ours in (drafting(2), drafting(8), {"assistant_strategy": "prompt_lookup"}):
+        torch.manual_seed(9)
+        outputs.append(model.generate(prompts(5), **SAMPLED, **ours).tolist())
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len({tuple(row[9:]) for row in outputs[0]}) == 5
+    torch.manual_seed(10)
+    assert model.generate(prompts(5), **SAMPLED, **drafting(2)).tolist() != outputs[0]
+
+
+def test_hints_raise_acceptance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New heads start as the LM head, so the first predicts nearly what the model does on a text of
+    few tokens; with the numbers that tokens are sampled with, more candidates are right."""
+    settings = {**SAMPLED, "temperature": 2.0, "max_new_tokens": 200, "eos_token_id": None}
+
+    def run() -> tuple[list[list[int]], float]:
+        torch.manual_seed(11)
+        texts = model.generate(prompts(4), **settings, **drafting(6)).tolist()
+        return texts, hf_spec.last_stats(model).mean_accepted_tokens
+
+    texts, heeding = run()
+    monkeypatch.setattr("hf_spec.drafting.noise.HEEDED", 0.0)
+    same, without = run()
+    assert same == texts
+    assert heeding > 1.1 * without
