@@ -60,6 +60,7 @@ class Strategy:
         timed: whether the amount of drafting may depend on step times.
         adapter: the method's adapter, if it is active.
         graphs: compiled code for its steps; None if they are not compiled.
+        samples: whether the call samples.
     """
 
     model: Any
@@ -69,6 +70,7 @@ class Strategy:
     timed: bool
     adapter: ActiveAdapter | None
     graphs: Graphs | None
+    samples: bool
 
     @classmethod
     def of(cls, model: Any, config: GenerationConfig, unsure: bool = False) -> Strategy:
@@ -85,11 +87,12 @@ class Strategy:
         options = method.parse_options(config.assistant_kwargs)
         drafter = method.drafter(model, options)
         check_tree_forward(model, method.name, drafter, unsure)
-        timed = switched_on(options, bool(config.do_sample))
+        samples = bool(config.do_sample)
+        timed = switched_on(options, samples)
         if options.looks_up(timed):
             drafter = with_retrieval(drafter)
         adapter = _adapter(method, model)
-        found = cls(model, method, options, drafter, timed, adapter, None)
+        found = cls(model, method, options, drafter, timed, adapter, None, samples)
         found.graphs = graphs_for(model, config, drafter, found.kind)
         return found
 
@@ -104,7 +107,9 @@ class Strategy:
         Args:
             setting, width: see :class:`StepPolicy`.
         """
-        known = recall(self.model, (Learned, self.kind, self.graphs is not None), Learned)
+        # Sampled text is harder to predict, and choosing its tokens takes longer.
+        key = Learned, self.kind, self.graphs is not None, self.samples
+        known = recall(self.model, key, Learned)
         measured = _measured(self.model, self.adapter, *setting[:2])
         return StepPolicy(stats, known, setting, self.timed, measured, width)
 

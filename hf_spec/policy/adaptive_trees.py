@@ -150,15 +150,17 @@ class AdaptiveTrees(TreeSource):
         probes: whether predictions come from probes under the nodes.
         candidates: exact number in every step; None for the policy's choice, or `CANDIDATES` if
             nothing may depend on time.
-        calibration: learned by earlier calls; None to use predictions uncorrected.
+        calibrations: learned by earlier calls, greedy and sampled ones; None to use predictions
+            uncorrected.
     """
 
     def __init__(
         self, depth: int, probes: bool, candidates: int | None = None,
-        calibration: Calibration | None = None,
+        calibrations: tuple[Calibration, Calibration] | None = None,
     ):  # fmt: skip
         self.depth, self.probes = depth, probes
-        self.candidates, self.calibration = candidates, calibration
+        self.candidates, self.calibrations = candidates, calibrations
+        self.calibration = None if calibrations is None else calibrations[False]
         self._most = FEWEST
         self._proposed: tuple[Any, ...] = ()
         self._foreseen: tuple[Grown, list[float]] | None = None
@@ -171,6 +173,10 @@ class AdaptiveTrees(TreeSource):
     @property
     def max_depth(self) -> int:
         return self.depth
+
+    def start(self, state: DecodingState) -> None:
+        if self.calibrations is not None:
+            self.calibration = self.calibrations[state.do_sample]
 
     def predictions(
         self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,

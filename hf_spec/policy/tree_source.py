@@ -68,8 +68,10 @@ def tree_source(
         if options.candidates != AUTO:
             exactly: Any = options.candidates
             return AdaptiveTrees(depth, bool(probes), exactly)
-        calibration = recall(model, (Calibration, key), lambda: Calibration(depth))
-        return AdaptiveTrees(depth, bool(probes), calibration=calibration)
+        calibrations = recall(
+            model, (Calibration, key), lambda: (Calibration(depth), Calibration(depth))
+        )
+        return AdaptiveTrees(depth, bool(probes), calibrations=calibrations)
     if options.tree == TUNED:
         path = adapter.config.file_beside(TREE_FILE)
         if path is None:

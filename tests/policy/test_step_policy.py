@@ -826,6 +826,27 @@ def test_a_second_call_knows_the_costs(timed: Callable[[float], tuple[Any, Timed
     assert second.details["policy"]["plain_seconds"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", ["medusa", "layer_skip", "prompt_lookup"])
+def test_greedy_and_sampled_calls_learn_apart(
+    timed: Callable[[float], tuple[Any, Timed]], name: str
+) -> None:
+    """A greedy call drafts as if it were the first one, whatever sampled ones have learned."""
+    sampled = {**GREEDY, "do_sample": True, "temperature": 2.0}
+    found = []
+    for earlier in ({}, sampled, GREEDY):
+        model, _ = timed(30.0)
+        if get_method(name).needs_adapter:
+            torch.manual_seed(2)
+            model.add_adapter(get_method(name).adapter_config())
+        call = {"input_ids": prompt(), **with_fallback(name)}
+        if earlier:
+            model.generate(**call, **earlier)
+        stats = model.generate(**call, **GREEDY).spec_stats
+        found.append((stats.num_fallback_steps, stats.num_drafted_tokens, stats.num_draft_forwards))
+    first, after_sampled, after_greedy = found
+    assert first == after_sampled != after_greedy
+
+
 def test_cheap_drafts_are_kept(timed: Callable[[float], tuple[Any, Timed]]) -> None:
     """Candidates that cost nothing: only the looks at a plain step are without drafts."""
     model, _ = timed(1.0)

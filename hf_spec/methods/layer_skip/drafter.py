@@ -51,9 +51,9 @@ class LayerSkipDrafter(Drafter):
         update = None if adapter is None else layer.updates.get(adapter.name)
         self.learned = None if update is None else MergedCopies(update, self.drafting)
         name = None if adapter is None else adapter.name
-        key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
+        self._key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
-        self.exit = recall(model, key, lambda: DraftExit(options))
+        self.exit = recall(model, self._key, lambda: DraftExit(options))
         #: Trees proposed in this step, if any. Look-ups may be merged into the forwarded ones.
         self._trees: tuple[list[float], list[Found]] | None = None
         self._lengths: list[int] | None = None
@@ -63,6 +63,9 @@ class LayerSkipDrafter(Drafter):
         return super().kind_of_forward, self._left_out
 
     def start(self, state: DecodingState) -> None:
+        if state.do_sample:  # other drafts are right
+            key = *self._key, "sampled"
+            self.exit = recall(self.model, key, lambda: DraftExit(self.options))
         graphs = state.forward.graphs
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
