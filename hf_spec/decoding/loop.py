@@ -56,7 +56,7 @@ def decode(
     scorer = Scorer(logits_processor, emission)
     strategy = Strategy.of(model, config, unsure=synced_gpus or real is not None)
     drafter, graphs = strategy.drafter, strategy.graphs
-    noise = noise_of(config, strategy.options, len(input_ids), model.device)
+    noise = noise_of(config, strategy.options, len(input_ids), input_ids.device)
     chooser = Chooser(
         strategy.options, scorer, bool(config.do_sample), bool(record_scores or record_logits),
         noise,

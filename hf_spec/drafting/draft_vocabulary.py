@@ -71,6 +71,11 @@ class DraftVocabulary:
         rows = self._rows()
         return product(hidden.to(rows.weight), rows.weight, rows.bias)
 
+    def linear(self, hidden: Tensor) -> Tensor:
+        """Logits ``(..., size)`` without the output embeddings' bias, so linear in ``hidden``."""
+        weight = self._rows().weight
+        return product(hidden.to(weight), weight, None)
+
     def of_all(self, logits: Tensor) -> Tensor:
         """Expand logits ``(..., size)`` to ``(..., vocab)``; other tokens get -inf."""
         everything = logits.new_full((*logits.shape[:-1], vocab_size(self.model)), -torch.inf)

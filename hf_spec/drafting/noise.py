@@ -22,9 +22,6 @@ from torch import Tensor
 
 from modeling_patches.random_state import random_state, set_random_state
 
-#: Share of the noise that drafters add to their own scores, which they know less well than the
-#: model does. docs/inside/choices.md has the measurements.
-HEEDED = 0.6
 #: Draws from the default generator that can be given back.
 REMEMBERED = 64
 #: Calls in other threads draw from the same default generator.
@@ -48,7 +45,7 @@ class SamplingNoise:
 
     Args:
         batch_size: number of sequences.
-        device: of the probabilities.
+        device: whose generators are used; that of the call's ``input_ids``, as in Transformers.
         temperature: of the call. The larger it is, the more the numbers decide.
         own: whether a single sequence has a generator of its own, too.
     """
@@ -85,14 +82,15 @@ class SamplingNoise:
         if not probabilities.sum(-1).isfinite().all():
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         self._vocab = probabilities.shape[-1]
-        noise = [self._of(row, ahead) for row in range(len(self._drawn))]
-        return (probabilities / torch.stack(noise)).argmax(-1)
+        noise = torch.stack([self._of(row, ahead) for row in range(len(self._drawn))])
+        chosen = (probabilities.to(self.device) / noise).argmax(-1)
+        return chosen.to(probabilities.device)
 
-    def hints(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
-        """What drafters add to their scores of tokens to come, after one token has been sampled.
+    def ahead(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
+        """The Gumbel noise -log E of tokens to come, after one token has been sampled.
 
-        Sampling takes the token with the largest sum of log p, that is, of the processed score, and
-        the Gumbel noise -log E.
+        Sampling takes the token of the largest sum of log p, that is, of the processed score, and
+        this noise.
 
         Args:
             count: number of tokens to come, of each sequence, from 1.
@@ -100,7 +98,7 @@ class SamplingNoise:
             first: tokens to come before these.
 
         Returns:
-            ``(batch, count, n)`` float32, :data:`HEEDED` times the noise.
+            ``(batch, count, n)`` float32
         """
         found = [
             self._of(row, place)
@@ -108,8 +106,9 @@ class SamplingNoise:
             for place in range(first, first + count)
         ]
         if tokens is not None:
+            tokens = tokens.to(self.device)
             found = [one[tokens] for one in found]
-        return -HEEDED * torch.stack(found).log().unflatten(0, (-1, count))
+        return -torch.stack(found).log().unflatten(0, (-1, count))
 
     def advance(self, counts: Sequence[int]) -> None:
         """Go on to the tokens after those that a step emitted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,19 @@ from hf_spec.drafting.transition import Transition
 
 #: Tokens per distance that a transition rescores.
 SHORTLIST = 32
+
+
+class Tempered(NamedTuple):
+    """What turns a drafter's logits into those of the tokens that will be sampled: it multiplies
+    them by the sharpness and adds the noise.
+
+    Attributes:
+        sharpness: ``()`` float32
+        noise: ``(batch, distances, vocab)`` float32
+    """
+
+    sharpness: Tensor
+    noise: Tensor
 
 
 class Predictions:
@@ -32,6 +45,7 @@ class Predictions:
         transition: how the previous token changes the predictions.
         states: ``(batch, distances, hidden)`` that give the logits; for the transition.
         ids: ``(vocab,)`` token ids of the logits; None if these are the indices.
+        tempered: changes the logits, those with the transition included.
 
     Attributes:
         tokens: ``(batch, distances, width)`` ids, likeliest first.
@@ -47,7 +61,11 @@ class Predictions:
         transition: Transition | None = None,
         states: Tensor | None = None,
         ids: Tensor | None = None,
+        tempered: Tempered | None = None,
     ):
+        if tempered is not None:
+            tempered = Tempered(*(part.to(logits.device) for part in tempered))
+            logits = tempered.sharpness * logits + tempered.noise
         if transition is not None:
             width = max(width, SHORTLIST)
         best = logits.topk(min(width, logits.shape[-1]), dim=-1)
@@ -60,6 +78,7 @@ class Predictions:
         self.log_probs = log_probs.masked_fill(log_probs.isnan(), alike)
         self.known: Any = known if isinstance(known, Tensor) else tuple(known)
         self._transition, self._states = transition, states
+        self._sharpness = None if tempered is None else tempered.sharpness
 
     @property
     def distances(self) -> int:
@@ -80,7 +99,7 @@ class Predictions:
             return plain
         assert self._states is not None
         bias = self._transition.bias(previous.to(self.tokens.device), self._states, self.tokens)
-        weighed = plain + bias
+        weighed = plain + (bias if self._sharpness is None else self._sharpness * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
         found = weighed - torch.logaddexp(weighed.logsumexp(-1, keepdim=True), rest)

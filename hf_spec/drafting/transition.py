@@ -71,8 +71,12 @@ class Transition:
         Returns:
             ``(..., vocab)``
         """
+        return linear_logits(self.model, self.change(previous, states))
+
+    def change(self, previous: Tensor, states: Tensor) -> Tensor:
+        """What is added to the states, ``(..., hidden)``; see :meth:`logits`."""
         inner = functional.silu(self._embedded(previous) + self._projected(states))
-        return linear_logits(self.model, functional.linear(inner, self.after))
+        return functional.linear(inner, self.after)
 
     def bias(self, previous: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
         """The bias of a few tokens, given each of several previous tokens.

@@ -19,7 +19,7 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
-from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.root_correction import RootCorrection
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.hidden_states import shapes_logits
@@ -189,7 +189,7 @@ class TreeDrafter(Drafter):
 
     def predict(
         self, state: DecodingState, depth: int, width: int,
-        known: Sequence[int] | Tensor | None = None, noise: Tensor | None = None,
+        known: Sequence[int] | Tensor | None = None, tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
         """Predictions from the hidden states of the previous step.
 
@@ -198,14 +198,14 @@ class TreeDrafter(Drafter):
             depth: number of distances, at most those that are known.
             width: tokens to keep per distance.
             known: distances that each row has predictions for; None for :meth:`known`.
-            noise: ``(batch, depth, tokens)`` terms added to the logits, over :attr:`vocabulary`.
+            tempered: changes the logits, over :attr:`vocabulary`; for calls that sample.
         """
         known = self.known(state) if known is None else known
-        return self.predictions(self.seen(state), state.root, known, depth, width, noise)
+        return self.predictions(self.seen(state), state.root, known, depth, width, tempered)
 
     def predictions(
         self, seen: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int,
-        noise: Tensor | None = None,
+        tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
         """:meth:`predict` as a function of tensors.
 
@@ -215,7 +215,7 @@ class TreeDrafter(Drafter):
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
         """
         states = self.corrected(self.states(seen, depth), root)
-        return self._predictions(states, known, width, noise)
+        return self._predictions(states, known, width, tempered)
 
     def corrected(self, states: Tensor, root: Tensor) -> Tensor:
         """States given the root, where the adapter has a root correction.
@@ -227,13 +227,31 @@ class TreeDrafter(Drafter):
         return states if self.correction is None else self.correction(states, root)
 
     def _predictions(
-        self, states: Tensor, known: Sequence[int] | Tensor, width: int, noise: Tensor | None = None
-    ) -> Predictions:
+        self, states: Tensor, known: Sequence[int] | Tensor, width: int,
+        tempered: Tempered | None = None,
+    ) -> Predictions:  # fmt: skip
         ids = None if self.vocabulary is None else self.vocabulary.tokens
+        return Predictions(
+            self.logits(states), width, known, self.transition, states, ids, tempered
+        )
+
+    def given(self, seen: Tensor, previous: Tensor) -> Tensor:
+        """Logits of all tokens of :attr:`vocabulary` if the tokens before are known.
+
+        Args:
+            seen: see :meth:`seen`.
+            previous: ``(batch, depth)`` the token before each distance; first the root.
+
+        Returns:
+            ``(batch, depth, tokens)``
+        """
+        states = self.corrected(self.states(seen, previous.shape[1]), previous[:, 0])
         logits = self.logits(states)
-        if noise is not None:
-            logits = logits + noise.to(logits.device)
-        return Predictions(logits, width, known, self.transition, states, ids)
+        if self.transition is None:
+            return logits
+        if self.vocabulary is None:
+            return logits + self.transition.logits(previous, states)
+        return logits + self.vocabulary.linear(self.transition.change(previous, states))
 
     @abstractmethod
     def seen(self, state: DecodingState) -> Tensor:

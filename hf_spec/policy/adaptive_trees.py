@@ -20,12 +20,13 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import Chances, DecodingState, Draft
 from hf_spec.drafting.options import CANDIDATES
-from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
+from hf_spec.policy.tempering import LEARNING, Sample, Tempering, noise_of
 
 #: Number of candidates grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
@@ -142,6 +143,15 @@ def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
     return levels.to(device)
 
 
+class Proposal(NamedTuple):
+    """The trees of a step, the terms added to log-probabilities per distance, and what to learn
+    from, where tokens are sampled."""
+
+    grown: Grown
+    trust: list[float]
+    sample: Sample | None
+
+
 class AdaptiveTrees(TreeSource):
     """Each step's likeliest tree.
 
@@ -152,18 +162,23 @@ class AdaptiveTrees(TreeSource):
             nothing may depend on time.
         calibrations: learned by earlier calls, greedy and sampled ones; None to use predictions
             uncorrected.
+        tempering: learned by earlier calls that sample; None to begin anew.
     """
 
     def __init__(
         self, depth: int, probes: bool, candidates: int | None = None,
         calibrations: tuple[Calibration, Calibration] | None = None,
+        tempering: Tempering | None = None,
     ):  # fmt: skip
         self.depth, self.probes = depth, probes
         self.candidates, self.calibrations = candidates, calibrations
         self.calibration = None if calibrations is None else calibrations[False]
+        self.tempering = tempering or Tempering()
         self._most = FEWEST
         self._proposed: tuple[Any, ...] = ()
-        self._foreseen: tuple[Grown, list[float]] | None = None
+        self._foreseen: Proposal | None = None
+        self._sample: Sample | None = None
+        self._steps = 0  # that sample
 
     weighs: ClassVar[bool] = True
     #: Whether its scores are on the device only, so that growing can be compiled, and can begin
@@ -177,13 +192,15 @@ class AdaptiveTrees(TreeSource):
     def start(self, state: DecodingState) -> None:
         if self.calibrations is not None:
             self.calibration = self.calibrations[state.do_sample]
+        if self._exactly(state) is not None and not self._steps:
+            self.tempering = Tempering()  # what is drafted must not depend on earlier calls
 
     def predictions(
         self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,
-        known: Sequence[int] | Tensor,
+        known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Predictions:  # fmt: skip
         """The predictions that score paths."""
-        return drafter.predict(state, depth, width, known, _noise(drafter, state, depth))
+        return drafter.predict(state, depth, width, known, self._tempered(noise))
 
     def foresee(
         self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor
@@ -191,21 +208,34 @@ class AdaptiveTrees(TreeSource):
         if not self.on_device or not self.depth:
             return None
         self._foreseen = self._grow(drafter, state, known, self.depth)
-        return self._foreseen[0].packed()
+        return self._foreseen.grown.packed()
 
     def _grow(
         self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor, depth: int
-    ) -> tuple[Grown, list[float]]:
-        """The trees, and the terms added to the log-probabilities per distance."""
+    ) -> Proposal:
         count = self._exactly(state) or self._most
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
         graphs = state.forward.graphs if self.on_device else None
+        depth = depth if graphs is None else self.depth
+        noise, sample = noise_of(drafter, state, depth) if self.weighs else None, None
+        if noise is not None:
+            self._steps += 1
+            if self._steps % LEARNING == 0:
+                sample = Sample(drafter, drafter.seen(state), state.root, known, noise)
         if graphs is None:
-            predictions = self.predictions(drafter, state, depth, count, known)
-            return grow(predictions, state.root, count, depth, trust), trust
+            predictions = self.predictions(drafter, state, depth, count, known, noise)
+            return Proposal(grow(predictions, state.root, count, depth, trust), trust, sample)
         # Few sizes; candidates that no row can use are removed later.
         count = self._exactly(state) or (FEWEST if count <= FEWEST else MOST)
-        return _compiled(graphs, drafter, state, known, count, self.depth, trust), trust
+        tempered = self._tempered(noise)
+        grown = _compiled(graphs, drafter, state, known, count, depth, trust, tempered)
+        return Proposal(grown, trust, sample)
+
+    def _tempered(self, noise: Tensor | None) -> Tempered | None:
+        if noise is None:
+            return None
+        learned = self.tempering
+        return Tempered(sent(learned.sharpness, noise.device), learned.share * noise)
 
     def _exactly(self, state: DecodingState) -> int | None:
         """Number of candidates in every step; None if the policy chooses it."""
@@ -226,7 +256,7 @@ class AdaptiveTrees(TreeSource):
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or state.foreseen is None:
             foreseen = self._grow(drafter, state, known, depth)
-        grown, trust = foreseen
+        grown, trust, self._sample = foreseen
         if not all(state.active):  # grown before it was known that rows stop short of their bonus
             grown.tokens[:, 0] = state.root
         draft = grown.draft(state.foreseen)
@@ -244,12 +274,19 @@ class AdaptiveTrees(TreeSource):
         """Compile what steps with predictions run."""
         graphs = state.forward.graphs
         if graphs is not None and self.on_device and self.depth:
-            exactly, known = self._exactly(state), drafter.known(state)
+            exactly, known, trust = self._exactly(state), drafter.known(state), [0.0] * self.depth
+            tempered = self._tempered(noise_of(drafter, state, self.depth))
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
-                _compiled(graphs, drafter, state, known, count, self.depth, [0.0] * self.depth)
+                _compiled(graphs, drafter, state, known, count, self.depth, trust, tempered)
+
+    def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            sample.teach(self.tempering, came)
+        self._observe(came, taken)
 
     @alone
-    def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+    def _observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
         if not self._proposed:
             return
         most = self._most  # doubled if all were taken, reduced if most were unused
@@ -261,43 +298,34 @@ class AdaptiveTrees(TreeSource):
         self._proposed = ()
 
 
-def _noise(drafter: TreeDrafter, state: DecodingState, depth: int) -> Tensor | None:
-    """Terms added to the logits of distances 1 to ``depth``, if tokens are sampled: sampling takes
-    the token of the largest logit + temperature * noise."""
-    if state.noise is None:
-        return None
-    ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens
-    return state.noise.hints(depth, ids) * state.noise.temperature
-
-
 def _compiled(
     graphs: Graphs, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor,
-    count: int, depth: int, trust: Sequence[float],
+    count: int, depth: int, trust: Sequence[float], tempered: Tempered | None,
 ) -> Grown:  # fmt: skip
     """:func:`grow` and its predictions, by compiled code."""
     seen, made = drafter.seen(state), drafter.made()
     device = seen.device
-    noise = _noise(drafter, state, depth)
     inputs = [
         state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
         sent(trust, device), seen.contiguous(), *made.values(),
     ]  # fmt: skip
-    if noise is not None:
-        inputs.append(noise.to(device))
+    if tempered is not None:
+        inputs += [part.to(device) for part in tempered]
 
     def function(
         root: Tensor, known: Tensor, trust: Tensor, seen: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
+        changed = None if tempered is None else Tempered(*own[-2:])
         predictions = drafter.using(dict(zip(made, own))).predictions(
-            seen, root, known, depth, count, None if noise is None else own[-1]
+            seen, root, known, depth, count, changed
         )
         return grow(predictions, root, count, depth, trust)
 
     def plain() -> tuple[Tensor, ...]:
-        predictions = drafter.predict(state, depth, count, known, noise)
+        predictions = drafter.predict(state, depth, count, known, tempered)
         return grow(predictions, inputs[0], count, depth, trust)
 
-    name = "tree", count, depth, noise is not None, *made
+    name = "tree", count, depth, tempered is not None, *made
     found = graphs.run(name, function, inputs, plain, tuple)
     return Grown(*(part.to(state.root.device) for part in found))
 

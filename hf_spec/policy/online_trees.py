@@ -132,7 +132,7 @@ class OnlineTrees(AdaptiveTrees):
     @alone
     def predictions(
         self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,
-        known: Sequence[int] | Tensor,
+        known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Any:  # fmt: skip
         made = drafter.predict(state, depth, max(width, RANKS), known)
         self._predicted = made, state.root

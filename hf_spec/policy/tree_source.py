@@ -16,6 +16,7 @@ from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.calibration import Calibration
 from hf_spec.policy.memory import recall
 from hf_spec.policy.online_trees import HitRates, OnlineTrees
+from hf_spec.policy.tempering import Tempering
 from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, measurements, read_trees
 
 #: Placeholder for tuned trees until the call's first step.
@@ -71,7 +72,8 @@ def tree_source(
         calibrations = recall(
             model, (Calibration, key), lambda: (Calibration(depth), Calibration(depth))
         )
-        return AdaptiveTrees(depth, bool(probes), calibrations=calibrations)
+        tempering = recall(model, (Tempering, key), Tempering)
+        return AdaptiveTrees(depth, bool(probes), calibrations=calibrations, tempering=tempering)
     if options.tree == TUNED:
         path = adapter.config.file_beside(TREE_FILE)
         if path is None:

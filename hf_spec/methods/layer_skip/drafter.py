@@ -25,6 +25,7 @@ from hf_spec.drafting.retrieval import NOTHING, best_first, draft_of
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.memory import alone, recall
+from hf_spec.policy.tempering import LEARNING, Tempering
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.low_rank import MergedCopies
 from modeling_patches.per_call import Changes
@@ -57,6 +58,11 @@ class LayerSkipDrafter(Drafter):
         #: Trees proposed in this step, if any. Look-ups may be merged into the forwarded ones.
         self._trees: tuple[list[float], list[Found]] | None = None
         self._lengths: list[int] | None = None
+        self.tempering = Tempering()
+        #: Logits and noise of each drafted token of this step, where tokens are sampled.
+        self._samples: list[tuple[Tensor, Tensor]] = []
+        self._drafted: list[list[int]] = []
+        self._sampled = 0
 
     @property
     def kind_of_forward(self) -> Hashable:
@@ -66,6 +72,7 @@ class LayerSkipDrafter(Drafter):
         if state.do_sample:  # other drafts are right
             key = *self._key, "sampled"
             self.exit = recall(self.model, key, lambda: DraftExit(self.options))
+            self.tempering = recall(self.model, (Tempering, *key), Tempering)
         graphs = state.forward.graphs
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
@@ -79,31 +86,43 @@ class LayerSkipDrafter(Drafter):
 
     def _run(
         self, state: DecodingState, tokens: Tensor, drafted: Sequence[Sequence[int]],
-        drafting: Sequence[bool], noisy: bool = False,
+        drafting: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The drafting model's own probabilities and the call's scores after the drafted tokens.
+        """The drafting model's logits and the call's scores after the drafted tokens.
 
-        Exits use the former: scores of a low temperature are always confident.
+        Exits use probabilities of the former: scores of a low temperature are always confident.
 
         Args:
             tokens: ``(batch, 1 + k)`` root and drafted tokens.
             drafted: the drafted tokens of each sequence.
             drafting: whether each sequence still drafts.
-            noisy: given what the next token will be sampled with, where that is known.
 
         Returns:
-            ``(batch, vocab)`` probabilities and scores.
+            ``(batch, vocab)`` float32 logits and scores.
         """
         k = tokens.shape[1] - 1
         chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
         output = state.forward(tokens, chain, first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
-        if not noisy or state.noise is None:
-            return distribution(logits.float()), state.process(logits, drafted, drafting)
-        hint = state.noise.hints(1, first=k)[:, 0].to(logits.device)
-        own = distribution(logits.float() + state.noise.temperature * hint)
-        return own, state.process(logits, drafted, drafting) + hint
+        # A copy of its own: processors may change what they get.
+        return logits.to(torch.float32, copy=True), state.process(logits, drafted, drafting)
+
+    def _expected(
+        self, state: DecodingState, place: int, logits: Tensor, scores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`_run`'s results given what the tokens will be sampled with, if they are sampled.
+
+        Args:
+            place: drafted tokens before these.
+        """
+        if state.noise is None:
+            return logits, scores
+        learned, temperature = self.tempering, state.noise.temperature
+        noise = temperature * state.noise.ahead(1, first=place)[:, 0].to(logits.device)
+        self._samples.append((logits, noise))
+        logits = learned.sharpness * logits + learned.share * noise
+        return logits, learned.sharpness * temperature * scores + learned.share * noise
 
     def _tree(self, state: DecodingState, depth: int) -> Draft:
         """A chain as deep as it pays, with the next likeliest tokens as siblings."""
@@ -120,7 +139,9 @@ class LayerSkipDrafter(Drafter):
             held = [one.held for one in looked_up]
             if not self.exit.pays(k + 1, paths, sure, price, held) and (k or not self.exit.due()):
                 break
-            own, scores = self._run(state, tokens, drafted, active, noisy=True)
+            logits, scores = self._run(state, tokens, drafted, active)
+            logits, scores = self._expected(state, k, logits, scores)
+            own = distribution(logits)
             best = scores.topk(min(RANKS, scores.shape[1]))
             # Tokens that processors rule out are never accepted.
             likely = own.gather(1, best.indices).masked_fill(best.values == -torch.inf, 0)
@@ -139,7 +160,7 @@ class LayerSkipDrafter(Drafter):
                 one.follow(so_far[-1])
         state.cache.rollback()
         trees = [best_first(*row) if on else NOTHING for row, on in zip(rows, active)]
-        self._trees = trust, trees
+        self._trees, self._drafted = (trust, trees), drafted
         return draft_of(trees, state.root.device)
 
     def _chain(self, state: DecodingState, depth: int, samples: bool) -> Draft:
@@ -152,7 +173,8 @@ class LayerSkipDrafter(Drafter):
         for k in range(depth):
             if not any(drafting):
                 break
-            own, scores = self._run(state, tokens, drafted, drafting)
+            logits, scores = self._run(state, tokens, drafted, drafting)
+            own = distribution(logits)
             if samples:
                 distributions.append(distribution(scores))
                 token = torch.multinomial(distributions[-1], 1)
@@ -176,12 +198,32 @@ class LayerSkipDrafter(Drafter):
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         if self._trees is not None:
             self.exit.learn(*self._trees, emitted(state, nodes))
+        self._learn(emitted(state, nodes))
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(nodes, self._lengths) if path]
             drafted = sum(length for _, length in rows)
             if drafted:
                 self.exit.update(sum(min(row) for row in rows) / drafted)
         self._trees = self._lengths = None
+
+    def _learn(self, came: Sequence[Sequence[int]]) -> None:
+        """Learn from the sampled tokens that followed drafted ones."""
+        samples, self._samples = self._samples, []
+        self._sampled += bool(samples)
+        if not samples or self._sampled % LEARNING:
+            return
+        logits, noise = (torch.stack(parts, 1) for parts in zip(*samples))
+        rows = [
+            [
+                tokens[k] if k < len(tokens) and tokens[:k] == drafted[:k] else -1
+                for k in range(len(samples))
+            ]
+            for tokens, drafted in zip(map(list, came), self._drafted)
+        ]
+        tokens = torch.tensor(rows, device=logits.device).flatten()
+        self.tempering.learn(
+            logits.flatten(0, 1), noise.flatten(0, 1), tokens.clamp(min=0), tokens >= 0
+        )
 
     def details(self) -> dict[str, Any]:
         merged = {} if self.learned is None else {"merged_bytes": self.learned.num_bytes}

@@ -1,0 +1,126 @@
+"""How far predictions, and the noise of sampling, are to be trusted; learned while decoding.
+
+Sampling takes the token of the largest z(y) / T + g(y), with the model's logits z, temperature T
+and known noise g (:mod:`hf_spec.drafting.noise`). A drafter knows z only roughly. It expects
+
+    P(y) = softmax(sharpness * z'(y) + share * T * g(y))
+
+with its own logits z'. Both numbers are fitted to the tokens that came, by maximum likelihood; the
+first is temperature scaling (Guo et al., "On Calibration of Modern Neural Networks", 2017, section
+4.2). A drafter that is good at the text wants the whole noise (1); one that is uncertain where the
+model is not wants little of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.transfer import sent
+from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.tree_drafter import TreeDrafter
+from hf_spec.policy.memory import alone
+
+#: One in so many steps that sample teaches both numbers.
+LEARNING = 4
+#: Their bounds.
+SHARPNESS, SHARE = (0.25, 1.5), (0.05, 1.2)
+#: Step sizes in logarithms: the first, which falls with the root of their number, and the least.
+FIRST, LEAST = 0.2, 0.02
+#: Weight of a new gradient in the mean square that divides them.
+ALPHA = 0.05
+
+
+@dataclass
+class Tempering:
+    """The numbers for one adapter on one model.
+
+    Attributes:
+        sharpness: factor on the drafter's logits.
+        share: factor on the noise, beside the temperature.
+        updates: how often they were changed.
+    """
+
+    sharpness: float = 1.0
+    share: float = 0.6
+    updates: int = 0
+    _squares: tuple[float, float] = (0.0, 0.0)
+
+    @alone
+    def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None:
+        """Learn from the tokens that came, by a step along the gradient of their log-likelihood.
+
+        Args:
+            logits: ``(n, vocab)`` z', given the tokens before.
+            noise: ``(n, vocab)`` T g.
+            tokens: ``(n,)`` those that came; arbitrary where not ``valid``.
+            valid: ``(n,)`` bool
+        """
+        logits, noise = logits.float(), noise.float()
+        expected = (self.sharpness * logits + self.share * noise).softmax(-1)
+        kept = valid / valid.sum().clamp(min=1)
+        slopes = [
+            ((part.gather(-1, tokens[:, None])[:, 0] - (expected * part).sum(-1)) * kept).nansum()
+            for part in (logits, noise)
+        ]
+        *found, count = torch.stack([*slopes, valid.sum().to(slopes[0])]).tolist()
+        if not count:
+            return
+        self.updates += 1
+        size = max(FIRST / math.sqrt(self.updates), LEAST)
+        weight = max(ALPHA, 1 / self.updates)
+        values, squares = [self.sharpness, self.share], []
+        for place, (low, high) in enumerate((SHARPNESS, SHARE)):
+            slope = values[place] * found[place]  # of the logarithm
+            square = (1 - weight) * self._squares[place] + weight * slope**2
+            change = size * slope / math.sqrt(square) if square > 0 else 0.0
+            values[place] = min(max(values[place] * math.exp(change), low), high)
+            squares.append(square)
+        self.sharpness, self.share = values
+        self._squares = squares[0], squares[1]
+
+
+def noise_of(drafter: TreeDrafter, state: DecodingState, depth: int) -> Tensor | None:
+    """Temperature * Gumbel noise at distances 1 to ``depth``, ``(batch, depth, tokens)``, if tokens
+    are sampled: sampling takes the token of the largest sum of this and the logit."""
+    if state.noise is None:
+        return None
+    ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens
+    return state.noise.temperature * state.noise.ahead(depth, ids)
+
+
+class Sample(NamedTuple):
+    """What a step's predictions were made from, to learn from the tokens that come.
+
+    Attributes:
+        drafter: made them.
+        seen, root, known: see :meth:`TreeDrafter.predictions`.
+        noise: ``(batch, depth, tokens)`` temperature * Gumbel noise.
+    """
+
+    drafter: TreeDrafter
+    seen: Tensor
+    root: Tensor
+    known: Sequence[int] | Tensor
+    noise: Tensor
+
+    def teach(self, tempering: Tempering, came: Sequence[Sequence[int]]) -> None:
+        """Learn from the tokens of each sequence, at all distances that they reach."""
+        drafter, seen, root, known, noise = self
+        depth, device = noise.shape[1], noise.device
+        tokens = sent([[*row, *[-1] * depth][:depth] for row in came], device)
+        distances = torch.arange(depth, device=device)
+        reached = torch.as_tensor(known, device=device)[:, None] > distances
+        valid, place = (tokens >= 0) & reached, tokens.clamp(min=0)
+        previous = torch.cat([root.to(device)[:, None], place[:, :-1]], dim=1)
+        if drafter.vocabulary is not None:
+            ids = drafter.vocabulary.tokens.to(device)
+            found = torch.searchsorted(ids, place).clamp(max=len(ids) - 1)
+            valid, place = valid & (ids[found] == place), found
+        logits = drafter.given(seen, previous.to(seen.device)).to(device)
+        tempering.learn(*(part.flatten(0, 1) for part in (logits, noise, place, valid)))
