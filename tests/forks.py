@@ -6,6 +6,7 @@ is about Python's start needs a new interpreter: ``subprocess``.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -75,6 +76,7 @@ def _run(
 ) -> None:  # fmt: skip
     import torch
 
+    gc.freeze()  # else each collection, of which a training calls some, looks through all imports
     for number, path in enumerate(streams, 1):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(handle, number)
