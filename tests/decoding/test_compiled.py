@@ -18,6 +18,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, prompt, ragged
 from running import drafting
+from test_shrinking import StopRowAt
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
@@ -72,9 +73,9 @@ def compiled(output: Any) -> dict[str, Any]:
 def test_every_architecture(shallow: Any, architecture: str) -> None:
     """With a layer of each kind that it has."""
     layers = 2 if architecture in ("gemma2", "gemma3", "cohere2", "gpt_neo") else 1
-    model = adapt(shallow(architecture, layers), "space")
-    plain = generate(model, ragged()).sequences
-    output = generate(model, ragged(), **strategy("space", candidates=3), **CAPTURED)
+    model, inputs = adapt(shallow(architecture, layers), "space"), ragged((12, 5))
+    plain = generate(model, inputs).sequences
+    output = generate(model, inputs, **strategy("space", candidates=3), **CAPTURED)
     assert torch.equal(output.sequences, plain)
     found = compiled(output)
     if architecture == "mixtral":  # torch captures its grouped product in bfloat16 only
@@ -318,13 +319,18 @@ def test_with_a_compiler(shallow: Any) -> None:
 
     model = adapt(shallow(), "space")
     plain = generate(model, prompt()).sequences
-    options = strategy("space", tree="chain", max_depth=2)  # few graphs: each takes its time
-    config = {"cache_implementation": STATIC, "compile_config": CompileConfig()}
-    first = generate(model, prompt(), **options, **config)
+    # One graph, since each takes its time: nothing says how many tokens are left at the end.
+    ends = StopRowAt(prompt().shape[1], {tuple(prompt()[0].tolist()): NEW})
+    kwargs = {
+        **strategy("space", tree="chain", max_depth=2), "max_new_tokens": 2 * NEW,
+        "stopping_criteria": [ends], "cache_implementation": STATIC,
+        "compile_config": CompileConfig(),
+    }  # fmt: skip
+    first = generate(model, prompt(), **kwargs)
     assert torch.equal(first.sequences, plain)
     assert compiled(first)["made"] and not compiled(first)["refused"]
     counters.clear()
-    second = generate(model, prompt(), **options, **config)
+    second = generate(model, prompt(), **kwargs)
     assert torch.equal(second.sequences, plain)
     assert compiled(second)["made"] == 0 and not counters["stats"]
 
