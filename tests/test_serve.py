@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -254,7 +255,7 @@ def test_metrics_follow_the_requests(server: Server, plain: Callable[..., str]) 
 def test_a_stop_lets_answers_finish_in_a_bounded_time(plain: Callable[..., str]) -> None:
     import openai
 
-    with serving(MODEL, "--grace", "2") as server:
+    with serving(MODEL, "--grace", "2", forked=True) as server:
         assert [model.id for model in server.client().models.list()] == [MODEL]
         cut: list[openai.APIError] = []
 
@@ -274,7 +275,7 @@ def test_a_stop_lets_answers_finish_in_a_bounded_time(plain: Callable[..., str])
         begun = ("requests_waiting", "requests_running", "requests_total")
         while sum(server.metric(name) for name in begun) < 2:  # the first may have ended already
             time.sleep(0.02)
-        server.process.send_signal(signal.SIGTERM)
+        os.kill(server.process.pid, signal.SIGTERM)
         text += "".join(part.choices[0].text for part in parts)
         assert text == plain("x", max_new_tokens=30)
         deadline = time.monotonic() + 30
@@ -286,7 +287,7 @@ def test_a_stop_lets_answers_finish_in_a_bounded_time(plain: Callable[..., str])
             assert time.monotonic() < deadline
         thread.join(30)
         assert cut[0].status_code == 503 and "The server was stopped" in str(cut[0])
-        assert server.process.wait(30) == -signal.SIGTERM
+        assert server.code(30) == -signal.SIGTERM
 
 
 def test_requests_are_checked_without_generating(tiny: Callable[..., PreTrainedModel]) -> None:
@@ -307,7 +308,8 @@ def test_requests_are_checked_without_generating(tiny: Callable[..., PreTrainedM
 def test_two_adapters_side_by_side(plain: Callable[..., str]) -> None:
     import openai
 
-    with serving(MODEL, "--adapter", BITA, "--adapter", MEDUSA, "--strategy", "bita") as server:
+    arguments = ["--adapter", BITA, "--adapter", MEDUSA, "--strategy", "bita"]
+    with serving(MODEL, *arguments, forked=True) as server:
         for strategy in ("bita", "medusa", LOOKUP):
             drafts = {"assistant_strategy": strategy, "assistant_kwargs": {"fallback": False}}
             for number, prompt in enumerate(PROMPTS[:3]):
