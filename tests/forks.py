@@ -67,7 +67,12 @@ def ranks(function: Callable[..., None], *arguments: Any, size: int = 2) -> None
     """Call ``function(rank, *arguments)`` in this many processes at once."""
     import torch.multiprocessing as mp
 
-    mp.start_processes(function, arguments, nprocs=size, start_method=_METHOD)
+    mp.start_processes(_rank, (function, *arguments), nprocs=size, start_method=_METHOD)
+
+
+def _rank(rank: int, function: Callable[..., None], *arguments: Any) -> None:
+    gc.freeze()
+    function(rank, *arguments)
 
 
 def _run(
