@@ -86,10 +86,10 @@ def test_every_architecture(shallow: Any, architecture: str) -> None:
 
 @pytest.mark.parametrize("name", methods())
 def test_every_strategy(shallow: Any, name: str) -> None:
-    model = adapt(shallow(layers=2), name)
-    plain = generate(model, ragged()).sequences
+    model, inputs = adapt(shallow(layers=2), name), ragged((12, 5))
+    plain = generate(model, inputs).sequences
     options = {"retrieval": True} if name in ADAPTERS else {}
-    output = generate(model, ragged(), **strategy(name, **options), **CAPTURED)
+    output = generate(model, inputs, **strategy(name, **options), **CAPTURED)
     assert torch.equal(output.sequences, plain)
     assert compiled(output)["kept"] and not compiled(output)["refused"]
 
@@ -276,13 +276,13 @@ def test_code_may_overwrite_its_earlier_results(
 
     monkeypatch.setattr(Graphs, "__init__", start)
     monkeypatch.setattr(Graphs, "_compile", overwriting)
-    model = adapt(shallow(layers=2), name)
+    model, inputs = adapt(shallow(layers=2), name), ragged((12, 5))
     kwargs: dict[str, Any] = {"do_sample": True, "temperature": 0.7} if sampled else {}
     torch.manual_seed(5)
-    plain = generate(model, ragged(), **kwargs, **strategy(name)).sequences
+    plain = generate(model, inputs, **kwargs, **strategy(name)).sequences
     for _ in range(2):
         torch.manual_seed(5)
-        output = generate(model, ragged(), **kwargs, **strategy(name), **CAPTURED)
+        output = generate(model, inputs, **kwargs, **strategy(name), **CAPTURED)
         assert torch.equal(output.sequences, plain)
     assert results and not compiled(output)["refused"]
 
