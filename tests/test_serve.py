@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
-from serving import Server, config, serving
+from serving import OFFLINE, Server, config, serving
 from tiny_checkpoint import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -341,10 +340,7 @@ def test_two_adapters_side_by_side(plain: Callable[..., str]) -> None:
 
 
 def test_a_server_with_an_adapter_of_another_base_does_not_start(tiny_chat: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_spec.cli", "serve", tiny_chat, "--adapter", BITA],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = forks.run(OFFLINE, "serve", tiny_chat, "--adapter", BITA)
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if line.startswith("hf-spec: ")]
     assert line.startswith(f"hf-spec: cannot load adapter {BITA!r}: this BITA adapter was made for")
