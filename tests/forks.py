@@ -6,6 +6,7 @@ is about Python's start needs a new interpreter: ``subprocess``.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -66,7 +67,12 @@ def ranks(function: Callable[..., None], *arguments: Any, size: int = 2) -> None
     """Call ``function(rank, *arguments)`` in this many processes at once."""
     import torch.multiprocessing as mp
 
-    mp.start_processes(function, arguments, nprocs=size, start_method=_METHOD)
+    mp.start_processes(_rank, (function, *arguments), nprocs=size, start_method=_METHOD)
+
+
+def _rank(rank: int, function: Callable[..., None], *arguments: Any) -> None:
+    gc.freeze()
+    function(rank, *arguments)
 
 
 def _run(
@@ -75,6 +81,7 @@ def _run(
 ) -> None:  # fmt: skip
     import torch
 
+    gc.freeze()  # else each collection, of which a training calls some, looks through all imports
     for number, path in enumerate(streams, 1):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(handle, number)

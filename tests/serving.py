@@ -13,33 +13,64 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import forks
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
+#: ``hf-spec`` offline, where the library for the Hub has been imported.
+OFFLINE = """
+    import sys
+    from huggingface_hub import constants
+    constants.HF_HUB_OFFLINE = True
+    from hf_spec import cli
+    sys.exit(cli.main())
+"""
+
 
 class Server:
-    """``hf-spec serve`` with these arguments, on the CPU in fp32, once it answers."""
+    """``hf-spec serve`` with these arguments, on the CPU in fp32, once it answers.
 
-    def __init__(self, *arguments: str):
+    Args:
+        forked: start no new interpreter, see ``forks``.
+    """
+
+    def __init__(self, *arguments: str, forked: bool = False):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "hf_spec.cli", "serve", *arguments]
-        self.process = subprocess.Popen(
-            [*command, "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1",
-             "--port", str(port)],
-            env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        command = [
+            "serve", *arguments, "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1",
+            "--port", str(port),
+        ]  # fmt: skip
+        self.process: Any
+        if forked:
+            self.program = forks.Program(OFFLINE, *command)
+            self.process = self.program.process
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hf_spec.cli", *command],
+                env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
         deadline = time.monotonic() + 120
         while True:
             try:
                 self.get("/health")
                 break
             except OSError:
-                assert self.process.poll() is None and time.monotonic() < deadline, "no start"
+                assert self.code() is None and time.monotonic() < deadline, "no start"
                 time.sleep(0.1)
+
+    def code(self, timeout: float = 0) -> int | None:
+        """The exit code, if it ends within these seconds."""
+        if not isinstance(self.process, subprocess.Popen):
+            self.process.join(timeout)
+            return self.process.exitcode
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.address + path, timeout=30) as answer:
@@ -71,16 +102,16 @@ class Server:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
+def serving(*arguments: str, forked: bool = False) -> Iterator[Server]:
     pytest.importorskip("prometheus_client", reason="needs the packages of hf_spec[serve]")
     if not is_serve_available():
         pytest.skip("needs the packages of hf_spec[serve]")
-    server = Server(*arguments)
+    server = Server(*arguments, forked=forked)
     try:
         yield server
     finally:
         server.process.kill()
-        server.process.wait()
+        server.code(timeout=60)
 
 
 def config(**options: Any) -> dict[str, Any]:

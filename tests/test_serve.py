@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
-from serving import Server, config, serving
+from serving import OFFLINE, Server, config, serving
 from tiny_checkpoint import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -254,7 +254,7 @@ def test_metrics_follow_the_requests(server: Server, plain: Callable[..., str]) 
 def test_a_stop_lets_answers_finish_in_a_bounded_time(plain: Callable[..., str]) -> None:
     import openai
 
-    with serving(MODEL, "--grace", "2") as server:
+    with serving(MODEL, "--grace", "2", forked=True) as server:
         assert [model.id for model in server.client().models.list()] == [MODEL]
         cut: list[openai.APIError] = []
 
@@ -274,7 +274,7 @@ def test_a_stop_lets_answers_finish_in_a_bounded_time(plain: Callable[..., str])
         begun = ("requests_waiting", "requests_running", "requests_total")
         while sum(server.metric(name) for name in begun) < 2:  # the first may have ended already
             time.sleep(0.02)
-        server.process.send_signal(signal.SIGTERM)
+        os.kill(server.process.pid, signal.SIGTERM)
         text += "".join(part.choices[0].text for part in parts)
         assert text == plain("x", max_new_tokens=30)
         deadline = time.monotonic() + 30
@@ -286,7 +286,7 @@ def test_a_stop_lets_answers_finish_in_a_bounded_time(plain: Callable[..., str])
             assert time.monotonic() < deadline
         thread.join(30)
         assert cut[0].status_code == 503 and "The server was stopped" in str(cut[0])
-        assert server.process.wait(30) == -signal.SIGTERM
+        assert server.code(30) == -signal.SIGTERM
 
 
 def test_requests_are_checked_without_generating(tiny: Callable[..., PreTrainedModel]) -> None:
@@ -307,7 +307,8 @@ def test_requests_are_checked_without_generating(tiny: Callable[..., PreTrainedM
 def test_two_adapters_side_by_side(plain: Callable[..., str]) -> None:
     import openai
 
-    with serving(MODEL, "--adapter", BITA, "--adapter", MEDUSA, "--strategy", "bita") as server:
+    arguments = ["--adapter", BITA, "--adapter", MEDUSA, "--strategy", "bita"]
+    with serving(MODEL, *arguments, forked=True) as server:
         for strategy in ("bita", "medusa", LOOKUP):
             drafts = {"assistant_strategy": strategy, "assistant_kwargs": {"fallback": False}}
             for number, prompt in enumerate(PROMPTS[:3]):
@@ -339,10 +340,7 @@ def test_two_adapters_side_by_side(plain: Callable[..., str]) -> None:
 
 
 def test_a_server_with_an_adapter_of_another_base_does_not_start(tiny_chat: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_spec.cli", "serve", tiny_chat, "--adapter", BITA],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = forks.run(OFFLINE, "serve", tiny_chat, "--adapter", BITA)
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if line.startswith("hf-spec: ")]
     assert line.startswith(f"hf-spec: cannot load adapter {BITA!r}: this BITA adapter was made for")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from conftest import VOCAB, prompt
+from covering import covering
 from running import drafting
 from transformers import PreTrainedModel
 
@@ -64,9 +66,11 @@ def largest(weight: torch.Tensor) -> None:
     weight.copy_(signs * torch.finfo(weight.dtype).max)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    covering(product(ADAPTERS, ["sdpa", "eager"], [torch.float32, torch.float16])),
+    ids=str,
+)
 def test_numbers_as_large_as_there_are(
     fresh: Tiny, name: str, attention: str, dtype: torch.dtype
 ) -> None:

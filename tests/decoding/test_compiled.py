@@ -18,6 +18,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, prompt, ragged
 from running import drafting
+from test_shrinking import StopRowAt
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
@@ -72,9 +73,9 @@ def compiled(output: Any) -> dict[str, Any]:
 def test_every_architecture(shallow: Any, architecture: str) -> None:
     """With a layer of each kind that it has."""
     layers = 2 if architecture in ("gemma2", "gemma3", "cohere2", "gpt_neo") else 1
-    model = adapt(shallow(architecture, layers), "space")
-    plain = generate(model, ragged()).sequences
-    output = generate(model, ragged(), **strategy("space", candidates=3), **CAPTURED)
+    model, inputs = adapt(shallow(architecture, layers), "space"), ragged((12, 5))
+    plain = generate(model, inputs).sequences
+    output = generate(model, inputs, **strategy("space", candidates=3), **CAPTURED)
     assert torch.equal(output.sequences, plain)
     found = compiled(output)
     if architecture == "mixtral":  # torch captures its grouped product in bfloat16 only
@@ -85,10 +86,10 @@ def test_every_architecture(shallow: Any, architecture: str) -> None:
 
 @pytest.mark.parametrize("name", methods())
 def test_every_strategy(shallow: Any, name: str) -> None:
-    model = adapt(shallow(layers=2), name)
-    plain = generate(model, ragged()).sequences
+    model, inputs = adapt(shallow(layers=2), name), ragged((12, 5))
+    plain = generate(model, inputs).sequences
     options = {"retrieval": True} if name in ADAPTERS else {}
-    output = generate(model, ragged(), **strategy(name, **options), **CAPTURED)
+    output = generate(model, inputs, **strategy(name, **options), **CAPTURED)
     assert torch.equal(output.sequences, plain)
     assert compiled(output)["kept"] and not compiled(output)["refused"]
 
@@ -275,13 +276,13 @@ def test_code_may_overwrite_its_earlier_results(
 
     monkeypatch.setattr(Graphs, "__init__", start)
     monkeypatch.setattr(Graphs, "_compile", overwriting)
-    model = adapt(shallow(layers=2), name)
+    model, inputs = adapt(shallow(layers=2), name), ragged((12, 5))
     kwargs: dict[str, Any] = {"do_sample": True, "temperature": 0.7} if sampled else {}
     torch.manual_seed(5)
-    plain = generate(model, ragged(), **kwargs, **strategy(name)).sequences
+    plain = generate(model, inputs, **kwargs, **strategy(name)).sequences
     for _ in range(2):
         torch.manual_seed(5)
-        output = generate(model, ragged(), **kwargs, **strategy(name), **CAPTURED)
+        output = generate(model, inputs, **kwargs, **strategy(name), **CAPTURED)
         assert torch.equal(output.sequences, plain)
     assert results and not compiled(output)["refused"]
 
@@ -318,13 +319,18 @@ def test_with_a_compiler(shallow: Any) -> None:
 
     model = adapt(shallow(), "space")
     plain = generate(model, prompt()).sequences
-    options = strategy("space", tree="chain", max_depth=2)  # few graphs: each takes its time
-    config = {"cache_implementation": STATIC, "compile_config": CompileConfig()}
-    first = generate(model, prompt(), **options, **config)
+    # One graph, since each takes its time: nothing says how many tokens are left at the end.
+    ends = StopRowAt(prompt().shape[1], {tuple(prompt()[0].tolist()): NEW})
+    kwargs = {
+        **strategy("space", tree="chain", max_depth=2), "max_new_tokens": 2 * NEW,
+        "stopping_criteria": [ends], "cache_implementation": STATIC,
+        "compile_config": CompileConfig(),
+    }  # fmt: skip
+    first = generate(model, prompt(), **kwargs)
     assert torch.equal(first.sequences, plain)
     assert compiled(first)["made"] and not compiled(first)["refused"]
     counters.clear()
-    second = generate(model, prompt(), **options, **config)
+    second = generate(model, prompt(), **kwargs)
     assert torch.equal(second.sequences, plain)
     assert compiled(second)["made"] == 0 and not counters["stats"]
 

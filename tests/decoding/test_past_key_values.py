@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, PAD, STRATEGIES, plainly, prompt, ragged
-from covering import EVERY_CASE
+from covering import EVERY_CASE, covering
 from running import drafting
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -373,23 +373,26 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("tokens", [10**8, 10**10, 2**62, sys.maxsize - 100, 2**70])
-def test_until_eos(tiny: Tiny, spec: Spec, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("spec", "tokens", "settings"),
+    covering(product(
+        STRATEGIES, [10**8, 10**10, 2**62, sys.maxsize - 100, 2**70],
+        ["greedy", "repetition_penalty"],
+    )),
+    indirect=["spec"],
+)  # fmt: skip
+def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
     """A limit that means none takes no memory and overflows nothing, with caches of both kinds."""
     model = tiny()
     free = plainly(model, inputs=prompt(), **GREEDY)
     given = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": int(free[0, -1])}
-    for settings in ({}, {"repetition_penalty": 1.1}):
-        plain = model.generate(prompt(), **given, **settings)
-        with LargestTensor() as largest:
-            out = model.generate(
-                prompt(), **given, **settings, **spec, return_dict_in_generate=True
-            )
-            again = torch.cat([out.sequences, turn(0)], 1)
-            model.generate(again, **GREEDY, **spec, past_key_values=out.past_key_values)
-            model.generate(
-                prompt(), **given, **settings, **spec,
-                past_key_values=DynamicCache(config=model.config),
-            )  # fmt: skip
-        assert out.sequences.tolist() == plain.tolist()
-        assert largest.size < 2**20  # of 512 slots ahead in 3 layers it is the cache
+    if settings != "greedy":
+        given[settings] = 1.1
+    plain = model.generate(prompt(), **given)
+    with LargestTensor() as largest:
+        out = model.generate(prompt(), **given, **spec, return_dict_in_generate=True)
+        again = torch.cat([out.sequences, turn(0)], 1)
+        model.generate(again, **GREEDY, **spec, past_key_values=out.past_key_values)
+        model.generate(prompt(), **given, **spec, past_key_values=DynamicCache(config=model.config))
+    assert out.sequences.tolist() == plain.tolist()
+    assert largest.size < 2**20  # of 512 slots ahead in 3 layers it is the cache

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from conftest import prompt, ragged
+from covering import covering
 from running import fingerprint, running
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
@@ -705,8 +707,16 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize("retrieval", [False, True])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "retrieval"),
+    covering(
+        product(CALLS, (False, True)),
+        # Code takes its time: alone without look-ups, or the other way round.
+        lambda call, retrieval: (
+            [call, ("compiled", retrieval)] if "compiled" in call else [(call, retrieval)]
+        ),
+    ),
+)
 def test_trees_change_nothing(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, call: str, retrieval: bool
 ) -> None:

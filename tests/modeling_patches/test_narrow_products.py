@@ -4,10 +4,12 @@ concerned."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product as product_of
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from running import drafting
 from torch import Tensor, nn
 from torch.nn import functional
@@ -189,11 +191,11 @@ CALLS = {
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("way", WAYS)
-def test_generate(way: Any, architecture: str, call: str, fresh: Any, winner: Any) -> None:
-    model = fresh(architecture, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("way", "architecture", "call"), covering(product_of(WAYS, ["llama", "gpt2"], CALLS))
+)
+def test_generate(way: Any, architecture: str, call: str, shallow: Any, winner: Any) -> None:
+    model = shallow(architecture)
     ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 9, 8, 9, 9, 9, 8]])
     settings = SETTINGS | {"attention_mask": torch.ones_like(ids)}
     expected = model.generate(ids, **settings)

@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -523,11 +521,11 @@ def test_two_processes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     more = (*SAMPLED, "--batch-size", "1")  # three units
     assert distill(root, tmp_path / "one", *more) == 0
     # On a CPU, accelerate starts one process only unless it is told that there are several.
-    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m"]
-    command = [sys.executable, "-m", *launch, "hf_spec.cli"]
-    done = subprocess.run(
-        [*command, *arguments(root, tmp_path / "out", *more)], cwd=ROOT, text=True,
-        capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    launch = ["--multi_gpu", "--num_processes", "2", "-m", "hf_spec.cli"]
+    done = forks.run(
+        "from accelerate.commands.launch import main; main()",
+        *launch, *arguments(root, tmp_path / "out", *more), cwd=ROOT,
+        environment={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("examples: ") == 1, "one process speaks for all"

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from datasets import Dataset
 from running import drafting
 from test_train import SETTINGS, answers, equal, weights
@@ -86,14 +86,9 @@ def worker(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def both(_: int, folder: str) -> None:
-    """Run two workers; in a fresh process, since autograd's threads do not survive a fork."""
-    mp.start_processes(worker, args=(folder,), nprocs=2, start_method="fork")
-
-
 def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
     """What they write is an adapter like any other; one that was resumed is the same."""
-    mp.spawn(both, args=(str(tmp_path),))
+    forks.ranks(worker, str(tmp_path))
     one, two = tmp_path / "one", tmp_path / "two"
     model = make_model()
     train(model, own_answers(model), METHOD, one, settings=settings(4))

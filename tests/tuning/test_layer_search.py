@@ -140,9 +140,9 @@ def test_the_best_are_judged_on_other_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = [Prompt("two one two one"), Prompt("bcbcbc")]
-    alone = run(tmp_path / "alone", 20)
+    alone = run(tmp_path / "alone", 14)
     assert alone.finalists == [] and alone.exits[0]["value"] == alone.best.evaluation.value
-    result = run(tmp_path / "both", 20, held_out=others, baselines=True)
+    result = run(tmp_path / "both", 14, held_out=others, baselines=True)
     assert outline(result) == outline(alone), "trials do not see them"
     ranked = sorted(
         (t for t in result.trials if t.state == "complete" and not t.repeat),
@@ -172,7 +172,7 @@ def test_the_best_are_judged_on_other_prompts(
             yield dataclasses.replace(value, value=9.0) if worse else value
 
     monkeypatch.setattr(Evaluator, "evaluate", spoiled)
-    other = run(tmp_path / "both", 20, held_out=others[:1])
+    other = run(tmp_path / "both", 14, held_out=others[:1])
     assert other.best.number != ranked[0].number and other.finalists[0]["value"] == 9.0
 
 
