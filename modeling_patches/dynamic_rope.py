@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class _Frozen:
 
     def __init__(self, module: nn.Module, device: Any = None):
         self._module = _copy(module, device)
-        self.names = _names(module)
+        self.names = _names(type(module).forward)
         self._answers: dict[tuple[str | None, int], list[Tensor]] = {}
 
     def run(self, reach: int, given: dict[str, Any]) -> Any:
@@ -168,9 +168,10 @@ class _Frozen:
         return self._answers[kind, reach]
 
 
-def _names(module: nn.Module) -> list[str]:
-    """Names of the inputs of a module's forward."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+@lru_cache(maxsize=64)
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the inputs of a module's forward; asked in every forward of the model."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _copy(module: nn.Module, device: Any = None) -> Any:
@@ -224,9 +225,9 @@ def as_before(model: Any) -> Iterator[None]:
 
 
 def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
-    names = _names(module)
+    names = _names(type(module).forward)
     # In Transformers, the inputs are states, whose values do not matter, and positions.
-    if names[1:2] != ["position_ids"] or any(True for _ in module.parameters()):
+    if names[1:2] != ("position_ids",) or any(True for _ in module.parameters()):
         return False
     frozen = _Frozen(module)
     found = False

@@ -100,8 +100,9 @@ class WithRetrieval(WrappedDrafter):
         self.rows = [Retrieval(Limits()) for _ in state.tokens]
 
     def _found(self, state: DecodingState) -> list[Found]:
+        depth = state.max_depth
         return [
-            one.lookup(tokens, state.max_depth) if active else NOTHING
+            one.lookup(tokens, depth) if active else NOTHING
             for one, tokens, active in zip(self.rows, state.tokens, state.active)
         ]
 

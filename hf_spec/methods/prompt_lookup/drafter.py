@@ -24,8 +24,9 @@ class PromptLookupDrafter(Drafter):
         self.rows = [Retrieval(self.options) for _ in state.tokens]
 
     def propose(self, state: DecodingState) -> Draft:
+        depth = state.max_depth
         found = [
-            one.lookup(tokens, state.max_depth)
+            one.lookup(tokens, depth)
             if active
             else NOTHING._replace(tokens=tokens[-1:])  # a finished sequence may still cache it
             for one, tokens, active in zip(self.rows, state.tokens, state.active)
