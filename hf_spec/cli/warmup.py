@@ -25,6 +25,9 @@ def warmup(
     max_length: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens of prompt and output together.")
     ] = 1024,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="For calls that sample, whose graphs differ.")
+    ] = False,
     backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = None,
@@ -65,7 +68,7 @@ def warmup(
         with progress_bar(f"{contender.name}: graphs made") as progress:
             made = hf_spec.warm_up(
                 loaded, batch_sizes=sizes, max_length=max_length,
-                progress=partial(progress, total=None),
+                progress=partial(progress, total=None), do_sample=do_sample,
                 compile_config=CompileConfig(backend=backend), **contender.kwargs,
             )  # fmt: skip
         seconds = time.perf_counter() - start

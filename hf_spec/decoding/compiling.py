@@ -89,7 +89,8 @@ def warm_up(
         generation_config: as for ``generate``.
         progress: called with the number of graphs so far after each new graph.
         **kwargs: as for ``generate``: the strategy, its options, ``compile_config``. Without a
-            ``compile_config``, ``torch.compile`` uses Transformers' defaults.
+            ``compile_config``, ``torch.compile`` uses Transformers' defaults. Greedy steps are
+            compiled, and with ``do_sample=True`` those of calls that sample.
 
     Returns:
         The number of compiled graphs.

@@ -402,12 +402,15 @@ def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
     assert sum(found["made"] for found in seen) == seen[-1]["kept"]
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "medusa", "space"])
-def test_a_warm_up(shallow: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sampled"),
+    [("prompt_lookup", False), ("medusa", False), ("space", False), ("medusa", True)],
+)
+def test_a_warm_up(shallow: Any, name: str, sampled: bool) -> None:
     """Behind it nothing is compiled, whatever the policy chooses."""
     model = adapt(shallow(), name)
     config = CAPTURED["compile_config"]
-    options = {"assistant_strategy": name, "compile_config": config}
+    options = {"assistant_strategy": name, "compile_config": config, "do_sample": sampled}
     told: list[int] = []
     made = hf_spec.warm_up(
         model, batch_sizes=(1, 2), max_length=100, progress=told.append, **options
