@@ -26,7 +26,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
-from hf_spec.policy.tempering import LEARNING, Sample, Tempering, noise_of
+from hf_spec.policy.tempering import Sample, Tempering, noise_of
 
 #: Number of candidates grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
@@ -220,7 +220,7 @@ class AdaptiveTrees(TreeSource):
         noise, sample = noise_of(drafter, state, depth) if self.weighs else None, None
         if noise is not None:
             self._steps += 1
-            if self._steps % LEARNING == 0:
+            if self.tempering.learns(self._steps):
                 sample = Sample(drafter, drafter.seen(state), state.root, known, noise)
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)

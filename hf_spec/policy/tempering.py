@@ -26,8 +26,8 @@ from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.policy.memory import alone
 
-#: One in so many steps that sample teaches both numbers.
-LEARNING = 4
+#: One in so many steps that sample teaches both numbers: at first, and after so many updates.
+OFTEN, SELDOM, SETTLED = 4, 16, 64
 #: Their bounds.
 SHARPNESS, SHARE = (0.25, 1.5), (0.05, 1.2)
 #: Step sizes in logarithms: the first, which falls with the root of their number, and the least.
@@ -50,6 +50,10 @@ class Tempering:
     share: float = 0.6
     updates: int = 0
     _squares: tuple[float, float] = (0.0, 0.0)
+
+    def learns(self, step: int) -> bool:
+        """Whether to learn from a step, the ``step``-th of a call that samples."""
+        return step % (OFTEN if self.updates < SETTLED else SELDOM) == 0
 
     @alone
     def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None:

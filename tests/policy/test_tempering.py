@@ -18,7 +18,15 @@ from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.methods.registry import get_method
 from hf_spec.policy import memory
-from hf_spec.policy.tempering import LEARNING, SHARE, SHARPNESS, Sample, Tempering
+from hf_spec.policy.tempering import (
+    OFTEN,
+    SELDOM,
+    SETTLED,
+    SHARE,
+    SHARPNESS,
+    Sample,
+    Tempering,
+)
 
 TRUE = torch.tensor([True])
 
@@ -79,6 +87,12 @@ def test_both_numbers_stay_within_bounds() -> None:
     for values, (low, high) in zip(zip(*seen), (SHARPNESS, SHARE)):
         assert low <= min(values) < max(values) == high
     assert min(seen)[0] == SHARPNESS[0]
+
+
+def test_what_has_settled_learns_less_often() -> None:
+    for updates, often in ((0, OFTEN), (SETTLED - 1, OFTEN), (SETTLED, SELDOM)):
+        learned = Tempering(updates=updates)
+        assert sum(learned.learns(step) for step in range(1, 161)) == 160 // often
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -228,7 +242,7 @@ def test_sampled_calls_teach_it(drafting: tuple[Any, str]) -> None:
     assert tempering(model) == Tempering()
     call(model, name, SAMPLED)
     after = tempering(model).updates
-    assert 0 < after <= 60 // LEARNING
+    assert 0 < after <= 60 // OFTEN
     exact = call(model, name, SAMPLED, candidates=4)
     assert tempering(model).updates == after  # ... nor is it used
     assert torch.equal(exact, call(model, name, SAMPLED, candidates=4))

@@ -25,7 +25,7 @@ from hf_spec.drafting.retrieval import NOTHING, best_first, draft_of
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.memory import alone, recall
-from hf_spec.policy.tempering import LEARNING, Tempering
+from hf_spec.policy.tempering import Tempering
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.low_rank import MergedCopies
 from modeling_patches.per_call import Changes
@@ -210,7 +210,7 @@ class LayerSkipDrafter(Drafter):
         """Learn from the sampled tokens that followed drafted ones."""
         samples, self._samples = self._samples, []
         self._sampled += bool(samples)
-        if not samples or self._sampled % LEARNING:
+        if not samples or not self.tempering.learns(self._sampled):
             return
         logits, noise = (torch.stack(parts, 1) for parts in zip(*samples))
         rows = [
