@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -134,26 +135,31 @@ class Chooser:
         typical, q = self.options.acceptance == "typical", draft.distributions
 
         target = _Target(self.scorer, draft, logits, active, self.record)
+
+        def select(scores: Tensor, depth: int) -> Tensor:
+            return self._select(scores, depth, target.alive)
+
         if typical:
             accepted = verify.typical(
-                draft.tree, draft.tokens, target, self._select,
+                draft.tree, draft.tokens, target, select,
                 self.options.typical_epsilon, self.options.typical_delta,
             )  # fmt: skip
         elif q is not None:
             accepted = verify.rejection(draft.tree, draft.tokens, q, target)
         else:  # also for rejection, which is equivalent for a greedy target
-            accepted = verify.match_along(draft.tree, draft.tokens, target, self._select)
+            accepted = verify.match_along(draft.tree, draft.tokens, target, select)
             if self.noise is not None:
                 counts = zip(accepted.counts.tolist(), active)
                 self.noise.advance([count if on else 0 for count, on in counts])
         return Decision(accepted, active, target if self.record else None)
 
-    def _select(self, scores: Tensor, depth: int) -> Tensor:
+    def _select(self, scores: Tensor, depth: int, alive: Sequence[bool]) -> Tensor:
         if not self.do_sample:
             return scores.argmax(-1)
         if self.noise is None:
             return torch.multinomial(scores.softmax(-1), 1)[:, 0]
-        return self.noise.choose(scores.softmax(-1), depth)
+        rows = [row for row, one in enumerate(alive) if one]
+        return self.noise.choose(scores, depth, rows)
 
 
 class _Target:
@@ -169,14 +175,16 @@ class _Target:
         self.rows = torch.arange(len(active), device=logits.device)
         self.record = record
         self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        #: Rows whose scores are wanted.
+        self.alive = active
 
     def __call__(self, nodes: Tensor, active: Tensor) -> Tensor:
         # A float32 copy, as in plain generation: processors may modify it.
         logits = self.logits[self.rows, nodes].to(torch.float32, copy=True)
+        self.alive = alive = [one and on for one, on in zip(active.tolist(), self.active)]
         if self.scorer.trivial and not self.record:
             return logits
         at = nodes.tolist()
-        alive = [one and self.active[row] for row, one in enumerate(active.tolist())]
         suffixes = [self._suffix(row, node) if alive[row] else [] for row, node in enumerate(at)]
         raw = logits.clone() if self.record else logits
         scores = self.scorer(logits, suffixes, alive)

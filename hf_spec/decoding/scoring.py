@@ -8,9 +8,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from hf_spec.decoding.emission import Emission
 from hf_spec.drafting.drafter import Process
+
+#: Processors that treat each row alone and never look at its tokens.
+ROWWISE = (
+    EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization,
+    MinPLogitsWarper, SuppressTokensLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper,
+    TopPLogitsWarper, TypicalLogitsWarper,
+)  # fmt: skip
 
 
 class Processors(Process, Protocol):
@@ -26,6 +45,8 @@ class Scorer:
     A processor sees exactly what it sees in plain generation: the row's input ids, padding
     included, followed by the tokens up to the node, and float32 logits. It sees all rows of the
     call in order, even after the batch has shrunk: rows that have left keep their last logits.
+    Those at the end of the list that treat rows alone, such as the temperature, see only the rows
+    whose scores are needed.
 
     Args:
         processors: the prepared list.
@@ -34,6 +55,10 @@ class Scorer:
 
     def __init__(self, processors: LogitsProcessorList, emission: Emission):
         self.processors = processors
+        wide = [place for place, one in enumerate(processors, 1) if type(one) not in ROWWISE]
+        last = max(wide, default=0)
+        self._wide = LogitsProcessorList(processors[:last])
+        self._rowwise = LogitsProcessorList(processors[last:])
         self.emission = emission
         self.lengths = emission.lengths
         #: The call's row for each row of the batch, and the last logits of all rows.
@@ -68,7 +93,25 @@ class Scorer:
         device, scores = logits.device, logits.float()
         if self.trivial:
             return scores
-        scores = self._of_all(scores.to(self.emission.ids.device))
+        scores = scores.to(self.emission.ids.device)
+        if self._wide:
+            scores = self._together(scores, suffixes, active)
+        if self._rowwise:
+            rows = [row for row in range(len(scores)) if active is None or active[row]]
+            if len(rows) == len(scores):
+                scores = self._rowwise(self.emission.ids, scores.clone())
+            elif rows:
+                index = _index(rows, scores)
+                scores = scores.index_copy(
+                    0, index, self._rowwise(self.emission.ids, scores[index])
+                )
+        return scores.to(device)
+
+    def _together(
+        self, scores: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool] | None
+    ) -> Tensor:
+        """:meth:`__call__` for processors that see the whole batch."""
+        scores = self._of_all(scores)
         groups: dict[int, list[int]] = {}
         for row, place in sorted(zip(self._rows, range(len(suffixes)))):  # in the call's order
             suffix = suffixes[place]
@@ -82,12 +125,12 @@ class Scorer:
         for length, rows in groups.items():
             # The whole batch, since processors may rely on its size and on a row's index; their
             # results for rows of another length are dropped.
-            part = self.processors(self.emission.ids[:, :length], scores.clone())
+            part = self._wide(self.emission.ids[:, :length], scores.clone())
             everyone = len(rows) == len(self.lengths)
             result = part if everyone else result.index_copy(0, _index(rows, part), part[rows])
         if len(self._rows) < len(self.lengths):
             result = result[self._rows]
-        return result.to(device)
+        return result
 
     def _of_all(self, logits: Tensor) -> Tensor:
         """Logits of all rows of the call, given those of the current batch."""

@@ -65,26 +65,30 @@ class SamplingNoise:
         self._states: deque[_States] = deque(maxlen=REMEMBERED)
         self._draws = 0  # from the default generator
 
-    def choose(self, probabilities: Tensor, ahead: int) -> Tensor:
+    def choose(self, scores: Tensor, ahead: int, rows: Sequence[int] | None = None) -> Tensor:
         """Sample a token of each sequence: what ``torch.multinomial`` would draw.
 
         Args:
-            probabilities: ``(batch, vocab)`` float32
+            scores: ``(batch, vocab)`` float32, logarithms of p up to a constant.
             ahead: tokens between the last one that was emitted and this one.
+            rows: sequences that take a token; None for all.
 
         Returns:
-            ``(batch,)``
+            ``(batch,)`` int64; 0 for other sequences.
 
         Raises:
             RuntimeError: if the probabilities are not finite, as ``torch.multinomial`` does.
         """
+        self._vocab = scores.shape[-1]
+        rows = range(len(scores)) if rows is None else rows
+        index = torch.tensor(rows, device=scores.device)
+        probabilities = (scores if len(rows) == len(scores) else scores[index]).softmax(-1)
         # A sum is NaN if there is a NaN or an infinity among its terms.
         if not probabilities.sum(-1).isfinite().all():
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        self._vocab = probabilities.shape[-1]
-        noise = torch.stack([self._of(row, ahead) for row in range(len(self._drawn))])
-        chosen = (probabilities.to(self.device) / noise).argmax(-1)
-        return chosen.to(probabilities.device)
+        noise = torch.stack([self._of(row, ahead) for row in rows])
+        chosen = (probabilities.to(self.device) / noise).argmax(-1).to(scores.device)
+        return index.new_zeros(len(scores)).index_copy(0, index, chosen)
 
     def ahead(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
         """The Gumbel noise -log E of tokens to come, after one token has been sampled.

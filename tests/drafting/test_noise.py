@@ -17,27 +17,27 @@ from hf_spec.drafting.noise import REMEMBERED, SamplingNoise
 CPU = torch.device("cpu")
 
 
-def chances(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
+def scores(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, vocab, generator=generator).mul(2).softmax(-1)
+    return torch.randn(rows, vocab, generator=generator).mul(2)
 
 
-def multinomial(p: Tensor, count: int, seed: int) -> list[int]:
+def multinomial(given: Tensor, count: int, seed: int) -> list[int]:
     """``count`` draws in turn."""
     torch.manual_seed(seed)
-    return [int(torch.multinomial(p, 1)) for _ in range(count)]
+    return [int(torch.multinomial(given.softmax(-1), 1)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("vocab", [2, 50, 5000])
 @pytest.mark.parametrize("seen", [0, 3])
 def test_one_sequence_draws_what_multinomial_draws(vocab: int, seen: int) -> None:
-    p = chances(1, vocab)
-    expected = multinomial(p, 20, seed=7)
+    given = scores(1, vocab)
+    expected = multinomial(given, 20, seed=7)
     torch.manual_seed(7)
     noise, found = SamplingNoise(1, CPU), []
     for count in [1, 3, 2, 1, 4, 1, 3, 2, 3]:  # tokens of a step
         for ahead in range(count):
-            found.append(int(noise.choose(p, ahead)))
+            found.append(int(noise.choose(given, ahead)))
         noise.advance([count])
         if seen:
             noise.ahead(seen)
@@ -46,21 +46,21 @@ def test_one_sequence_draws_what_multinomial_draws(vocab: int, seen: int) -> Non
 
 def test_a_drafter_that_knows_p_and_the_noise_knows_the_token() -> None:
     noise = SamplingNoise(3, CPU)
-    noise.choose(chances(3), 0)
+    noise.choose(scores(3), 0)
     noise.advance([1, 1, 1])
     for step in range(30):
-        p = chances(3, seed=step)
+        given = scores(3, seed=step)
         gumbel = noise.ahead(4)
         assert gumbel.shape == (3, 4, 50)
         for ahead in range(3):
-            expected = (p.log() + gumbel[:, ahead]).argmax(-1)
-            assert noise.choose(p, ahead).tolist() == expected.tolist()
+            expected = (given + gumbel[:, ahead]).argmax(-1)
+            assert noise.choose(given, ahead).tolist() == expected.tolist()
         noise.advance([1, 2, 3])
 
 
 def test_noise_of_some_tokens_and_of_later_ones() -> None:
     noise, some = SamplingNoise(2, CPU), torch.tensor([4, 40, 7])
-    noise.choose(chances(2), 0)
+    noise.choose(scores(2), 0)
     whole = noise.ahead(5)
     assert torch.equal(noise.ahead(5, some), whole[:, :, some])
     assert torch.equal(noise.ahead(2, first=3), whole[:, 3:])
@@ -70,7 +70,7 @@ def test_noise_of_some_tokens_and_of_later_ones() -> None:
 
 
 def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
-    p = chances(3)
+    given = scores(3)
 
     def run(counts: list[list[int]], order: list[int]) -> dict[int, list[int]]:
         torch.manual_seed(3)
@@ -82,7 +82,7 @@ def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
                 rows = [rows[place] for place in order]
             live = [row_counts[row] for row in rows]
             for ahead in range(max(live)):
-                chosen = noise.choose(p[rows], ahead).tolist()
+                chosen = noise.choose(given[rows], ahead).tolist()
                 for row, token, count in zip(rows, chosen, live):
                     if ahead < count:
                         found[row].append(token)
@@ -98,17 +98,17 @@ def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
 
 
 def test_a_row_takes_the_numbers_of_a_sequence_that_joins() -> None:
-    p = chances(1)
+    given = scores(1)
     torch.manual_seed(1)
     alone = SamplingNoise(1, CPU, own=True)
-    expected = [int(alone.choose(p, ahead)) for ahead in range(5)]
+    expected = [int(alone.choose(given, ahead)) for ahead in range(5)]
     torch.manual_seed(1)
     joining = SamplingNoise(1, CPU, own=True)
-    first = int(joining.choose(p, 0))
+    first = int(joining.choose(given, 0))
     joining.advance([1])
     batch = SamplingNoise(2, CPU, own=True)
     batch.replace_row(1, joining)
-    later = [int(batch.choose(p.expand(2, -1), ahead)[1]) for ahead in range(4)]
+    later = [int(batch.choose(given.expand(2, -1), ahead)[1]) for ahead in range(4)]
     assert [first, *later] == expected
 
 
@@ -118,7 +118,7 @@ def test_what_is_drawn_follows_the_distribution() -> None:
     torch.manual_seed(0)
     noise, counts, draws = SamplingNoise(2, CPU), [Counter(), Counter()], 10_000
     for _ in range(draws):
-        for row, token in enumerate(noise.choose(p.expand(2, -1), 0).tolist()):
+        for row, token in enumerate(noise.choose(p.log().expand(2, -1), 0).tolist()):
             counts[row][token] += 1
         noise.ahead(2)
         noise.advance([1, 1])
@@ -128,14 +128,22 @@ def test_what_is_drawn_follows_the_distribution() -> None:
             assert abs(found[token] / draws - chance) < 5 * error
 
 
+def test_some_sequences_take_a_token() -> None:
+    torch.manual_seed(2)
+    noise, given = SamplingNoise(3, CPU), scores(3)
+    everyone = noise.choose(given, 1).tolist()
+    assert noise.choose(given, 1, rows=[2, 0]).tolist() == [everyone[0], 0, everyone[2]]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float) -> None:
-    p = chances(2)
-    p[1, 3] = value
+    given = scores(2)
+    given[1, 3] = value
     with pytest.raises(RuntimeError) as plain:
-        torch.multinomial(p, 1)
+        torch.multinomial(given.softmax(-1), 1)
     with pytest.raises(RuntimeError) as ours:
-        SamplingNoise(2, CPU).choose(p, 0)
+        SamplingNoise(2, CPU).choose(given, 0)
+    SamplingNoise(2, CPU).choose(given, 0, rows=[0])
     assert str(ours.value) == str(plain.value)
 
 
@@ -145,7 +153,7 @@ def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float)
 def drawn_ahead(used: int) -> SamplingNoise:
     noise = SamplingNoise(1, CPU)
     for _ in range(used):
-        noise.choose(chances(1), 0)
+        noise.choose(scores(1), 0)
         noise.ahead(4)
         noise.advance([1])
     return noise
@@ -153,7 +161,7 @@ def drawn_ahead(used: int) -> SamplingNoise:
 
 @pytest.mark.parametrize("used", [1, 5, 2 * REMEMBERED])
 def test_draws_that_were_not_needed_are_given_back(used: int) -> None:
-    multinomial(chances(1), used, seed=2)
+    multinomial(scores(1), used, seed=2)
     expected = torch.get_rng_state()
     torch.manual_seed(2)
     noise = drawn_ahead(used)
