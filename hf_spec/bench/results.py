@@ -31,7 +31,8 @@ class Measurement:
         rows: the new tokens of each sequence, up to and including the first EOS.
         row_steps: forward passes of the model, counted once per unfinished sequence.
         stats: statistics of the call; None for stock contenders.
-        agreement: one per sequence; None if outputs cannot be compared, as under sampling.
+        agreement: one per sequence; None if outputs cannot be compared, as those of sampled batches.
+            A sequence that was sampled is identical or None.
         baseline: name of the plain contender that speed and output are compared with.
     """
 
@@ -43,7 +44,7 @@ class Measurement:
     rows: list[list[int]]
     row_steps: int
     stats: SpecStats | None = None
-    agreement: list[Agreement] | None = None
+    agreement: Sequence[Agreement | None] | None = None
     baseline: str = PLAIN.name
 
     @property
@@ -102,8 +103,9 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
         to those of the baseline on the same prompts. ``tau`` is the number of new tokens per
         forward pass and unfinished sequence, the prefill included. ``speedup_interval`` and
         ``tau_interval`` are 95% intervals (:mod:`hf_spec.bench.intervals`), None for too few
-        measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count sequences; they are
-        None under sampling.
+        measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count sequences. Under
+        sampling ``identical`` is counted at batch size 1, where all contenders draw the same random
+        numbers; the others are None if a sequence differs, and all are None in batches.
     """
     groups: dict[tuple[int, str, str], list[Measurement]] = {}
     for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
@@ -150,8 +152,12 @@ def _speed(group: Sequence[Measurement]) -> float:
 
 
 def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
-    counts = [m.agreement.count(kind) for m in group if m.agreement is not None]
-    return sum(counts) if len(counts) == len(group) else None
+    if any(m.agreement is None for m in group):
+        return None
+    found = [one for m in group for one in m.agreement or ()]
+    if None in found and kind != Agreement.IDENTICAL:
+        return None
+    return found.count(kind)
 
 
 def _stats(group: Sequence[Measurement]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.bench.agreement import classify
+from hf_spec.bench.agreement import Agreement, classify
 from hf_spec.bench.contenders import (
     PLAIN,
     Contender,
@@ -136,6 +136,8 @@ def run(
                     progress(done, calls)
                 if not options["do_sample"]:
                     _compare(session, outcome, token_ids, taking_part)
+                elif size == 1:
+                    _compare_samples(outcome)
                 result.measurements += [outcome[item.name] for item in taking_part]
             result.notes += [
                 f"{name} compiled in {count} calls of {seconds:.0f} seconds in all, which are "
@@ -156,6 +158,14 @@ def _plain_options(contender: Contender) -> dict[str, Any]:
     """A contender's keyword arguments of JSON types; models and tokenizers are left out."""
     allowed = (str, int, float, bool, list, dict, type(None))
     return {key: value for key, value in contender.kwargs.items() if isinstance(value, allowed)}
+
+
+def _compare_samples(outcome: Mapping[str, Measurement]) -> None:
+    """Set the ``agreement`` of samples of the same seed, which rounding may make differ."""
+    for item in outcome.values():
+        pairs = zip(item.rows, outcome[item.baseline].rows)
+        same = [ours == theirs for ours, theirs in pairs]
+        item.agreement = [Agreement.IDENTICAL if one else None for one in same]
 
 
 def _compare(

@@ -195,6 +195,8 @@ def _output(row: dict[str, Any]) -> str:
     """How the outputs compare with those of plain decoding, in words."""
     if row["identical"] is None:
         return "sampled"
+    if row["diverged"] is None:
+        return f"sampled, {row['identical']} of {row['prompts']} identical"
     parts = [f"{row['identical']} of {row['prompts']} identical"]
     if row["diverged_at_tie"]:
         parts.append(f"{row['diverged_at_tie']} differ at a tie")

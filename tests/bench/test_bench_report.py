@@ -121,6 +121,19 @@ def test_sampling_has_no_counts_of_equal_rows():
     assert "sampled" in table_of(result(sampled), 120)
 
 
+def test_samples_are_identical_or_not_compared():
+    sampled = measurements()
+    for item in sampled:
+        item.agreement = [Agreement.IDENTICAL] * (len(item.rows) - 1) + [None]
+    for row in results.rows(sampled):
+        assert row["identical"] < row["prompts"]
+        assert row["diverged"] is row["diverged_at_tie"] is None
+    for item in sampled:
+        item.agreement = [Agreement.IDENTICAL] * len(item.rows)
+    for row in results.rows(sampled):
+        assert row["identical"] == row["prompts"] and row["diverged"] == 0
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_table_shows_every_figure_at_any_width(width):
     text = table_of(result(measurements()), width)
