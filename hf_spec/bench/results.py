@@ -31,8 +31,8 @@ class Measurement:
         rows: the new tokens of each sequence, up to and including the first EOS.
         row_steps: forward passes of the model, counted once per unfinished sequence.
         stats: statistics of the call; None for stock contenders.
-        agreement: one per sequence; None if outputs cannot be compared, as those of sampled batches.
-            A sequence that was sampled is identical or None.
+        agreement: one per sequence; None if outputs cannot be compared, as in sampled batches. Of
+            samples, those that differ are None.
         baseline: name of the plain contender that speed and output are compared with.
     """
 
