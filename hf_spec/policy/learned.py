@@ -15,8 +15,9 @@ from hf_spec.policy.step_times import StepTimes
 #: Steps of each of the two sizes that a setting starts with. Fitting a line takes two sizes, and
 #: the first step of a size is a warm-up.
 WARM_UP = 2
-#: Drafting steps between two plain steps taken for timing; doubles from the first to the last.
-LOOKS = (64, 1024)
+#: Drafting steps between two plain steps taken for timing; doubles from the first to the last. The
+#: first is small: drafting is judged by what a plain step costs, and one time may be a stall's.
+LOOKS = (16, 1024)
 #: Steps without predictions until probes are tried although they do not seem to pay.
 BLIND = (4, 256)
 #: Alternating steps with and without pruning at first, and steps of one kind until the other is

@@ -368,20 +368,21 @@ def test_calibration_makes_promises_harmless() -> None:
 @pytest.mark.parametrize(("slope", "later"), [(0.01, 0.04), (0.04, 0.01), (0.02, 0.16)])
 def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
     tokens = spent = 0.0
-    for seed in range(4):
+    for seed in range(8):
         learned = Learned()
         simulate(learned, CHANCES, line(slope), 400, seed=seed)
         simulate(learned, CHANCES, line(later), 300, seed=seed + 50)
         _, came, took, _ = simulate(learned, CHANCES, line(later), 300, seed=seed + 100)
         tokens, spent = tokens + came, spent + took
-    assert tokens / spent > 0.9 * best_speed(CHANCES, line(later))
+    # Over 16 seeds 0.98, 0.97 and 0.92 of it, with a spread of 0.02 between eights of them.
+    assert tokens / spent > 0.88 * best_speed(CHANCES, line(later))
 
 
 def test_sizes_differ_from_machine_to_machine() -> None:
     taken = []
     for slope in (0.002, 0.02, 0.2):
-        sizes, *_ = simulate(Learned(), CHANCES, line(slope), 300)
-        taken.append(float(np.median(sizes[100:])))
+        runs = [simulate(Learned(), CHANCES, line(slope), 300, seed=seed)[0] for seed in range(8)]
+        taken.append(float(np.mean([np.median(sizes[100:]) for sizes in runs])))
     assert taken[0] >= 2 * taken[1] >= 4 * taken[2], taken
 
 
@@ -424,7 +425,7 @@ def test_pruning_as_it_is_asked_for(prunes: bool, promised: bool) -> None:
         else:
             policy.observe(Draft(*PLAIN), [1], 1.0)
     assert policy.setting.times.plain_seconds() == 1.0
-    assert policy.stats.num_fallback_steps == 2
+    assert policy.stats.num_fallback_steps == 3  # the third, the sixth, and one 16 drafts later
     assert policy.learned.guard.balance > 1.5
 
 

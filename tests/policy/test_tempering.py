@@ -271,4 +271,4 @@ def test_the_noise_raises_acceptance(
     ahead = SamplingNoise.ahead
     monkeypatch.setattr(SamplingNoise, "ahead", lambda *args, **kwargs: 0 * ahead(*args, **kwargs))
     assert call(model, "layer_skip", SAMPLED, rows, **skipping()).tolist() == texts
-    assert knowing > 1.5 * hf_spec.last_stats(model).mean_accepted_tokens
+    assert knowing > 1.4 * hf_spec.last_stats(model).mean_accepted_tokens
