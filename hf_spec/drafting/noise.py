@@ -91,10 +91,10 @@ class SamplingNoise:
         return index.new_zeros(len(scores)).index_copy(0, index, chosen)
 
     def ahead(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
-        """The Gumbel noise -log E of tokens to come, after one token has been sampled.
+        """What sampling adds to the logits of tokens to come, after one token has been sampled.
 
-        Sampling takes the token of the largest sum of log p, that is, of the processed score, and
-        this noise.
+        Sampling takes the token of the largest sum of the logit and this: the temperature times the
+        Gumbel noise -log E.
 
         Args:
             count: number of tokens to come, of each sequence, from 1.
@@ -112,7 +112,7 @@ class SamplingNoise:
         if tokens is not None:
             tokens = tokens.to(self.device)
             found = [one[tokens] for one in found]
-        return -torch.stack(found).log().unflatten(0, (-1, count))
+        return -self.temperature * torch.stack(found).log().unflatten(0, (-1, count))
 
     def advance(self, counts: Sequence[int]) -> None:
         """Go on to the tokens after those that a step emitted.

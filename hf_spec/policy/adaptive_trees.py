@@ -26,7 +26,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.likely_paths import Array
 from hf_spec.policy.memory import alone
-from hf_spec.policy.tempering import Sample, Tempering, noise_of
+from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
 #: Number of candidates grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
@@ -217,7 +217,7 @@ class AdaptiveTrees(TreeSource):
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
         graphs = state.forward.graphs if self.on_device else None
         depth = depth if graphs is None else self.depth
-        noise, sample = noise_of(drafter, state, depth) if self.weighs else None, None
+        noise, sample = noise_ahead(drafter, state, depth) if self.weighs else None, None
         if noise is not None:
             self._steps += 1
             if self.tempering.learns(self._steps):
@@ -275,7 +275,7 @@ class AdaptiveTrees(TreeSource):
         graphs = state.forward.graphs
         if graphs is not None and self.on_device and self.depth:
             exactly, known, trust = self._exactly(state), drafter.known(state), [0.0] * self.depth
-            tempered = self._tempered(noise_of(drafter, state, self.depth))
+            tempered = self._tempered(noise_ahead(drafter, state, self.depth))
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
                 _compiled(graphs, drafter, state, known, count, self.depth, trust, tempered)
 

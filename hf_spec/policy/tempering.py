@@ -55,7 +55,6 @@ class Tempering:
         """Whether to learn from a step, the ``step``-th of a call that samples."""
         return step % (OFTEN if self.updates < SETTLED else SELDOM) == 0
 
-    @alone
     def learn(self, logits: Tensor, noise: Tensor, tokens: Tensor, valid: Tensor) -> None:
         """Learn from the tokens that came, by a step along the gradient of their log-likelihood.
 
@@ -73,8 +72,12 @@ class Tempering:
             for part in (logits, noise)
         ]
         *found, count = torch.stack([*slopes, valid.sum().to(slopes[0])]).tolist()
-        if not count:
-            return
+        if count:
+            self._move(found)
+
+    @alone
+    def _move(self, found: Sequence[float]) -> None:
+        """Move both numbers along their slopes. Other threads wait for this, not for the device."""
         self.updates += 1
         size = max(FIRST / math.sqrt(self.updates), LEAST)
         weight = max(ALPHA, 1 / self.updates)
@@ -89,13 +92,13 @@ class Tempering:
         self._squares = squares[0], squares[1]
 
 
-def noise_of(drafter: TreeDrafter, state: DecodingState, depth: int) -> Tensor | None:
-    """Temperature * Gumbel noise at distances 1 to ``depth``, ``(batch, depth, tokens)``, if tokens
-    are sampled: sampling takes the token of the largest sum of this and the logit."""
+def noise_ahead(drafter: TreeDrafter, state: DecodingState, depth: int) -> Tensor | None:
+    """What sampling adds to the logits of the drafter's vocabulary at distances 1 to ``depth``,
+    ``(batch, depth, tokens)``; None if nothing is sampled."""
     if state.noise is None:
         return None
     ids = None if drafter.vocabulary is None else drafter.vocabulary.tokens
-    return state.noise.temperature * state.noise.ahead(depth, ids)
+    return state.noise.ahead(depth, ids)
 
 
 class Sample(NamedTuple):
@@ -104,7 +107,7 @@ class Sample(NamedTuple):
     Attributes:
         drafter: made them.
         seen, root, known: see :meth:`TreeDrafter.predictions`.
-        noise: ``(batch, depth, tokens)`` temperature * Gumbel noise.
+        noise: see :func:`noise_ahead`.
     """
 
     drafter: TreeDrafter

@@ -69,6 +69,15 @@ def test_noise_of_some_tokens_and_of_later_ones() -> None:
     assert torch.equal(noise.ahead(5)[1], whole[1])
 
 
+def test_a_temperature_scales_what_is_added_to_logits() -> None:
+    given = scores(2)
+    for temperature in (0.3, 1.0, 2.0):
+        noise = SamplingNoise(2, CPU, temperature)
+        noise.choose(given, 0)
+        expected = (given + noise.ahead(2)[:, 1]).argmax(-1)
+        assert noise.choose(given / temperature, 1).tolist() == expected.tolist()
+
+
 def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
     given = scores(3)
 

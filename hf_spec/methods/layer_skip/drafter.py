@@ -105,8 +105,7 @@ class LayerSkipDrafter(Drafter):
         output = state.forward(tokens, chain, first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
-        # A copy of its own: processors may change what they get.
-        return logits.to(torch.float32, copy=True), state.process(logits, drafted, drafting)
+        return logits.float(), state.process(logits, drafted, drafting)
 
     def _expected(
         self, state: DecodingState, place: int, logits: Tensor, scores: Tensor
@@ -118,11 +117,11 @@ class LayerSkipDrafter(Drafter):
         """
         if state.noise is None:
             return logits, scores
-        learned, temperature = self.tempering, state.noise.temperature
-        noise = temperature * state.noise.ahead(1, first=place)[:, 0].to(logits.device)
+        learned, noise = self.tempering, state.noise.ahead(1, first=place)[:, 0].to(logits.device)
         self._samples.append((logits, noise))
-        logits = learned.sharpness * logits + learned.share * noise
-        return logits, learned.sharpness * temperature * scores + learned.share * noise
+        added = learned.share * noise
+        scores = state.noise.temperature * scores  # as logits are
+        return learned.sharpness * logits + added, learned.sharpness * scores + added
 
     def _tree(self, state: DecodingState, depth: int) -> Draft:
         """A chain as deep as it pays, with the next likeliest tokens as siblings."""
@@ -197,8 +196,9 @@ class LayerSkipDrafter(Drafter):
 
     def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
         if self._trees is not None:
-            self.exit.learn(*self._trees, emitted(state, nodes))
-        self._learn(emitted(state, nodes))
+            came = emitted(state, nodes)
+            self.exit.learn(*self._trees, came)
+            self._learn(came)
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(nodes, self._lengths) if path]
             drafted = sum(length for _, length in rows)
