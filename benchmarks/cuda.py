@@ -48,6 +48,7 @@ from hf_spec.files import write_atomically
 from hf_spec.methods.registry import get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.tree_forward import TreeForward
+from modeling_patches.cache_name import cache_in
 
 #: Hidden size, layers, heads, key-value heads, intermediate size, vocabulary.
 SHAPES = {
@@ -138,7 +139,7 @@ class Bench:
     @torch.no_grad()
     def forwards(self) -> Iterator[Row]:
         """L(n): the tree forward over chains of n tokens."""
-        past = self.model(input_ids=self.ids, use_cache=True, logits_to_keep=1).past_key_values
+        past = cache_in(self.model(input_ids=self.ids, use_cache=True, logits_to_keep=1))
         batch, context = self.ids.shape
         most = max(self.args.tokens)
         cache = TreeCache.pack(past, None, context + most, self.device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from modeling_patches.cache_name import cache_in
 from modeling_patches.per_call import Changes, plain
 
 SetPositions = Callable[[Tensor, Tensor], None]
@@ -116,7 +117,7 @@ def _patch_falcon(transformer: Any, positions: Positions, changes: Changes) -> N
         hidden = torch.finfo(mask.dtype).min
         tree["alibi"] = alibi
         tree["attention_mask"] = (alibi / scale).masked_fill(mask < 0, hidden)
-        past = kwargs.get("past_key_values")
+        past = cache_in(kwargs)
         length = mask.shape[-2] + (0 if past is None else past.get_seq_length())
         return args, kwargs | {"attention_mask": keys.new_ones(keys.shape[0], length)}
 
@@ -159,19 +160,19 @@ def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     def forward(
         hidden_states: Tensor,
         position_bias: Tensor,
-        past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         if position_bias.dim() != 4 or attention_mask is None:
-            return stock(hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
+            return stock(hidden_states, position_bias, attention_mask=attention_mask, **kwargs)
         qkv = attention.Wqkv(hidden_states)  # (batch, query, 3 * hidden)
         if attention.clip_qkv:
             qkv = qkv.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
         split = (attention.n_heads, attention.head_dim)
         query, key, value = (x.unflatten(-1, split).transpose(1, 2) for x in qkv.chunk(3, dim=-1))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, attention.layer_idx)
+        cache = cache_in(kwargs)
+        if cache is not None:
+            key, value = cache.update(key, value, attention.layer_idx)
 
         scores = query @ key.transpose(-1, -2) * attention.softmax_scale + position_bias
         scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from modeling_patches.cache_name import CACHE, cache_in
+
 #: A length that no sequence has.
 _NEVER = 2**62
 
@@ -261,7 +263,7 @@ def forgets_at(model: Any) -> int | None:
     cache.filled = length
     ids = torch.zeros(1, length + 1, dtype=torch.long)
     inputs = model.prepare_inputs_for_generation(
-        ids, past_key_values=cache, attention_mask=torch.ones_like(ids), next_sequence_length=1,
-        position_ids=torch.arange(length + 1)[None],
+        ids, attention_mask=torch.ones_like(ids), next_sequence_length=1,
+        position_ids=torch.arange(length + 1)[None], **{CACHE: cache},
     )  # fmt: skip
-    return length if inputs.get("past_key_values") is None else None
+    return length if cache_in(inputs) is None else None

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_patches import alibi
+from modeling_patches.cache_name import CACHE
 from modeling_patches.ranks import tensor_parallel_size
 
 #: Architectures whose tree forward is tested against plain generation.
@@ -88,8 +89,8 @@ def _obstacles(model: Any) -> Iterator[str]:
     if getattr(text, "attention_chunk_size", None) is not None:
         yield " uses chunked attention, which takes no tree mask"
     forward = inspect.signature(model.forward).parameters
-    if "past_key_values" not in forward:
-        yield ".forward takes no past_key_values: it keeps no cache of keys"
+    if CACHE not in forward:
+        yield f".forward takes no {CACHE}: it keeps no cache of keys"
     if "position_ids" not in forward and text.model_type not in alibi.MODEL_TYPES:
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 
@@ -130,7 +131,7 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
         raise ValueError(f"{name} has no weights: load it before the adapter.")
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     token = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-    model(input_ids=token, past_key_values=cache, use_cache=True)
+    model(input_ids=token, use_cache=True, **{CACHE: cache})
     without = [index for index, layer in enumerate(cache.layers) if layer.keys is None]
     if without:
         raise ValueError(

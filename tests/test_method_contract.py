@@ -27,6 +27,7 @@ import hf_spec
 from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache
 from hf_spec.methods.registry import Method, methods
+from modeling_patches.cache_name import CACHE
 
 
 def variants(method: Method) -> Any:
@@ -268,7 +269,7 @@ def watch_cache_lengths(monkeypatch: pytest.MonkeyPatch, method: Method) -> list
 
 def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]) -> None:
     """Every layer's keys and values are those of one plain forward over the accepted tokens."""
-    cache = out.past_key_values
+    cache = out[CACHE]
     assert isinstance(cache, TreeCache)
     width = given["input_ids"].shape[1]
     windows = [
@@ -279,7 +280,7 @@ def check_cache(model: PreTrainedModel, out: Any, given: dict[str, torch.Tensor]
         assert cache.host_lengths[row] == len(tokens)
         alone = DynamicCache()
         with torch.no_grad():
-            model(tokens[None], past_key_values=alone, use_cache=True)
+            model(tokens[None], **{CACHE: alone}, use_cache=True)
         for index, (layer, window) in enumerate(zip(alone.layers, windows)):
             # A sliding layer keeps the prompt's last window - 1 tokens only.
             dropped = 0 if window is None else max(width - (window - 1), 0)

@@ -3,6 +3,8 @@
 import torch
 from transformers import DynamicCache
 
+from modeling_patches.cache_name import CACHE
+
 #      0        a path of three, siblings at each level,
 #     / \       nodes not in depth-first order
 #    1   2
@@ -49,7 +51,7 @@ class Decoding:
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             use_cache=True,
         ).logits
 

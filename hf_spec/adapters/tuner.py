@@ -52,6 +52,7 @@ from hf_spec.adapters.layer import (
     layer_of,
     placement,
 )
+from modeling_patches import peft_minimum
 
 
 class TrainingBatch(NamedTuple):
@@ -341,6 +342,7 @@ def _note_given(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_adapter
 
 
+peft_minimum.accept()
 _enter(PeftConfig, "from_pretrained", _note_source)
 _enter(PeftConfig, "from_peft_type", _check_keys)
 _enter(PeftModel, "load_adapter", _check_before_reload)

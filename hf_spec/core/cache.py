@@ -32,6 +32,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
+from modeling_patches.cache_name import CACHE
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
@@ -65,7 +66,7 @@ class TreeLayer(CacheLayerMixin):
         if cache.block is None or not cache.is_empty:
             raise RuntimeError(
                 "TreeCache: this layer had no keys when the cache was packed. Start generation "
-                "again without `past_key_values`."
+                f"again without `{CACHE}`."
             )
         for name, states in (("keys", key_states), ("values", value_states)):
             batch, heads, _, dim = states.shape
@@ -648,7 +649,7 @@ class TreeCache(Cache):
             raise ValueError(
                 f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, so "
                 f"that rows of {self.host_lengths} tokens cannot be cut below {self._floor}. "
-                "Remove fewer, or start without past_key_values."
+                "Remove fewer, or start without {CACHE}."
             )
         self.truncate(lengths)
 
@@ -706,10 +707,10 @@ def check_packable(cache: Cache) -> None:
     Raises:
         ValueError: naming the cache or layer type.
     """
-    remedy = "Pass a DynamicCache, the TreeCache of an earlier call, or no past_key_values."
+    remedy = f"Pass a DynamicCache, the TreeCache of an earlier call, or no {CACHE}."
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
-        raise ValueError(f"past_key_values is {kind}: it cannot hold a tree. {remedy}")
+        raise ValueError(f"{CACHE} is {kind}: it cannot hold a tree. {remedy}")
     for layer in cache.layers:
         # Subclasses of the dynamic layer other than the sliding one quantise, index or compress.
         known = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
@@ -717,7 +718,7 @@ def check_packable(cache: Cache) -> None:
             static = "Static" in type(layer).__name__
             asks = " For compiled steps give cache_implementation='static' instead." * static
             raise ValueError(
-                f"past_key_values has a layer of type {type(layer).__name__}: rows cannot be "
+                f"{CACHE} has a layer of type {type(layer).__name__}: rows cannot be "
                 f"rolled back there. {remedy}{asks}"
             )
 

@@ -16,6 +16,7 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.joining import Finished, Request, Running
 from hf_spec.decoding.scoring import Scorer
+from modeling_patches.cache_name import CACHE
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
@@ -26,7 +27,7 @@ _REFUSED = {
     "inputs_embeds": "prompts are tokens",
     "attention_mask": "prompts have no padding",
     "position_ids": "positions count from 0",
-    "past_key_values": "a prompt's states are its own",
+    CACHE: "a prompt's states are its own",
     "streamer": "results come as prompts finish",
     "custom_generate": "the strategy decodes",
     "synced_gpus": "ranks would have other prompts at the same step",

@@ -25,6 +25,7 @@ from hf_spec.decoding.steps import Steps, Strategy
 from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.tree_forward import TreeForward
+from modeling_patches.cache_name import cache_in
 from modeling_patches.ranks import Ranks
 
 
@@ -151,7 +152,7 @@ class Running:
     def _join(self, request: Request) -> list[Finished]:
         """Run a prompt by itself and give it a place."""
         drafter, emission = self.strategy.drafter, request.emission
-        handover = Handover(request.model_kwargs.get("past_key_values"), emission, False)
+        handover = Handover(cache_in(request.model_kwargs), emission, False)
         prompt = prefill(
             self.model, request.prompt, self.config, request.model_kwargs, handover, drafter,
             drafter.wants_hidden,

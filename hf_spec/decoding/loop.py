@@ -20,6 +20,7 @@ from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.steps import Steps, Strategy, root_only
 from hf_spec.drafting.drafter import DecodingState, Draft
+from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
@@ -65,7 +66,7 @@ def decode(
     watch = Stopwatch(stats, model.device, ranks.same)
 
     handover = Handover(
-        model_kwargs.get("past_key_values"), emission, record, graphs.allocate if graphs else None
+        cache_in(model_kwargs), emission, record, graphs.allocate if graphs else None
     )
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
@@ -123,5 +124,5 @@ def decode(
         return sequences
     return SpecGenerateOutput(
         sequences=sequences, scores=emission.columns(emission.scores),
-        logits=emission.columns(emission.logits), past_key_values=past, spec_stats=stats,
+        logits=emission.columns(emission.logits), spec_stats=stats, **{CACHE: past},
     )  # fmt: skip

@@ -25,6 +25,7 @@ from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import final_hidden, states_at
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.attention_masks import PATCHES
+from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
 
@@ -43,8 +44,9 @@ TAKES_MASKS = ("eager", "sdpa")
 RESERVE = 512
 
 #: Inputs of the model's forward that the loop provides.
-_MADE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
-         "inputs_embeds")  # fmt: skip
+_MADE = (
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "inputs_embeds",
+)  # fmt: skip
 
 
 @dataclass
@@ -157,7 +159,7 @@ def prefill(
         )
         # The last chunk's, if there are several. A model compiled as a whole exposes no states.
         end = _End(outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None)
-        source = outputs.past_key_values
+        source = cache_in(outputs)
         check_packable(source)
         capacity = source.get_seq_length() + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
@@ -211,12 +213,12 @@ def _new_tokens(
     rows, width = emission.tokens, emission.width
     if not width:
         raise ValueError(
-            "inputs_embeds with a TreeCache as past_key_values: it is continued by tokens. Give "
-            "input_ids, or leave past_key_values out."
+            f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "
+            f"input_ids, or leave {CACHE} out."
         )
     if len(rows) != cache.batch_size:
         raise ValueError(
-            f"past_key_values holds {cache.batch_size} rows, the prompt has {len(rows)}: "
+            f"{CACHE} holds {cache.batch_size} rows, the prompt has {len(rows)}: "
             "give as many prompts as the cache has rows."
         )
     cache.count_appended()
@@ -230,7 +232,7 @@ def _new_tokens(
         cache.truncate([_shared(row[:-1], known) for row, known in zip(rows, cache.tokens)])
     elif any(len(row) <= length for row, length in zip(rows, cache.host_lengths)):
         raise ValueError(
-            f"the prompt has {[len(row) for row in rows]} tokens per row and past_key_values "
+            f"the prompt has {[len(row) for row in rows]} tokens per row and {CACHE} "
             f"holds {cache.host_lengths}: give the whole conversation, at least one token more "
             "than the cache."
         )

@@ -31,6 +31,7 @@ from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.graphs import TOLERANCE
 from hf_spec.model.hidden_states import output_logits, taken
+from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.support import VERIFIED, context_ends
 
@@ -145,7 +146,7 @@ class _Trial:
         plain = self._plain()
         inputs = self._inputs()
         emission = Emission(self.prompt, self.mask.bool(), _until(self.limit), None)
-        handover = Handover(inputs["past_key_values"], emission, False)
+        handover = Handover(inputs[CACHE], emission, False)
         with as_before(model):
             forward = prefill(
                 model, self.prompt, self.config, inputs, handover, drafter, reads
@@ -186,7 +187,7 @@ class _Trial:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start
         return {
             "attention_mask": self.mask,
-            "past_key_values": DynamicCache(config=self.text_config),
+            CACHE: DynamicCache(config=self.text_config),
             "use_cache": True,
             **taken(self.model, position_ids=positions, logits_to_keep=1),
         }

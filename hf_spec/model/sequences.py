@@ -20,6 +20,7 @@ from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import embedded, final_hidden, taken
 from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes, eager
 from modeling_patches.ranks import Ranks
@@ -168,7 +169,7 @@ class _Run:
             changes.run(
                 eager(self.model),
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
-                past_key_values=cache, use_cache=True, **self._given(self.positions),
+                use_cache=True, **{CACHE: cache}, **self._given(self.positions),
             )  # fmt: skip
             token_hidden = seen[0]
         front, ranks = self.inputs.num_front, Ranks(self.model)
@@ -196,7 +197,7 @@ class _Run:
             eager(self.model),
             **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
             attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
-            past_key_values=full, use_cache=True, **self._given(self.probe_positions),
+            use_cache=True, **{CACHE: full}, **self._given(self.probe_positions),
         )  # fmt: skip
         return self._split(seen[0], token_hidden)
 
@@ -276,7 +277,7 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     dtype = model.get_input_embeddings().weight.dtype
     tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
     model(
-        **embedded(model, embeddings[None].to(dtype), tokens), past_key_values=cache,
-        use_cache=True, **taken(model, logits_to_keep=1),
+        **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache}, use_cache=True,
+        **taken(model, logits_to_keep=1),
     )  # fmt: skip
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

@@ -28,6 +28,7 @@ from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.slot_cache import Layout, SlotCache
 from hf_spec.model.step_tokens import MatchInputs, StepTokens, padded
 from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
@@ -420,7 +421,7 @@ class TreeForward:
         inputs: dict[str, Any] = {
             **self.model_kwargs,
             "attention_mask": self._mask(step, keys, positions),
-            "past_key_values": self.cache,
+            CACHE: self.cache,
             "use_cache": True,
             "return_dict": True,
         }

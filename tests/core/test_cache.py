@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_spec.core.cache import ALIGNMENT, TreeCache, bounded, check_packable
 from hf_spec.core.tree import TokenTree, TreeBatch
+from modeling_patches.cache_name import CACHE
 
 #: (heads, key dim, value dim) of each layer.
 Spec = tuple[int, int, int]
@@ -493,11 +494,11 @@ def test_a_model_continues_from_it_as_from_a_dynamic_cache(
         3, model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
-        plain = model(ids[:, :4], use_cache=True).past_key_values
+        plain = model(ids[:, :4], use_cache=True)[CACHE]
         cache = TreeCache.pack(copy.deepcopy(plain), None, 8, "cpu")
         for part in (ids[:, 4:7], ids[:, 7:8], ids[:, 8:]):
-            wanted = model(part, past_key_values=plain).logits
-            found = model(part, past_key_values=cache).logits
+            wanted = model(part, **{CACHE: plain}).logits
+            found = model(part, **{CACHE: cache}).logits
             # float64; sums may be taken in another order over views of another stride.
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
     assert cache.get_seq_length() == 9
@@ -666,7 +667,7 @@ def test_other_caches_are_refused_by_name(tiny: Callable[..., PreTrainedModel]) 
         (StaticCache(config=tiny("llama").config, max_cache_len=8), "layer of type StaticLayer"),
         (odd, "layer of type IndexedLayer"),
         (offloaded, "an offloaded cache"),
-        (((torch.zeros(1), torch.zeros(1)),), "past_key_values is tuple"),
+        (((torch.zeros(1), torch.zeros(1)),), f"{CACHE} is tuple"),
     ]
     for cache, message in cases:
         with pytest.raises(ValueError, match=f"{message}.*Pass a DynamicCache"):

@@ -30,6 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
 from hf_spec.core.cache import TreeCache
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -73,9 +74,9 @@ class Turn:
         if min(self.windows) == 10**9:
             self.before = DynamicCache()  # makes its layers as the model runs
         if kind != "dynamic, first":
-            own = {} if kind.startswith("tree") else {"past_key_values": self.before}
+            own = {} if kind.startswith("tree") else {CACHE: self.before}
             out = model.generate(**given, **GREEDY, **own, **spec, return_dict_in_generate=True)
-            self.before = out.past_key_values
+            self.before = out[CACHE]
             ids = torch.cat([out.sequences, prompt(5, 3, seed=50)], 1)
             mask = torch.cat([mask, torch.ones(3, ids.shape[1] - mask.shape[1]).long()], 1)
         self.width, self.cached = ids.shape[1], self.before.get_seq_length()
@@ -91,7 +92,7 @@ class Turn:
         for row in self.rows:
             states = DynamicCache()
             with torch.no_grad():
-                model(torch.tensor([row]), past_key_values=states, use_cache=True)
+                model(torch.tensor([row]), **{CACHE: states}, use_cache=True)
             self.states.append([(one.keys[0], one.values[0]) for one in states.layers])
         self._plain: dict[int, list[list[int]]] = {}
 
@@ -124,7 +125,7 @@ class Turn:
 
     def call(self, cache: Cache, **kwargs: Any) -> Any:
         settings = {**self.given, **GREEDY, **self.spec, **kwargs}
-        return self.model.generate(**settings, past_key_values=cache)
+        return self.model.generate(**settings, **{CACHE: cache})
 
     def check_use(self, cache: Any) -> None:
         """Calls go on from it as they do without a cache."""
@@ -134,9 +135,7 @@ class Turn:
                 ids = self.whole["input_ids"].clone()
                 ids[:, self.width - new :] += 1
                 again = {**self.whole, "input_ids": ids, **GREEDY}
-                ours = self.model.generate(
-                    **again, **self.spec, past_key_values=copy.deepcopy(cache)
-                )
+                ours = self.model.generate(**again, **self.spec, **{CACHE: copy.deepcopy(cache)})
                 assert ours.tolist() == self.plain(new, again)
             return
         known = max(cache.get_seq_length(), self.width)
@@ -145,7 +144,7 @@ class Turn:
         after = {"input_ids": ids, "attention_mask": mask, **GREEDY}
         wanted = self.plain(known, after)
         for spec in ({}, self.spec):
-            ours = self.model.generate(**after, **spec, past_key_values=copy.deepcopy(cache))
+            ours = self.model.generate(**after, **spec, **{CACHE: copy.deepcopy(cache)})
             assert ours.tolist() == wanted
 
     def plain(self, number: int, settings: dict[str, Any]) -> list[list[int]]:
@@ -370,9 +369,9 @@ def test_rows_of_one_length_go_on_with_plain_generation(tiny: Tiny) -> None:
     turn = torch.cat([first.sequences, prompt(5, 2, seed=50)], 1)
     full = model.generate(turn, **GREEDY)
     for at in (2, 5, 9):
-        cache = copy.deepcopy(first.past_key_values)
+        cache = copy.deepcopy(first[CACHE])
         with pytest.raises(Failure):
-            model.generate(turn, **GREEDY, **LOOKUP, past_key_values=cache, streamer=Fails(at))
+            model.generate(turn, **GREEDY, **LOOKUP, **{CACHE: cache}, streamer=Fails(at))
         # Calls of put: the prompt, then the tokens; the one that raised was not seen.
         seen = turn.shape[1] + at - 2
         assert turn.shape[1] <= cache.uniform_length() <= max(seen, turn.shape[1])
@@ -384,7 +383,7 @@ def test_rows_of_one_length_go_on_with_plain_generation(tiny: Tiny) -> None:
         for held in (cache, cropped):
             for spec in ({}, LOOKUP):
                 again = copy.deepcopy(held)
-                ours = model.generate(after, **GREEDY, **spec, past_key_values=again)
+                ours = model.generate(after, **GREEDY, **spec, **{CACHE: again})
                 assert ours.tolist() == wanted
 
 
@@ -392,12 +391,12 @@ def test_a_call_that_is_refused_changes_no_cache(tiny: Tiny) -> None:
     model, turn = tiny("llama_tied"), Turn(tiny("llama_tied"), "tree")
     cache = copy.deepcopy(turn.before)
     with pytest.raises(ValueError, match="3 rows, the prompt has 1"):
-        model.generate(prompt(40), **GREEDY, **LOOKUP, past_key_values=cache)
+        model.generate(prompt(40), **GREEDY, **LOOKUP, **{CACHE: cache})
     with pytest.raises(ValueError, match="inputs_embeds with a TreeCache"):
         embeds = model.get_input_embeddings()(turn.whole["input_ids"])
         model.generate(
             inputs_embeds=embeds, attention_mask=turn.whole["attention_mask"], **GREEDY, **LOOKUP,
-            past_key_values=cache,
+            **{CACHE: cache},
         )  # fmt: skip
     assert cache.tokens == turn.before.tokens and cache.host_lengths == turn.before.host_lengths
     turn.check_use(cache)

@@ -29,6 +29,7 @@ from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.model.graphs import Graph, Graphs
 from hf_spec.model.step_tokens import StepTokens, padded
+from modeling_patches.cache_name import CACHE, cache_in
 
 NEW = 20
 CAPTURED = {"cache_implementation": STATIC, "compile_config": CompileConfig(backend="eager")}
@@ -146,11 +147,11 @@ def test_caches_go_in_and_out(shallow: Any) -> None:
     plain = generate(model, first).sequences
     longer = generate(model, plain).sequences
     for given in (DynamicCache(config=model.config), None):
-        kwargs = {} if given is None else {"past_key_values": given}
+        kwargs = {} if given is None else {CACHE: given}
         output = generate(model, first, **kwargs, **strategy("prompt_lookup"), **CAPTURED)
         assert torch.equal(output.sequences, plain)
         again = generate(
-            model, plain, past_key_values=output.past_key_values, **strategy("prompt_lookup"),
+            model, plain, **{CACHE: output[CACHE]}, **strategy("prompt_lookup"),
             **CAPTURED,
         )  # fmt: skip
         assert torch.equal(again.sequences, longer)
@@ -447,10 +448,10 @@ def test_buffers_are_used_again(shallow: Any, monkeypatch: Any) -> None:
             assert torch.equal(found, plain)
         assert places[-1] == places[-2]
         output = generate(model, prompt(), **strategy("prompt_lookup"), **CAPTURED)
-        caches.append(output.past_key_values)
+        caches.append(output[CACHE])
     longer = generate(model, plain).sequences
     for cache in caches:
-        again = generate(model, plain, past_key_values=cache, **strategy("prompt_lookup"))
+        again = generate(model, plain, **{CACHE: cache}, **strategy("prompt_lookup"))
         assert torch.equal(again.sequences, longer)
     assert len({cache.layers[0].keys.data_ptr() for cache in caches}) == 3
 
@@ -542,7 +543,7 @@ def test_a_forward_that_counts_tokens(fresh: Any, caplog: Any) -> None:
     stock = decoder.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        past = kwargs.get("past_key_values")
+        past = cache_in(kwargs)
         output = stock(*args, **kwargs)
         length = 0 if past is None else past.get_seq_length()
         output.last_hidden_state = output.last_hidden_state * (1 + 0.01 * length)
@@ -587,7 +588,7 @@ def test_when_steps_are_compiled(fresh: Any) -> None:
         assert "compiled" not in output.spec_stats.details
     with pytest.raises(ValueError, match="cache_implementation='static' instead"):
         cache = StaticCache(config=model.config, max_cache_len=64)
-        generate(model, prompt(), past_key_values=cache, **strategy("prompt_lookup"))
+        generate(model, prompt(), **{CACHE: cache}, **strategy("prompt_lookup"))
 
 
 def test_a_callers_config_stays(fresh: Any) -> None:

@@ -26,6 +26,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.decoding import joining, prefill
 from hf_spec.decoding.emission import Emission
 from hf_spec.model.tree_forward import TreeForward
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -343,7 +344,7 @@ def test_a_step_that_fails_loses_nothing(
         ({"batch_size": 0}, "batch_size"),
         ({"assistant_strategy": None}, "needs a strategy"),
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask"),
-        ({"past_key_values": object()}, "past_key_values"),
+        ({CACHE: object()}, CACHE),
         ({"streamer": object()}, "streamer"),
         ({"output_scores": True}, "output_scores"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),

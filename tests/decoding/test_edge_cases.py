@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
 from modeling_patches import attention_masks
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
@@ -53,7 +54,7 @@ def test_one_new_token(tiny: Tiny, spec: Spec, inputs: dict[str, Any]) -> None:
     assert len(out.scores) == 1
     assert out.spec_stats.num_steps == out.spec_stats.mean_accepted_tokens == 1
     lengths = inputs.get("attention_mask", torch.ones(1, 12)).sum(-1).long()
-    assert out.past_key_values.host_lengths == lengths.tolist()
+    assert out[CACHE].host_lengths == lengths.tolist()
 
 
 def test_two_new_tokens(tiny: Tiny, spec: Spec) -> None:
@@ -76,7 +77,7 @@ def test_eos_anywhere_in_a_draft(tiny: Tiny, spec: Spec) -> None:
             end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
             assert set(tokens[end:]) <= {PAD}
             length = int(ragged()["attention_mask"][row].sum())
-            assert out.past_key_values.host_lengths[row] == length + end - 1
+            assert out[CACHE].host_lengths[row] == length + end - 1
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "gpt_neo", "llama"])
@@ -196,7 +197,7 @@ def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
         out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
         assert out.sequences.tolist() == plain.tolist()
         ids = torch.cat([plain, prompt(4, seed=9)], dim=1)
-        ours = model.generate(ids, past_key_values=out.past_key_values, **GREEDY, **spec)
+        ours = model.generate(ids, **{CACHE: out[CACHE]}, **GREEDY, **spec)
     assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
 
 

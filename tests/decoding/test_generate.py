@@ -37,6 +37,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
@@ -348,7 +349,7 @@ def test_a_criterion_that_looks_at_the_whole_batch(tiny: Tiny, spec: Spec, eos: 
             criterion = StopsAll(number, len(inputs["input_ids"]))
             out = model.generate(
                 **inputs, **GREEDY, **strategy, eos_token_id=eos, return_dict_in_generate=True,
-                output_scores=True, past_key_values=(cache := DynamicCache()),
+                output_scores=True, **{CACHE: (cache := DynamicCache())},
                 stopping_criteria=StoppingCriteriaList([criterion, StopAt(23)]),
             )  # fmt: skip
             found.append((out.sequences.tolist(), criterion.shown, len(out.scores)))

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_spec.methods.registry import methods
 from modeling_patches import dynamic_rope
+from modeling_patches.cache_name import CACHE
 
 #: Where frequencies change.
 END = 32
@@ -131,12 +132,12 @@ def test_a_chat_that_crosses_the_end(kind: str, spec: dict[str, Any]) -> None:
         caches[0] = DynamicCache(config=model.config)
         for turn in range(2):
             settings = {**GREEDY, "max_new_tokens": 8, "return_dict_in_generate": True}
-            expected = model.generate(ids, **settings, past_key_values=plain_cache)
-            plain_cache = expected.past_key_values
+            expected = model.generate(ids, **settings, **{CACHE: plain_cache})
+            plain_cache = expected[CACHE]
             for place, own in enumerate(caches):
-                out = model.generate(ids, **settings, **spec, past_key_values=own)
+                out = model.generate(ids, **settings, **spec, **{CACHE: own})
                 assert out.sequences.tolist() == expected.sequences.tolist()
-                caches[place] = out.past_key_values
+                caches[place] = out[CACHE]
             ids = torch.cat([expected.sequences, prompt(more, seed=turn)], dim=1)
 
 

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.core.cache import TreeCache
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
@@ -52,12 +53,12 @@ def test_users_dynamic_cache_is_filled_as_by_plain_generation(
     model = tiny(architecture)
     for inputs in ({"input_ids": prompt()}, ragged()):
         plain, ours = (DynamicCache(config=model.config) for _ in range(2))
-        expected = model.generate(**inputs, **GREEDY, past_key_values=plain)
+        expected = model.generate(**inputs, **GREEDY, **{CACHE: plain})
         out = model.generate(
-            **inputs, **GREEDY, **spec, past_key_values=ours, return_dict_in_generate=True
+            **inputs, **GREEDY, **spec, **{CACHE: ours}, return_dict_in_generate=True
         )
         assert out.sequences.tolist() == expected.tolist()
-        assert out.past_key_values is ours
+        assert out[CACHE] is ours
         assert ours.get_seq_length() == plain.get_seq_length() == 27
         real = torch.ones(len(expected), 27, dtype=torch.bool)
         if "attention_mask" in inputs:
@@ -78,7 +79,7 @@ def test_users_dynamic_cache_over_turns(tiny: Tiny, spec: Spec, architecture: st
         ids, cache = prompt(), DynamicCache(config=model.config)
         for number, strategy in enumerate(order):
             expected = plainly(model, inputs=ids, **GREEDY)
-            ours = model.generate(ids, **GREEDY, **strategy, past_key_values=cache)
+            ours = model.generate(ids, **GREEDY, **strategy, **{CACHE: cache})
             assert ours.tolist() == expected.tolist()
             ids = torch.cat([ours, turn(number)], dim=1)
 
@@ -89,13 +90,11 @@ def test_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> No
     ids, cache = prompt(), None
     for number in range(3):
         expected = plainly(model, inputs=ids, **GREEDY)
-        out = model.generate(
-            ids, **GREEDY, **spec, past_key_values=cache, return_dict_in_generate=True
-        )
+        out = model.generate(ids, **GREEDY, **spec, **{CACHE: cache}, return_dict_in_generate=True)
         assert out.sequences.tolist() == expected.tolist()
-        assert isinstance(out.past_key_values, TreeCache)
-        assert cache is None or out.past_key_values is cache
-        cache = out.past_key_values
+        assert isinstance(out[CACHE], TreeCache)
+        assert cache is None or out[CACHE] is cache
+        cache = out[CACHE]
         assert cache.get_seq_length() == expected.shape[1] - 1
         ids = torch.cat([expected, turn(number)], dim=1)
 
@@ -115,7 +114,7 @@ def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str
         ended = real_until_eos(out.sequences[:, mask.shape[1] :], settings["eos_token_id"])
         mask = torch.cat([mask, ended, torch.ones_like(new)], dim=1)
         out = model.generate(
-            ids, attention_mask=mask, past_key_values=out.past_key_values,
+            ids, attention_mask=mask, **{CACHE: out[CACHE]},
             **settings, **spec, return_dict_in_generate=True,
         )  # fmt: skip
         for row in range(3):
@@ -138,15 +137,15 @@ def real_until_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:
 def test_only_the_new_tokens(tiny: Tiny, spec: Spec, architecture: str, kind: type) -> None:
     """New tokens alone, with an attention mask of the full length."""
     model = tiny(architecture)
-    given = {} if kind is TreeCache else {"past_key_values": DynamicCache(config=model.config)}
+    given = {} if kind is TreeCache else {CACHE: DynamicCache(config=model.config)}
     first = model.generate(prompt(), **GREEDY, **spec, **given, return_dict_in_generate=True)
-    assert isinstance(first.past_key_values, kind)
+    assert isinstance(first[CACHE], kind)
     ids = torch.cat([first.sequences, turn(0)], dim=1)
     expected = plainly(model, inputs=ids, **GREEDY)
-    cached = first.past_key_values.get_seq_length()
+    cached = first[CACHE].get_seq_length()
     out = model.generate(
         ids[:, cached:], attention_mask=torch.ones_like(ids),
-        past_key_values=first.past_key_values, **GREEDY, **spec,
+        **{CACHE: first[CACHE]}, **GREEDY, **spec,
     )  # fmt: skip
     assert out.tolist() == expected[:, cached:].tolist()
 
@@ -157,11 +156,11 @@ def test_plain_generation_continues_a_tree_cache(tiny: Tiny, spec: Spec, archite
     first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
     ids = torch.cat([first.sequences, turn(0)], dim=1)
     expected = plainly(model, inputs=ids, **GREEDY)
-    cache = first.past_key_values
-    assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == expected.tolist()
+    cache = first[CACHE]
+    assert model.generate(ids, **{CACHE: cache}, **GREEDY).tolist() == expected.tolist()
     # ... and ours goes on with what plain generation has appended.
     ids = torch.cat([expected, turn(1)], dim=1)
-    ours = model.generate(ids, past_key_values=cache, **GREEDY, **spec)
+    ours = model.generate(ids, **{CACHE: cache}, **GREEDY, **spec)
     assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
 
 
@@ -171,7 +170,7 @@ def test_plain_generation_cannot_use_ragged_rows(tiny: Tiny, spec: Spec) -> None
     with pytest.raises(ValueError, match="rows of different lengths.*one by one"):
         model.generate(
             torch.cat([out.sequences, turn(0, rows=3)], dim=1),
-            past_key_values=out.past_key_values, **GREEDY,
+            **{CACHE: out[CACHE]}, **GREEDY,
         )  # fmt: skip
 
 
@@ -183,7 +182,7 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
     model = tiny(architecture)
     for inputs in ({"input_ids": prompt()}, ragged()):
         out = model.generate(**inputs, **GREEDY, **spec, return_dict_in_generate=True)
-        cache, rows, width = out.past_key_values, len(out.sequences), inputs["input_ids"].shape[1]
+        cache, rows, width = out[CACHE], len(out.sequences), inputs["input_ids"].shape[1]
         mask = torch.ones_like(out.sequences)
         mask[:, :width] = inputs.get("attention_mask", 1)
         for length, changed in ((28, 27), (28, 20), (width, width), (28, 28), (width + 9, 3)):
@@ -193,19 +192,19 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
             given = torch.cat([mask[:, :length], torch.ones(rows, 6).long()], 1)
             given = {"input_ids": ids, "attention_mask": given[:, : ids.shape[1]]}
             wanted = plainly(model, **given, **GREEDY)
-            ours = model.generate(**given, **GREEDY, **spec, past_key_values=cache)
+            ours = model.generate(**given, **GREEDY, **spec, **{CACHE: cache})
             assert ours.tolist() == wanted.tolist()
 
 
 def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
     model, sizes = tiny(), []
     spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
-    cache = model.generate(prompt(), **GREEDY, **spec).past_key_values
+    cache = model.generate(prompt(), **GREEDY, **spec)[CACHE]
     again = torch.cat([prompt()[:, :9], prompt()[:, :3] + 1], 1)
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    model.generate(again, **GREEDY, **spec, past_key_values=cache)
+    model.generate(again, **GREEDY, **spec, **{CACHE: cache})
     hook.remove()
     assert sizes[0] == 3
 
@@ -214,16 +213,16 @@ def test_prompt_shorter_than_a_cache_of_unknown_tokens(tiny: Tiny, spec: Spec) -
     model = tiny()
     out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
     with torch.no_grad():
-        model(turn(0), past_key_values=out.past_key_values)
-    with pytest.raises(ValueError, match="past_key_values holds .33.*whole conversation"):
-        model.generate(prompt(), past_key_values=out.past_key_values, **GREEDY, **spec)
+        model(turn(0), **{CACHE: out[CACHE]})
+    with pytest.raises(ValueError, match=f"{CACHE} holds .33.*whole conversation"):
+        model.generate(prompt(), **{CACHE: out[CACHE]}, **GREEDY, **spec)
 
 
 def test_cache_of_another_batch_size(tiny: Tiny, spec: Spec) -> None:
     model = tiny()
     cache = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="3 rows, the prompt has 1"):
-        model.generate(prompt(40), past_key_values=cache.past_key_values, **GREEDY, **spec)
+        model.generate(prompt(40), **{CACHE: cache[CACHE]}, **GREEDY, **spec)
 
 
 class QuantizedLayer(DynamicLayer):
@@ -241,8 +240,8 @@ def test_caches_that_cannot_hold_a_tree(tiny: Tiny, spec: Spec) -> None:
         (quantized, "QuantizedLayer"),
         (offloaded, "offloaded"),
     ):
-        with pytest.raises(ValueError, match=f"past_key_values.*{name}.*Pass a DynamicCache"):
-            model.generate(prompt(), past_key_values=cache, **GREEDY, **spec)
+        with pytest.raises(ValueError, match=f"{CACHE}.*{name}.*Pass a DynamicCache"):
+            model.generate(prompt(), **{CACHE: cache}, **GREEDY, **spec)
 
 
 @kinds_in_turn(6)
@@ -267,7 +266,7 @@ def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
             ours = model.generate(**embeds, **GREEDY, **spec, return_dict_in_generate=True)
             assert ours.sequences.tolist() == expected.tolist()
             lengths = inputs.get("attention_mask", torch.ones(1, 12)).sum(-1).long() + 15
-            assert ours.past_key_values.host_lengths == lengths.tolist()
+            assert ours[CACHE].host_lengths == lengths.tolist()
 
 
 def test_growth_beyond_the_reserve(tiny: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +291,7 @@ def test_long_continuation_in_chunks(
         model = tiny(architecture)
         first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, turn(0, 19)], dim=1)
-        ours = model.generate(ids, past_key_values=first.past_key_values, **GREEDY, **spec)
+        ours = model.generate(ids, **{CACHE: first[CACHE]}, **GREEDY, **spec)
         assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
 
 
@@ -305,7 +304,7 @@ def test_a_cache_made_under_inference_mode_is_continued_outside(tiny) -> None:
     turn = torch.cat([first.sequences.clone(), ids], 1)
     settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(turn)}
     plain = model.generate(turn, **settings)
-    ours = model.generate(turn, **settings, past_key_values=first.past_key_values, **common)
+    ours = model.generate(turn, **settings, **{CACHE: first[CACHE]}, **common)
     assert torch.equal(plain, ours.sequences)
 
 
@@ -319,7 +318,7 @@ def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
         ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **common
     )
     turn = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], 1)
-    ours = model.generate(turn, past_key_values=first.past_key_values, **common)
+    ours = model.generate(turn, **{CACHE: first[CACHE]}, **common)
     assert ours.tolist() == model.generate(turn, max_new_tokens=4, do_sample=False).tolist()
 
 
@@ -336,7 +335,7 @@ def test_rows_of_other_lengths_go_on_at_the_last_positions(tiny: Tiny, architect
     mask[0, 116:-2] = 0  # two new tokens beside twenty
     after = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
     wanted = model.generate(**after)
-    ours = model.generate(**after, **spec, past_key_values=first.past_key_values)
+    ours = model.generate(**after, **spec, **{CACHE: first[CACHE]})
     assert ours.sequences.tolist() == wanted.tolist()
 
 
@@ -349,7 +348,7 @@ def test_a_dynamic_cache_has_the_last_tokens_of_rows_that_ended_before_others(
         given, own = ragged(), DynamicCache(config=model.config)
         free = plainly(model, **given, **GREEDY)
         eos = [int(free[row, 11 + end]) for row, end in enumerate(ends) if end < 16]
-        out = model.generate(**given, **GREEDY, **spec, eos_token_id=eos, past_key_values=own)
+        out = model.generate(**given, **GREEDY, **spec, eos_token_id=eos, **{CACHE: own})
         assert out.tolist() == model.generate(**given, **GREEDY, eos_token_id=eos).tolist()
         new = real_until_eos(out[:, 12:], eos)
         ids = torch.cat([out, turn(1, rows=3)], 1)
@@ -358,7 +357,7 @@ def test_a_dynamic_cache_has_the_last_tokens_of_rows_that_ended_before_others(
         wanted = model.generate(**after).tolist()
         for strategy in (spec, {}):
             cache = copy.deepcopy(own)
-            assert model.generate(**after, **strategy, past_key_values=cache).tolist() == wanted
+            assert model.generate(**after, **strategy, **{CACHE: cache}).tolist() == wanted
 
 
 class LargestTensor(TorchDispatchMode):
@@ -392,7 +391,7 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
     with LargestTensor() as largest:
         out = model.generate(prompt(), **given, **spec, return_dict_in_generate=True)
         again = torch.cat([out.sequences, turn(0)], 1)
-        model.generate(again, **GREEDY, **spec, past_key_values=out.past_key_values)
-        model.generate(prompt(), **given, **spec, past_key_values=DynamicCache(config=model.config))
+        model.generate(again, **GREEDY, **spec, **{CACHE: out[CACHE]})
+        model.generate(prompt(), **given, **spec, **{CACHE: DynamicCache(config=model.config)})
     assert out.sequences.tolist() == plain.tolist()
     assert largest.size < 2**20  # of 512 slots ahead in 3 layers it is the cache

@@ -19,6 +19,7 @@ from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import probe_sequences
 from modeling_patches.attention_masks import PATCHES
+from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import decoder_layers
 
 Tiny = Callable[..., PreTrainedModel]
@@ -139,13 +140,13 @@ def test_the_callers_cache_is_as_after_a_stock_prefill(
                 monkeypatch.setattr(module, "RIDING", riding)
                 cache = DynamicCache(config=model.config)
                 out = model.generate(
-                    **given, **GREEDY, **drafting("bita"), past_key_values=cache,
+                    **given, **GREEDY, **drafting("bita"), **{CACHE: cache},
                     return_dict_in_generate=True,
                 )  # fmt: skip
-                assert out.past_key_values is cache
+                assert out[CACHE] is cache
                 tree = model.generate(
                     **given, **GREEDY, **drafting("bita"), return_dict_in_generate=True
-                ).past_key_values
+                )[CACHE]
                 caches.append((cache, tree))
             (ours, our_tree), (stock, stock_tree) = caches
             for mine, theirs in zip(ours.layers, stock.layers):
@@ -173,10 +174,10 @@ def test_a_prompt_that_fails_leaves_the_cache_as_it_was(tiny: Tiny) -> None:
         cache = DynamicCache(config=model.config)
         hook = model.model.layers[-1].register_forward_pre_hook(fails)
         with pytest.raises(RuntimeError, match="in the last layer"):
-            model.generate(prompt(), **GREEDY, **drafting("bita"), past_key_values=cache)
+            model.generate(prompt(), **GREEDY, **drafting("bita"), **{CACHE: cache})
         hook.remove()
         assert cache.get_seq_length() == 0
-        out = model.generate(prompt(), **GREEDY, **drafting("bita"), past_key_values=cache)
+        out = model.generate(prompt(), **GREEDY, **drafting("bita"), **{CACHE: cache})
         assert out.tolist() == model.generate(prompt(), **GREEDY).tolist()
 
 
@@ -189,9 +190,9 @@ def test_a_continued_cache(
     monkeypatch.setattr(module, "CHUNK", chunk)
     model, batch = tiny(architecture), ragged((12, 5, 9))
     with adapted(model, "bita"):
-        cache = model.generate(
-            **batch, **GREEDY, **drafting("bita"), return_dict_in_generate=True
-        ).past_key_values
+        cache = model.generate(**batch, **GREEDY, **drafting("bita"), return_dict_in_generate=True)[
+            CACHE
+        ]
         assert isinstance(cache, TreeCache) and cache.tokens is not None
         # The first row parts with the cache early, the others go on.
         rows = [cache.tokens[0][:6], *cache.tokens[1:]]
@@ -205,7 +206,7 @@ def test_a_continued_cache(
         }
         first.clear()
         with forwards(model) as (_, logits):
-            out = model.generate(**given, **GREEDY, **drafting("bita"), past_key_values=cache)
+            out = model.generate(**given, **GREEDY, **drafting("bita"), **{CACHE: cache})
         assert logits[0] == 1
         assert out.tolist() == model.generate(**given, **GREEDY).tolist()
         [(drafter, counts, hidden)] = first
@@ -221,7 +222,7 @@ def test_a_continued_cache_makes_few_logits(tiny: Tiny) -> None:
     out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
     ids = torch.cat([out.sequences, prompt(20, seed=3)], 1)
     with forwards(model) as (rows, logits):
-        ours = model.generate(ids, **GREEDY, **spec, past_key_values=out.past_key_values)
+        ours = model.generate(ids, **GREEDY, **spec, **{CACHE: out[CACHE]})
     assert rows[0] == 21 and logits[0] == 1
     assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
 
@@ -244,8 +245,8 @@ def test_rows_that_end_with_the_first_token(tiny: Tiny, first: list[Any]) -> Non
 def with_tokens(model: Any) -> dict[str, Any]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt()[:, :5], past_key_values=cache)
-    return {"past_key_values": cache}
+        model(prompt()[:, :5], **{CACHE: cache})
+    return {CACHE: cache}
 
 
 #: What makes a prompt special.
@@ -257,7 +258,7 @@ SPECIAL: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "positions": ("llama", lambda model: {"position_ids": torch.arange(3, 15)[None]}),
     "chunks": ("llama", lambda model: {"prefill_chunk_size": 5}),
     "a cache with tokens": ("llama", with_tokens),
-    "a cache without layers": ("llama", lambda model: {"past_key_values": DynamicCache()}),
+    "a cache without layers": ("llama", lambda model: {CACHE: DynamicCache()}),
     "other inputs": ("mixtral", lambda model: {"output_router_logits": False}),
 }  # fmt: skip
 

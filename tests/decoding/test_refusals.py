@@ -23,6 +23,7 @@ from transformers import (
 
 import hf_spec
 from modeling_patches import generation_mode
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 Spec = dict[str, Any]
@@ -237,7 +238,7 @@ def test_models_that_cannot_forget(spec: Spec, model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("openai-gpt", "OpenAIGPTLMHeadModel.forward takes no past_key_values.*Generate without"),
+        ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
         ("whisper", "WhisperForCausalLM.forward takes no position_ids.*Generate without"),
         ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hf_spec
 from hf_spec.decoding.selfcheck import check_tree_forward
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -29,47 +31,60 @@ def remote(tiny: Tiny, kind: type) -> Any:
     return base
 
 
+def takes_cache(forward: Any) -> Any:
+    """Show the KV cache, whatever Transformers calls it, in a forward's signature."""
+    signature = inspect.signature(forward)
+    *own, rest = signature.parameters.values()
+    cache = inspect.Parameter(CACHE, inspect.Parameter.KEYWORD_ONLY)
+    forward.__signature__ = signature.replace(parameters=[*own, cache, rest])
+    return forward
+
+
 class Slots(LlamaForCausalLM):
     """Counts slots of the cache where it is given positions."""
 
-    def forward(self, *args: Any, past_key_values: Any = None, position_ids: Any = None,
-                **kwargs: Any) -> Any:  # fmt: skip
-        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+    @takes_cache
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 class Padding(LlamaForCausalLM):
     """Sees the first two tokens even where they are padding."""
 
-    def forward(self, *args: Any, attention_mask: Any = None, past_key_values: Any = None,
-                position_ids: Any = None, **kwargs: Any) -> Any:  # fmt: skip
+    @takes_cache
+    def forward(
+        self, *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = attention_mask.clone()
             attention_mask[:, :2] = 1
         return super().forward(
-            *args, attention_mask=attention_mask, past_key_values=past_key_values,
-            position_ids=position_ids, **kwargs,
-        )  # fmt: skip
+            *args, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+        )
 
 
 class NoEmbeddings(LlamaForCausalLM):
     """Needs token ids."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None,
-                inputs_embeds: Any = None, **kwargs: Any) -> Any:  # fmt: skip
+    @takes_cache
+    def forward(
+        self, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         if input_ids is None:
             raise KeyError("ids")
-        return super().forward(
-            input_ids, past_key_values=past_key_values, position_ids=position_ids, **kwargs
-        )
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
 
 
 class Transformed(LlamaForCausalLM):
     """Something stands between its decoder and its output embeddings."""
 
-    def forward(self, *args: Any, past_key_values: Any = None, position_ids: Any = None,
-                logits_to_keep: Any = 0, **kwargs: Any) -> Any:  # fmt: skip
+    @takes_cache
+    def forward(
+        self, *args: Any, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> Any:
         output = self.model(
-            *args, past_key_values=past_key_values, position_ids=position_ids,
+            *args, position_ids=position_ids,
             **{name: value for name, value in kwargs.items() if name != "return_dict"},
         )  # fmt: skip
         output.logits = self.lm_head(output.last_hidden_state.roll(1, dims=-1))

@@ -32,6 +32,7 @@ from hf_spec.methods.registry import methods
 from hf_spec.policy.memory import forget
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from hf_spec.policy.tree_source import TunedSource
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -316,13 +317,13 @@ def test_the_returned_cache_holds_every_row(fresh: Tiny, name: str, variant: str
             )
     assert sizes[-1] == 1
     real = out.sequences[:, given["input_ids"].shape[1] :] != PAD
-    assert out.past_key_values.host_lengths == [
+    assert out[CACHE].host_lengths == [
         length + int(row.sum()) - 1 for length, row in zip(LENGTHS, real)
     ]
     for row in range(5):  # check_cache wants rows without padding behind them
         end = given["input_ids"].shape[1] + int(real[row].sum())
         out_row = type(out)(sequences=out.sequences[row : row + 1, :end])
-        out_row.past_key_values = _row_of(out.past_key_values, row)
+        out_row[CACHE] = _row_of(out[CACHE], row)
         check_cache(
             model, out_row, {k: given[k][row : row + 1] for k in ("input_ids", "attention_mask")}
         )
@@ -354,7 +355,7 @@ def test_a_chat_goes_on_in_a_cache_that_has_shrunk(fresh: Tiny) -> None:
         ),
     }
     plain = model.generate(**second, **GREEDY)
-    ours = model.generate(**second, **GREEDY, **LOOKUP, past_key_values=first.past_key_values)
+    ours = model.generate(**second, **GREEDY, **LOOKUP, **{CACHE: first[CACHE]})
     assert ours.tolist() == plain.tolist()
 
 
@@ -363,7 +364,7 @@ def test_a_dynamic_cache_is_filled_with_every_row(fresh: Tiny) -> None:
     for spec in ({}, LOOKUP):
         caches.append(DynamicCache(config=model.config))
         with forwards(model) as sizes:
-            out = model.generate(**staggered(5), **GREEDY, **spec, past_key_values=caches[-1])
+            out = model.generate(**staggered(5), **GREEDY, **spec, **{CACHE: caches[-1]})
     assert sizes[-1] == 1
     plain, ours = caches
     given = staggered(5)
@@ -386,7 +387,7 @@ def test_a_callers_cache_is_whole_after_an_error(fresh: Tiny) -> None:
     first = model.generate(
         **ragged((9, 9, 9)), **LOOKUP, max_new_tokens=1, return_dict_in_generate=True
     )
-    cache, given = first.past_key_values, first.sequences
+    cache, given = first[CACHE], first.sequences
     seen: list[int] = []
 
     class Fails(StoppingCriteria):
@@ -400,7 +401,7 @@ def test_a_callers_cache_is_whole_after_an_error(fresh: Tiny) -> None:
 
     with pytest.raises(RuntimeError, match="stop here"):
         model.generate(
-            given, **LOOKUP, **GREEDY, past_key_values=cache,
+            given, **LOOKUP, **GREEDY, **{CACHE: cache},
             stopping_criteria=StoppingCriteriaList([Fails()]),
         )  # fmt: skip
     assert min(seen) < 3 and cache.batch_size == 3

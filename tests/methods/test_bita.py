@@ -19,6 +19,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.methods.bita.drafter import BitaDrafter
 from hf_spec.methods.bita.options import BitaOptions
+from modeling_patches.cache_name import CACHE
 
 NEW = 16
 
@@ -160,13 +161,13 @@ def test_loss_against_one_anchor_at_a_time(
 def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Tensor:
     """Logits of the mask tokens behind one prefix, by stock forwards."""
     seen = DynamicCache()
-    model(input_ids=ids[None], past_key_values=seen, use_cache=True)
+    model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
     front = DynamicCache()
     if depth == "deep":
         for index, states in enumerate(zip(weights["prompt_keys"], weights["prompt_values"])):
             front.update(*(part[None] for part in states), index)
     elif depth == "shallow":
-        model(inputs_embeds=weights["prompts"][None], past_key_values=front, use_cache=True)
+        model(inputs_embeds=weights["prompts"][None], **{CACHE: front}, use_cache=True)
     cache = DynamicCache()
     for index, layer in enumerate(seen.layers):
         states = [layer.keys, layer.values]
@@ -179,7 +180,7 @@ def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Ten
     additive = torch.zeros_like(visible).masked_fill(visible == 0, torch.finfo(torch.float32).min)
     positions = torch.arange(len(ids), len(ids) + len(masks))[None]
     return model(
-        inputs_embeds=masks[None], past_key_values=cache, position_ids=positions,
+        inputs_embeds=masks[None], **{CACHE: cache}, position_ids=positions,
         attention_mask=additive[None, None],
     ).logits[0]  # fmt: skip
 
@@ -375,8 +376,8 @@ def test_conversation_goes_on_with_and_without_the_adapter(
     for strategy in ("bita", "prompt_lookup", "bita"):
         out = model.generate(
             more, max_new_tokens=NEW, do_sample=False, **drafting(strategy),
-            past_key_values=first.past_key_values, return_dict_in_generate=True,
+            **{CACHE: first[CACHE]}, return_dict_in_generate=True,
         )  # fmt: skip
         assert out.sequences.tolist() == expected
-        out.past_key_values.truncate([first.sequences.shape[1] - 1])
-        first.past_key_values = out.past_key_values
+        out[CACHE].truncate([first.sequences.shape[1] - 1])
+        first[CACHE] = out[CACHE]

@@ -31,6 +31,7 @@ from hf_spec.model.tree_forward import TreeForward
 from hf_spec.policy import memory
 from hf_spec.policy.memory import forget
 from hf_spec.policy.step_policy import Plan, StepPolicy
+from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 
 Tiny = Callable[..., PreTrainedModel]
@@ -217,7 +218,7 @@ class Setting:
         mask = torch.tensor([[0] * (width + 1 - len(row)) + [1] * (len(row) - 1) for row in rows])
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        cache = TreeCache.pack(prefilled.past_key_values, mask, width + 16, "cpu")
+        cache = TreeCache.pack(prefilled[CACHE], mask, width + 16, "cpu")
         forward = TreeForward(model, cache, torch.full((len(rows),), 1000))
         self.state = DecodingState(
             model, forward, cache, rows,
@@ -242,14 +243,14 @@ def draft_by_stock_cache(
     model: PreTrainedModel, row: list[int], skips: dict[str, list[int]], length: int
 ) -> tuple[list[int], list[Tensor]]:
     """Prefix states of the full model, then greedy tokens of the skipping model one by one."""
-    cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True).past_key_values
+    cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True)[CACHE]
     tokens, logits = [row[-1]], []
     with running(LayerSkipper(model, **skips).changes):
         for step in range(length):
             place = len(row) - 1 + step
             visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
             out = model(
-                torch.tensor([tokens[-1:]]), past_key_values=cache, attention_mask=visible,
+                torch.tensor([tokens[-1:]]), **{CACHE: cache}, attention_mask=visible,
                 position_ids=torch.tensor([[place]]),
             )  # fmt: skip
             logits.append(out.logits[0, -1])
@@ -301,7 +302,7 @@ def test_after_verification_every_layer_holds_the_full_models_states(
         torch.testing.assert_close(
             logits[row], full.logits[0, len(tokens) - 1 :], rtol=0, atol=1e-9
         )
-        for index, layer in enumerate(full.past_key_values.layers):
+        for index, layer in enumerate(full[CACHE].layers):
             length = before[row] + counts[row]
             for own, wanted in zip(cache.row(row, index), (layer.keys, layer.values)):
                 torch.testing.assert_close(own, wanted[0, :, :length], rtol=0, atol=1e-9)

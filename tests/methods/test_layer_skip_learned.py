@@ -38,6 +38,7 @@ from hf_spec.methods.registry import get_method
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.train import TrainSettings, bit_sums, split, train
 from modeling_patches import per_call
+from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.low_rank import _COPIES, _Forward
 
@@ -328,10 +329,10 @@ def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
                 continue
             cache = DynamicCache()
             with torch.no_grad():
-                model(ids[None, : anchor + 1], past_key_values=cache, use_cache=True)
+                model(ids[None, : anchor + 1], **{CACHE: cache}, use_cache=True)
             with running(LayerSkipper(oracle, **SKIP).changes):
                 drafted = oracle(
-                    piece[None], past_key_values=cache,
+                    piece[None], **{CACHE: cache},
                     position_ids=torch.arange(anchor + 1, anchor + 1 + len(piece))[None],
                     attention_mask=_causal(anchor + 1, len(piece)),
                 ).logits[0].double().log_softmax(-1)  # fmt: skip

@@ -21,6 +21,7 @@ from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.methods.medusa.options import MedusaOptions
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
+from modeling_patches.cache_name import CACHE
 
 NEW = 16
 
@@ -315,7 +316,7 @@ def test_continued_caches(fresh: Callable[..., PreTrainedModel]) -> None:
     expected = model.generate(more, attention_mask=mask, **kwargs).sequences
     out = model.generate(
         more, attention_mask=mask, **kwargs, **drafting("medusa"),
-        past_key_values=first.past_key_values,
+        **{CACHE: first[CACHE]},
     )  # fmt: skip
     assert out.sequences.tolist() == expected.tolist()
     chunked = model.generate(
@@ -332,13 +333,13 @@ def test_dynamic_caches_in_and_out(fresh: Callable[..., PreTrainedModel]) -> Non
     ids = prompt()
     out = model.generate(
         ids, do_sample=False, max_new_tokens=NEW, **drafting("medusa"),
-        past_key_values=cache,
+        **{CACHE: cache},
     )  # fmt: skip
     more = torch.cat([out, prompt(4, seed=3)], dim=1)
     expected = model.generate(more, do_sample=False, max_new_tokens=NEW)
     ours = model.generate(
         more, do_sample=False, max_new_tokens=NEW, **drafting("medusa"),
-        past_key_values=cache,
+        **{CACHE: cache},
     )  # fmt: skip
     assert ours.tolist() == expected.tolist()
 

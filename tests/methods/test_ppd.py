@@ -38,6 +38,7 @@ from hf_spec.methods.ppd.probes import ept_group
 from hf_spec.methods.registry import get_method
 from hf_spec.policy.tree_source import tree_source
 from hf_spec.training.train import TrainSettings, train
+from modeling_patches.cache_name import CACHE
 
 NEW = 16
 #: Fields of the config: everything that changes a forward, alone and together.
@@ -120,7 +121,7 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
     config, weights = adapter.config, adapter.weights()
     count, ept, prefix = config.num_prompt_tokens, config.num_ept, config.num_prefix_tokens
     seen = DynamicCache()
-    model(input_ids=ids[None], past_key_values=seen, use_cache=True)
+    model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
     cache = DynamicCache()
     for index, layer in enumerate(seen.layers):
         states = [layer.keys, layer.values]
@@ -146,7 +147,7 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
         for layer in model.model.layers
     ]
     model(
-        inputs_embeds=weights["prompts"][None], past_key_values=cache,
+        inputs_embeds=weights["prompts"][None], **{CACHE: cache},
         attention_mask=rows[None, None],
         position_ids=torch.tensor([[len(ids) + place // ept for place in range(count * ept)]]),
     )  # fmt: skip

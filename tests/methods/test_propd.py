@@ -26,6 +26,7 @@ from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.early_head import EarlyPruning, early_states
 from hf_spec.methods.propd.options import ProPDOptions
 from hf_spec.methods.registry import methods
+from modeling_patches.cache_name import CACHE
 
 NEW = 16
 
@@ -321,7 +322,7 @@ def test_the_cache_holds_the_accepted_path_in_every_layer(
     for row, mask in enumerate(inputs["attention_mask"]):
         ids = out[row : row + 1, int((mask == 0).sum()) :]
         with torch.no_grad():
-            full = model(ids, use_cache=True).past_key_values
+            full = model(ids, use_cache=True)[CACHE]
         for step in checked:
             for index, states in enumerate(step[row]):
                 layer = full.layers[index]

@@ -27,6 +27,7 @@ from hf_spec.methods.space import objective
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
 from hf_spec.training.anchors import AnswerDataset, collate
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -54,7 +55,7 @@ def behind(model: Any, ids: Tensor, inputs: ProbeInputs) -> tuple[TreeForward, T
     """Decoding with a prompt in the cache."""
     source = DynamicCache()
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=source, use_cache=True)
+        model(input_ids=ids, **{CACHE: source}, use_cache=True)
     cache = TreeCache.pack(source, None, 40, "cpu")
     return TreeForward(model, cache, torch.tensor([100]), probe_inputs=inputs), cache
 
@@ -113,13 +114,11 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
             path.insert(0, at)
             at = TREE.parents[at]
         with torch.no_grad():
-            seen = model(
-                torch.cat([ids, candidates[path][None]], dim=1), use_cache=True
-            ).past_key_values
+            seen = model(torch.cat([ids, candidates[path][None]], dim=1), use_cache=True)[CACHE]
             positions = torch.arange(3)[None] + 9 + len(path)
             given = {} if architecture == "opt" else {"position_ids": positions}
             out = updated(
-                inputs_embeds=inputs.embeddings[None], past_key_values=seen,
+                inputs_embeds=inputs.embeddings[None], **{CACHE: seen},
                 output_hidden_states=True, **given,
             )  # fmt: skip
         expected = out.hidden_states[-1][0]

@@ -25,6 +25,7 @@ from hf_spec.hub.transfer import export_adapter
 from hf_spec.methods.space import objective
 from hf_spec.methods.space.masks import random_tokens
 from hf_spec.training.anchors import AnswerDataset, collate
+from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
 NOISE = {"masks": "noise", "num_mask_tokens": 3}
@@ -51,8 +52,8 @@ def uno_logits(model: Any, lora: Path, ids: torch.Tensor, noise: torch.Tensor) -
     with torch.no_grad():
         cache = DynamicCache()
         with peft.disable_adapter():
-            peft(input_ids=ids, past_key_values=cache, use_cache=True)
-        return peft(input_ids=noise[None], past_key_values=cache, use_cache=True).logits[0]
+            peft(input_ids=ids, **{CACHE: cache}, use_cache=True)
+        return peft(input_ids=noise[None], **{CACHE: cache}, use_cache=True).logits[0]
 
 
 FIELDS: list[dict[str, Any]] = [

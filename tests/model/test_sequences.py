@@ -22,6 +22,7 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward
+from modeling_patches.cache_name import CACHE
 from modeling_patches.support import kv_shape
 
 #: Everything that moves a mask or a position: windows, hybrids, learned positions, ALiBi.
@@ -45,7 +46,7 @@ def decoded(
 ) -> torch.Tensor:
     """(group, hidden) of a step whose root is the last of ``ids`` (seq,)."""
     source = DynamicCache()
-    model(input_ids=ids[None, :-1], past_key_values=source, use_cache=True)
+    model(input_ids=ids[None, :-1], **{CACHE: source}, use_cache=True)
     cache = TreeCache.pack(source, None, len(ids) + 8, "cpu")
     forward = TreeForward(model, cache, torch.tensor([1000]), probe_inputs=inputs)
     tree = TokenTree.chain(0).batch()
@@ -141,7 +142,7 @@ def test_against_a_stock_cache(
     ids = prompt(9)
     hidden = probe_sequences(model, ids, None, torch.tensor([[5]]), GROUP, inputs).probe_hidden
     seen = DynamicCache()
-    model(input_ids=ids[:, :6], past_key_values=seen, use_cache=True)
+    model(input_ids=ids[:, :6], **{CACHE: seen}, use_cache=True)
     cache = DynamicCache()
     for index, layer in enumerate(seen.layers):
         states = [layer.keys, layer.values]
@@ -153,7 +154,7 @@ def test_against_a_stock_cache(
     mask = torch.ones(3, slots + 9).tril(slots + 6)
     additive = torch.zeros_like(mask).masked_fill(mask == 0, torch.finfo(torch.float32).min)
     out = model(
-        inputs_embeds=inputs.embeddings[None], past_key_values=cache,
+        inputs_embeds=inputs.embeddings[None], **{CACHE: cache},
         position_ids=torch.tensor([[6, 7, 8]]), attention_mask=additive[None, None],
     )  # fmt: skip
     torch.testing.assert_close(output_logits(model, hidden[:, 0]), out.logits, **CLOSE)

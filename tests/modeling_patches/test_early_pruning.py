@@ -18,6 +18,7 @@ from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.pruning import Survivors, connected, survive
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
+from modeling_patches.cache_name import CACHE
 from modeling_patches.early_pruning import early_pruning, layer_input
 from modeling_patches.layer_skip import num_layers
 from modeling_patches.per_call import Changes
@@ -57,7 +58,7 @@ def run(
     source = DynamicCache(config=model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes = {} if model.config.model_type in ("bloom", "mpt") else {"position_ids": positions}
-    model(input_ids=ids, attention_mask=mask, past_key_values=source, use_cache=True, **takes)
+    model(input_ids=ids, attention_mask=mask, **{CACHE: source}, use_cache=True, **takes)
     cache = TreeCache.pack(source, mask, width + 64, "cpu")
     last = torch.full((len(prompts),), 1000)
     forward = TreeForward(model, cache, last, probe_inputs=probe_inputs, wants_hidden=wants_hidden)

@@ -10,6 +10,7 @@ from running import fingerprint, running
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
 from modeling_patches.per_call import eager
 
@@ -179,7 +180,7 @@ def test_equals_zeroed_outputs(architecture, choice):
     for _ in range(2):  # the second time takes the learnt path of emptied layers
         cache = DynamicCache(config=model.config)
         with running(skipper.changes):
-            logits = model(tokens(), past_key_values=cache, use_cache=True).logits
+            logits = model(tokens(), **{CACHE: cache}, use_cache=True).logits
         # fp32 rounding only: zero contributions are exact, the orders of summation are the same.
         torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
         written = [layer.get_seq_length() for layer in cache.layers]
@@ -216,12 +217,12 @@ def test_a_step_after_a_full_prefill(architecture):
     model = build(architecture)
     skip = ([1, 3], [1, 2])
     cache, expected_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model(tokens(), past_key_values=cache)
-    model(tokens(), past_key_values=expected_cache)
+    model(tokens(), **{CACHE: cache})
+    model(tokens(), **{CACHE: expected_cache})
     step = tokens()[:, :1]
-    expected = reference(model, *skip)(step, past_key_values=expected_cache).logits
+    expected = reference(model, *skip)(step, **{CACHE: expected_cache}).logits
     with running(LayerSkipper(model, *skip).changes):
-        logits = model(step, past_key_values=cache).logits
+        logits = model(step, **{CACHE: cache}).logits
     torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
     assert [layer.get_seq_length() for layer in cache.layers] == [10, 9, 10, 9]
 

@@ -21,6 +21,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches import narrow_products
+from modeling_patches.cache_name import CACHE
 from modeling_patches.narrow_products import BLOCK, MARGIN, MOST, product
 from modeling_patches.per_call import Changes
 
@@ -221,7 +222,7 @@ def test_captures_run_races_first(fresh: Any, races: dict[Any, Any]) -> None:
 def test_other_changes_come_first(fresh: Any, winner: Any) -> None:
     model = fresh("llama", dtype=torch.float32)
     past = DynamicCache()
-    model(torch.tensor([[5, 6, 7, 8]]), past_key_values=past, use_cache=True)
+    model(torch.tensor([[5, 6, 7, 8]]), **{CACHE: past}, use_cache=True)
     cache = TreeCache.pack(past, None, 32, "cpu")
     forward = TreeForward(model, cache, torch.tensor([30]))
     module = model.model.layers[1].mlp.down_proj

@@ -20,6 +20,7 @@ import torch
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
+from modeling_patches.cache_name import cache_in
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
 
 #: Node counts that are measured; those between are interpolated.
@@ -159,7 +160,7 @@ class ForwardTimer:
     def __init__(self, model: Any, context: Sequence[int], max_nodes: int, sublayers: Sublayers):
         device = model.get_input_embeddings().weight.device
         ids = torch.tensor([list(context)], device=device)
-        past = model(input_ids=ids, use_cache=True).past_key_values
+        past = cache_in(model(input_ids=ids, use_cache=True))
         self.model = model
         self.sublayers = sublayers
         self.cache = TreeCache.pack(past, None, len(context) + max_nodes, device)

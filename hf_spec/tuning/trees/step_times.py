@@ -24,6 +24,7 @@ from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
+from modeling_patches.cache_name import cache_in
 
 #: Fewest and most rounds over all sizes, and seconds after which no further round starts.
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
@@ -82,7 +83,7 @@ class StepTimer:
         self.model, self.drafter = model, drafter
         device = model.get_input_embeddings().weight.device
         ids = torch.tensor([list(context)], device=device).expand(batch_size, -1)
-        past = model(input_ids=ids, use_cache=True).past_key_values
+        past = cache_in(model(input_ids=ids, use_cache=True))
         most = max(states)
         front = drafter.probe_inputs.num_front if drafter.probe_inputs else 0
         self.cache = TreeCache.pack(past, None, len(context) + most, device, front)
