@@ -80,10 +80,19 @@ def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
     return _along_path(tree, tokens, last, depth + 1, targets.gather(1, last[:, None]))
 
 
-def match_along(tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: SelectFn) -> Accepted:
+def match_along(
+    tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: SelectFn,
+    together: Tensor | None = None,
+) -> Accepted:  # fmt: skip
     """Match rule node by node: asks for the target's scores only along the accepted path.
 
     For logits processors, which must see each node's true prefix, and for sampling.
+
+    Args:
+        tree, tokens: as in :func:`match`.
+        scores, select: see their types.
+        together: ``(batch,)`` bool, rows that must accept equally many nodes: as many as the row
+            that accepts the fewest. None if rows are independent.
     """
     last = torch.zeros_like(tokens[:, 0])
     active = torch.ones_like(last, dtype=torch.bool)
@@ -95,6 +104,8 @@ def match_along(tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: Select
         bonus = torch.where(active, select(scores(last, active), depth), bonus)
         hit = (tree.parents == last[:, None]) & (tokens == bonus[:, None]) & tree.valid
         active = active & hit.any(-1)
+        if together is not None and not (active | ~together).all():
+            break
         if not active.any():
             break
         last = torch.where(active, hit.int().argmax(-1), last)

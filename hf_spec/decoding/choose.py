@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,12 +105,23 @@ class Chooser:
         do_sample: sample the target's tokens instead of taking the argmax.
         record: keep scores and logits of emitted tokens.
         noise: what tokens are sampled with, if they are accepted by the match rule.
+
+    Raises:
+        ValueError: if the rule asks for scores of several continuations, and a processor keeps a
+            state.
     """
 
     def __init__(
         self, options: StrategyOptions, scorer: Process, do_sample: bool, record: bool,
         noise: SamplingNoise | None = None,
     ):  # fmt: skip
+        if options.acceptance == "typical" and scorer.stateful:
+            raise ValueError(
+                f"acceptance='typical' with the logits processor {scorer.stateful[0]}: typical "
+                "acceptance scores several continuations of a prefix, which a processor that keeps "
+                "a state cannot. Choose acceptance='match'; or, if its result depends on its "
+                "arguments alone, set its attribute stateless = True."
+            )
         self.options = options
         self.scorer = scorer
         self.do_sample = do_sample
@@ -133,7 +145,9 @@ class Chooser:
             accepted = verify.match(draft.tree, draft.tokens, logits.argmax(-1))
             return Decision(accepted, active)
         typical, q = self.options.acceptance == "typical", draft.distributions
-
+        stateful = bool(self.scorer.stateful)
+        if stateful and self.scorer.eos:
+            draft = _without(draft, self.scorer.eos)
         target = _Target(self.scorer, draft, logits, active, self.record)
 
         def select(scores: Tensor, depth: int) -> Tensor:
@@ -144,10 +158,11 @@ class Chooser:
                 draft.tree, draft.tokens, target, select,
                 self.options.typical_epsilon, self.options.typical_delta,
             )  # fmt: skip
-        elif q is not None:
+        elif q is not None and not stateful:
             accepted = verify.rejection(draft.tree, draft.tokens, q, target)
-        else:  # also for rejection, which is equivalent for a greedy target
-            accepted = verify.match_along(draft.tree, draft.tokens, target, select)
+        else:  # also for rejection: equivalent for a greedy target, and exact for sampled drafts
+            together = torch.tensor(active, device=logits.device) if self.scorer.lockstep else None
+            accepted = verify.match_along(draft.tree, draft.tokens, target, select, together)
             if self.noise is not None:
                 counts = zip(accepted.counts.tolist(), active)
                 self.noise.advance([count if on else 0 for count, on in counts])
@@ -160,6 +175,17 @@ class Chooser:
             return torch.multinomial(scores.softmax(-1), 1)[:, 0]
         rows = [row for row, one in enumerate(alive) if one]
         return self.noise.choose(scores, depth, rows)
+
+
+def _without(draft: Draft, tokens: Collection[int]) -> Draft:
+    """The draft without candidates of these tokens.
+
+    Plain generation calls no processor for a row that has ended. The end itself is still emitted,
+    as the token after its parent.
+    """
+    ends = torch.tensor(list(tokens), device=draft.tokens.device)
+    valid = draft.tree.valid & ~torch.isin(draft.tokens, ends).to(draft.tree.valid.device)
+    return dataclasses.replace(draft, tree=dataclasses.replace(draft.tree, valid=valid))
 
 
 class _Target:

@@ -199,7 +199,8 @@ class Batch:
                 same=Ranks(model).same,
             )  # fmt: skip
             check_length(model, emission.max_length)
-            scorer = Scorer(logits_processor, emission)
+            # Of its own: a processor may keep a state, which is that of one prompt.
+            scorer = Scorer(copy.deepcopy(logits_processor), emission)
             return Request(index, model, generation_config, emission, scorer, rest)
 
         config = copy.deepcopy(self._config)

@@ -42,6 +42,7 @@ class Emission:
         ids: ``(batch, capacity)`` prompt and emitted tokens, ``lengths[row]`` columns in use; what
             follows is scratch space for a row's candidates. Grows as needed.
         tokens: the rows' real tokens as lists.
+        eos: tokens that end a row.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Emission:
 
         # Length, EOS and time are checked on the host; all other criteria are called per token: at
         # once if they judge each row by itself, else when all rows have got that far.
-        self._eos: set[int] = set()
+        self.eos: set[int] = set()
         self._deadline, self._same = float("inf"), same
         self._by_row: list[Any] = []
         self._by_column: list[Any] = []
@@ -84,7 +85,7 @@ class Emission:
         self._asked_scores: list[Tensor] = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
-                self._eos |= set(criterion.eos_token_id.tolist())
+                self.eos |= set(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxTimeCriteria:
                 self._deadline = criterion.initial_timestamp + criterion.max_time
             elif type(criterion) is not MaxLengthCriteria:
@@ -127,6 +128,13 @@ class Emission:
             self.ids = grown
         self.ids[row, start:end] = torch.tensor(tokens)
 
+    def shown(self, column: int) -> Tensor:
+        """``(batch, column)`` the first columns as in plain generation, finished rows padded."""
+        for row, length in enumerate(self.lengths):
+            if length < column and not self._takes(row):
+                self.ids[row, length:column] = self._pad
+        return self.ids[:, :column]
+
     def take(
         self,
         row: int,
@@ -161,7 +169,7 @@ class Emission:
         return kept
 
     def _is_stop(self, row: int, token: int) -> bool:
-        if token in self._eos or self.lengths[row] >= self.max_length:
+        if token in self.eos or self.lengths[row] >= self.max_length:
             return True
         if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
             return True
@@ -191,9 +199,7 @@ class Emission:
         waits_for = running if self._pads_finished else rows
         if not running or min(self.lengths[row] for row in waits_for) < column:
             return False
-        shown = self.ids[:, :column].clone()
-        for row in rows:
-            shown[row, self.lengths[row] :] = self._pad
+        shown = self.shown(column)
         if self.scores is not None:
             self._asked_scores.append(self._column(self.scores, column - self.width - 1))
         scores = None if self.scores is None else tuple(self._asked_scores)

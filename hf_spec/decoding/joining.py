@@ -287,6 +287,20 @@ class Rows:
 
     # -- processors --------------------------------------------------------------------------
 
+    #: Every request has processors of its own.
+    lockstep = False
+
+    @property
+    def eos(self) -> set[int]:
+        """Tokens that end a request."""
+        requests = (one for one in self.requests if one is not None)
+        return set().union(*(one.emission.eos for one in requests))
+
+    @property
+    def stateful(self) -> list[str]:
+        """Names of the processors that may keep a state."""
+        return [name for one in self.requests if one is not None for name in one.scorer.stateful]
+
     @property
     def trivial(self) -> bool:
         """Whether scores are just the logits."""
@@ -298,7 +312,7 @@ class Rows:
 
     def __call__(
         self, logits: Tensor, suffixes: Sequence[Sequence[int]],
-        active: Sequence[bool] | None = None,
+        active: Sequence[bool] | None = None, drafting: bool = False,
     ) -> Tensor:  # fmt: skip
         """Each row's scores, by its own processors; see :class:`Scorer`."""
         scores = logits.float()
@@ -308,5 +322,5 @@ class Rows:
         for row, place in enumerate(self._rows):
             request = self.requests[place]
             if request is not None and (active is None or active[row]):
-                made[row] = request.scorer(made[row], [suffixes[row]], [True])
+                made[row] = request.scorer(made[row], [suffixes[row]], [True], drafting)
         return torch.cat(made)

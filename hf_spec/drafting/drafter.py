@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -89,11 +89,25 @@ class Process(Protocol):
     def trivial(self) -> bool:
         """Whether they keep the likeliest token the likeliest."""
 
+    @property
+    def stateful(self) -> Sequence[str]:
+        """Names of those that may keep a state."""
+
+    @property
+    def eos(self) -> Collection[int]:
+        """Tokens that end a sequence."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all sequences must take equally many tokens in each step."""
+
     def __call__(
-        self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool]
-    ) -> Tensor:
+        self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool],
+        drafting: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Logits ``(batch, vocab)`` -> float32 scores after all processors. The prefix of each
-        active sequence is its tokens so far, then its suffix."""
+        active sequence is its tokens so far, then its suffix. While drafting, only processors run
+        that keep no state."""
 
 
 @dataclass

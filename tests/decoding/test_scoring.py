@@ -39,7 +39,7 @@ def emission() -> Any:
     def write(row: int, start: int, tokens: list[int]) -> None:
         ids[row, start : start + len(tokens)] = torch.tensor(tokens)
 
-    return SimpleNamespace(ids=ids, lengths=LENGTHS, write=write)
+    return SimpleNamespace(ids=ids, lengths=LENGTHS, write=write, shown=lambda n: ids[:, :n])
 
 
 def logits() -> Tensor:

@@ -105,7 +105,7 @@ class LayerSkipDrafter(Drafter):
         output = state.forward(tokens, chain, first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
-        return logits.float(), state.process(logits, drafted, drafting)
+        return logits.float(), state.process(logits, drafted, drafting, drafting=True)
 
     def _expected(
         self, state: DecodingState, place: int, logits: Tensor, scores: Tensor

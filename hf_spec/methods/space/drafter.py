@@ -59,7 +59,7 @@ class SpaceDrafter(ProbeDrafter):
             own = logits[:, place]
             if self.transition is not None:
                 own = own + self.transition.logits(tokens[-1], states[:, place]).to(own)
-            q = distribution(state.process(own, drafted, state.active))
+            q = distribution(state.process(own, drafted, state.active, drafting=True))
             token = (torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True))[:, 0]
             for row, chosen in zip(drafted, token.tolist()):
                 row.append(chosen)

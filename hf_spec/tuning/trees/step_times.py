@@ -155,7 +155,11 @@ class StepTimer:
 class Untouched:
     """Logits processors of greedy decoding: none."""
 
-    trivial = True
+    trivial, lockstep = True, False
+    stateful: tuple[str, ...] = ()
+    eos: tuple[int, ...] = ()
 
-    def __call__(self, logits: Tensor, suffixes: Any, active: Any) -> Tensor:
+    def __call__(
+        self, logits: Tensor, suffixes: Any, active: Any, drafting: bool = False
+    ) -> Tensor:
         return logits.float()

@@ -1,0 +1,161 @@
+"""Logits processors that keep a state per row, as grammar matchers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import logits_process
+
+from hf_spec.decoding.scoring import STATELESS
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {},
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [0]},
+}
+EOS = 7
+
+
+class Matcher(LogitsProcessor):
+    """Allows half of the vocabulary, which half by all the row's tokens; notes what it is shown.
+
+    Like a grammar matcher, it must be called exactly once for each token.
+    """
+
+    def __init__(self) -> None:
+        self.state: list[int] | None = None
+        self.calls: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls.append(input_ids.tolist())
+        if self.state is None:
+            self.state = [0] * len(input_ids)
+        else:
+            last = input_ids[:, -1].tolist()
+            self.state = [(s * 31 + t + 1) % 1009 for s, t in zip(self.state, last)]
+        allowed = torch.arange(scores.shape[1])[None] + torch.tensor(self.state)[:, None]
+        return scores.masked_fill(allowed % 2 == 1, -torch.inf)
+
+
+class Stateless(Matcher):
+    """Says that it looks at its arguments only, which is true of its result."""
+
+    stateless = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls.append(input_ids.tolist())
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 3 == 0, -torch.inf)
+
+
+def prompts(batch: int) -> dict[str, Tensor]:
+    """Prompts that repeat themselves, so that look-ups hit; left padding in a batch."""
+    part = torch.randint(8, 60, (batch, 5), generator=torch.Generator().manual_seed(batch))
+    ids = torch.cat([part, part, part], dim=1)
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        ids[1, :4], mask[1, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def spec(strategy: str, **more: Any) -> dict[str, Any]:
+    options = {**STRATEGIES[strategy], "fallback": False, **more}
+    return {"assistant_strategy": strategy, "assistant_kwargs": options}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("eos", [None, list(range(7, 60, 4))], ids=["to the end", "eos"])
+def test_a_processor_sees_the_calls_of_plain_generation(
+    tiny: Any, strategy: str, batch: int, eos: Any
+) -> None:
+    model, plain, ours = tiny("llama"), Matcher(), Matcher()
+    settings = {**prompts(batch), **GREEDY, "eos_token_id": eos, "pad_token_id": 0}
+    expected = model.generate(**settings, logits_processor=[plain])
+    out = model.generate(
+        **settings, **spec(strategy), logits_processor=[ours], return_dict_in_generate=True,
+        output_scores=True,
+    )  # fmt: skip
+    assert out.sequences.tolist() == expected.tolist()
+    assert ours.calls == plain.calls
+    assert out.spec_stats.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_samples_of_one_prompt(tiny: Any, strategy: str) -> None:
+    """The same seed gives plain generation's sample, and of several samples each fits its state."""
+    model = tiny("llama")
+    settings = {**prompts(1), "max_new_tokens": 16, "do_sample": True}
+    torch.manual_seed(0)
+    expected = model.generate(**settings, logits_processor=[Matcher()])
+    torch.manual_seed(0)
+    ours = model.generate(**settings, **spec(strategy), logits_processor=[Matcher()])
+    assert ours.tolist() == expected.tolist()
+
+    several = Matcher()
+    out = model.generate(
+        **settings, **spec(strategy), logits_processor=[several], num_return_sequences=3
+    )
+    width = settings["input_ids"].shape[1]
+    for row in out.tolist():
+        state = 0
+        for token in row[width:]:
+            assert (token + state) % 2 == 0
+            state = (state * 31 + token + 1) % 1009
+    assert [len(call[0]) for call in several.calls] == list(range(width, width + 16))
+
+
+def test_sampled_drafts(tiny: Any) -> None:
+    """Drafts with distributions are accepted by the match rule, whose calls are in order."""
+    model, ours = tiny("llama"), Matcher()
+    settings = {**prompts(3), "max_new_tokens": 12, "do_sample": True}
+    given = spec("layer_skip", acceptance="rejection", draft_exit="fixed")
+    out = model.generate(**settings, **given, logits_processor=[ours], return_dict_in_generate=True)
+    width = settings["input_ids"].shape[1]
+    assert [len(call[0]) for call in ours.calls] == list(range(width, width + 12))
+    assert out.spec_stats.num_draft_forwards > 0
+
+
+def test_rows_are_independent_of_a_processor_without_a_state(tiny: Any) -> None:
+    model, one, other = tiny("llama"), Stateless(), Matcher()
+    counts = {}
+    for processor in (one, other):
+        settings = {**prompts(3), **GREEDY, "logits_processor": [processor]}
+        expected = model.generate(**settings)
+        processor.__init__()  # type: ignore[misc]
+        out = model.generate(**settings, **spec("prompt_lookup"), return_dict_in_generate=True)
+        assert out.sequences.tolist() == expected.tolist()
+        counts[type(processor)] = len({len(ids[0]) for ids in processor.calls}), processor.calls
+    assert len(counts[Matcher][1]) == counts[Matcher][0]  # one call for each length
+    assert len(counts[Stateless][1]) > counts[Stateless][0]
+
+
+def test_typical_acceptance_is_refused(tiny: Any) -> None:
+    with pytest.raises(ValueError, match="acceptance='typical'.*Matcher.*stateless = True"):
+        tiny("llama").generate(
+            **prompts(1), max_new_tokens=4, do_sample=True, logits_processor=[Matcher()],
+            **spec("prompt_lookup", acceptance="typical"),
+        )  # fmt: skip
+
+
+def test_every_processor_of_transformers_has_been_looked_at() -> None:
+    """A new one counts as one with a state until it is named here or among the stateless ones."""
+    stateful = {
+        # Calls a function of the user's; keep states of texts; belong to other models and modes.
+        "PrefixConstrainedLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor", "WhisperTimeStampLogitsProcessor",
+        "WhisperNoSpeechDetection", "ClassifierFreeGuidanceLogitsProcessor",
+        "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor", "DiaEOSChannelFilterLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+    }  # fmt: skip
+    known = {one.__name__ for one in STATELESS} | stateful
+    found = {
+        name
+        for name, one in vars(logits_process).items()
+        if isinstance(one, type) and issubclass(one, LogitsProcessor) and one is not LogitsProcessor
+    }
+    assert found <= known
