@@ -104,9 +104,11 @@ class TreeLayer(CacheLayerMixin):
             _write_finite(self.keys[:, :, start:stop], key_states)
             _write_finite(self.values[:, :, start:stop], value_states)
         else:
-            rows, slots = cache.on(self.keys.device, "rows"), slots.to(self.keys.device)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
-            self.values[rows, :, slots] = value_states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+            for name, states in (("keys", key_states), ("values", value_states)):
+                view = self.with_front[name]
+                to = cache.flat(slots, view.shape[1], view.shape[2], view.device)
+                finite = states.nan_to_num(0.0, 0.0, 0.0).flatten(0, 2)
+                view.view(-1, view.shape[3]).index_copy_(0, to, finite)
         if cache.block is not None and cache.shows_front:
             end += cache.front
             return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
@@ -163,7 +165,8 @@ class TreeCache(Cache):
         self._parked_lengths: list[int] = []
         #: Copies (target, source) that a swap has yet to make. Repeating one does no harm.
         self._copying: list[tuple[Tensor, Tensor]] = []
-        self._copies: dict[tuple[str, torch.device], Tensor] = {}
+        #: What :meth:`flat` has made, and for which slots.
+        self._flat: tuple[Tensor, dict[tuple[int, int, torch.device], Tensor]] | None = None
 
     # -- packing and unpacking ---------------------------------------------------------------
 
@@ -427,19 +430,32 @@ class TreeCache(Cache):
             )
         return self.max_length
 
-    def on(self, device: torch.device, name: str) -> Tensor:
-        """``lengths`` (batch,) or ``rows`` (batch, 1) on ``device``, copied at most once each."""
-        key = (name, device)
-        if key not in self._copies:
-            rows = torch.arange(self.batch_size, device=device)[:, None]
-            self._copies[key] = rows if name == "rows" else self.lengths.to(device)
-        return self._copies[key]
+    def flat(self, slots: Tensor, heads: int, size: int, device: torch.device) -> Tensor:
+        """Where slots are in a layer's keys or values, seen as ``(batch * heads * size, dim)``.
+
+        One index of whole vectors is several times as fast as one index per dimension.
+
+        Args:
+            slots: ``(batch, n)``
+            heads: of the layer.
+            size: slots of each row and head, those in front included.
+
+        Returns:
+            ``(batch * heads * n,)`` int64; made once for the same ``slots``.
+        """
+        if self._flat is None or self._flat[0] is not slots:
+            self._flat = slots, {}
+        made = self._flat[1]
+        if (key := (heads, size, device)) not in made:
+            starts = torch.arange(self.batch_size * heads, device=slots.device) * size + self.front
+            at = starts.view(-1, heads, 1) + slots[:, None]
+            made[key] = at.flatten().to(device)
+        return made[key]
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.tokens = None
         self.host_lengths = lengths
         self.lengths = sent(lengths, self.lengths.device)
-        self._copies = {key: copy for key, copy in self._copies.items() if key[0] == "rows"}
 
     @property
     def _appended(self) -> int:
@@ -509,22 +525,14 @@ class TreeCache(Cache):
         self._set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
 
     def _move(self, path: Tensor) -> None:
-        depth = path.shape[1]
-        uniform = min(self.host_lengths) == self.max_length
-        for buffer, _ in self._groups:
-            storage = buffer[:, : self.batch_size, :, self.front :]
-            nodes = path.to(storage.device)
-            if self.batch_size == 1:
-                start = self.max_length
-                storage[:, :, :, start : start + depth] = storage.index_select(3, nodes[0] + start)
-                continue
-            rows = self.on(storage.device, "rows")
-            lengths = self.on(storage.device, "lengths")[:, None]
-            steps = torch.arange(depth, device=storage.device)
-            moved = storage[:, rows, :, lengths + nodes]
-            if uniform:
-                lengths = lengths[:1].expand(self.batch_size, 1)
-            storage[:, rows, :, lengths + steps] = moved
+        lengths = self.lengths[:, None]
+        accepted = lengths + path.to(lengths.device)
+        kept = lengths + torch.arange(path.shape[1], device=lengths.device)
+        for storage, _ in self._groups:
+            layers = storage.flatten(1, 3)  # a view, with the parked rows last
+            shape = *storage.shape[2:4], storage.device
+            moved = layers.index_select(1, self.flat(accepted, *shape))
+            layers.index_copy_(1, self.flat(kept, *shape), moved)
 
     def rollback(self) -> None:
         """Close the block and discard all of its nodes."""
@@ -621,7 +629,6 @@ class TreeCache(Cache):
 
     def _refresh(self) -> None:
         """Rebuild everything derived from the buffers and lengths, such as the layers' views."""
-        self._copies = {}
         self._set_lengths(self.host_lengths)
         self._attach()
 
