@@ -361,29 +361,24 @@ def test_serve_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 2
     error = capsys.readouterr().err
-    assert "fastapi, openai, prometheus_client" in error and error.count("\n") == 1
+    assert "fastapi, openai, pydantic" in error and error.count("\n") == 1
     assert "pip install 'hf_spec[serve]'" in error
 
 
 def test_serve_hands_all_other_arguments_over(monkeypatch):
-    given, patched = fake_transformers_cli(monkeypatch), []
-    metrics = SimpleNamespace(Metrics=lambda: SimpleNamespace(moved="moved", text="text"))
-    monkeypatch.setitem(sys.modules, "hf_spec.serving.metrics", metrics)
-    patch = SimpleNamespace(patch=lambda *arguments: patched.append(arguments))
-    monkeypatch.setitem(sys.modules, "modeling_patches.serving", patch)
+    given, prepared = fake_transformers_cli(monkeypatch), []
+    served = SimpleNamespace(on_load=prepared.append)
+    monkeypatch.setitem(sys.modules, "modeling_patches.served_models", served)
     monkeypatch.setattr("hf_spec.cli.serve.require", lambda *_: None)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
-    assert cli.main(["serve", "--port", "1", "--grace", "5", "some/model"]) == 0
-    assert [rest for _, _, *rest in patched] == [["moved", "text", grace] for grace in (30, 5)]
-    assert all(one.__self__ is other.__self__ for one, other, *_ in patched)
-    assert patched[0][0].__self__.default is None
+    assert cli.main(["serve", "--port", "1", "--strategy", "none", "some/model"]) == 0
+    assert len(prepared) == 2
     assert cli.main(["serve", "--help"]) == 0
     assert given == [
         ["serve", "some/model", "--port", "1"],
         ["serve", "--port", "1", "some/model"],
         ["serve", "--help"],
     ]
-    assert cli.main(["serve", "some/model", "--grace", "-1"]) == 2
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch):

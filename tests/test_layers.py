@@ -2,7 +2,7 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``viewing``, ``demo``, ``engines``, ``serving``, ``startup`` ->
+``tuning``, ``bench``, ``hub``, ``viewing``, ``demo``, ``engines``, ``startup`` ->
 ``cli``.
 """
 
@@ -36,7 +36,6 @@ LAYERS: list[set[str]] = [
         "hf_spec.hub",
         "hf_spec.demo",
         "hf_spec.engines",
-        "hf_spec.serving",
         "hf_spec.startup",
     },
     {"hf_spec.cli"},

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import require
 from hf_spec.cli.distill import NO_STRATEGY
+
+HONORED = """
+What a request may say, and what Transformers' server makes of it:
+
+\b
+  honored    model, messages or prompt, stream, stop, max_tokens, top_p, tools (as far as the chat
+             template takes them), seed (if no other request runs), temperature (0 is greedy; others
+             where the server samples, see --do-sample), generation_config (JSON; replaces the
+             server's defaults: assistant_strategy, assistant_kwargs, do_sample, top_k, ...)
+  ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
+"""
 
 
 def serve(
@@ -17,34 +28,36 @@ def serve(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Strategy of requests that name none: one of 'hf-spec strategies', or none for "
-            "plain generate.  [default: that of the adapter if there is one, else none]"
+            help="Strategy of requests without a generation_config: one of 'hf-spec strategies', "
+            "or none for plain generate.  [default: that of the adapter if there is one, else none]"
         ),
     ] = None,
-    grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that requests have to finish after SIGTERM.")
-    ] = 30,
+    do_sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--do-sample/--greedy",
+            help="Whether requests are sampled unless their temperature is 0.  [default: as the "
+            "model's generation_config.json says]",
+        ),
+    ] = None,
 ) -> None:
-    """Run 'transformers serve' with strategies.
+    """Run 'transformers serve' with adapters and a strategy.
 
-    This is Transformers' own server; all other arguments are passed on. A request chooses a
-    strategy in its generation_config; one that cannot be fulfilled is answered with 400 and the
-    reason. With adapters, MODEL is their base. Prometheus finds metrics at /metrics.
+    This is Transformers' own server; all other arguments are passed on. With adapters, MODEL is
+    their base.
 
     \b
     Examples:
-      hf-spec serve Qwen/Qwen3-0.6B --port 8000
-      hf-spec serve Qwen/Qwen3-0.6B --adapter ./bita
-      hf-spec serve Qwen/Qwen3-0.6B --adapter ./bita --adapter ./medusa --strategy medusa
+      hf-spec serve Qwen/Qwen3-0.6B --strategy prompt_lookup --port 8000
+      hf-spec serve Qwen/Qwen3-0.6B --adapter ./bita --do-sample
       curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
-        "model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}],
-        "generation_config": "{\\"assistant_strategy\\": \\"prompt_lookup\\"}"}'
+        "model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}]}'
     """
     wants_help = bool({"-h", "--help"} & set(context.args))
     if wants_help:
-        typer.echo(context.get_help() + "\n\nOptions of 'transformers serve':\n")
+        typer.echo(context.get_help() + HONORED + "\nOptions of 'transformers serve':\n")
     else:
-        require("serve", "fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
+        require("serve", "fastapi", "openai", "pydantic", "uvicorn")
     try:
         import click
         from transformers.cli.transformers import app as transformers_app
@@ -54,18 +67,49 @@ def serve(
             "run: pip install 'hf_spec[serve]'"
         ) from error
     if not wants_help:
-        from hf_spec.bench.contenders import read_adapters
-        from hf_spec.serving.metrics import Metrics
-        from hf_spec.serving.strategies import Strategies
-        from modeling_patches.serving import patch
-
-        adapters = read_adapters(adapter or ())
-        if strategy is None and len(adapters) == 1:
-            strategy = adapters[0].strategy
-        strategies = Strategies(adapters, None if strategy == NO_STRATEGY else strategy)
-        metrics = Metrics()
-        patch(strategies.prepare, strategies.settle, metrics.moved, metrics.text, grace)
+        _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
     try:
         transformers_app(["serve", *context.args], prog_name="hf-spec", standalone_mode=False)
     except click.Abort:  # typer's own is another
         raise KeyboardInterrupt from None
+
+
+def _prepare_models(
+    paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool
+) -> None:
+    """Let the server attach the adapters to each model, and generate with the strategy.
+
+    Raises:
+        ValueError: naming what does not go together.
+    """
+    from hf_spec.bench.contenders import load_adapters, read_adapters
+    from hf_spec.decoding.validate import check_strategy
+    from hf_spec.methods.registry import get_method
+    from modeling_patches.served_models import on_load
+
+    adapters = read_adapters(paths)
+    if strategy is None and len(adapters) == 1:
+        strategy = adapters[0].strategy
+    chosen = None if strategy == NO_STRATEGY else strategy
+    options = [one.options for one in adapters if one.strategy == chosen]
+    if chosen is not None and get_method(chosen).needs_adapter and not options:
+        raise ValueError(f"strategy {chosen!r} needs a trained adapter: give --adapter")
+    if continuous and chosen is not None:
+        raise ValueError(
+            f"--continuous-batching with strategy {chosen!r}: its paged cache cannot hold a tree. "
+            "Leave it out, or give --strategy none."
+        )
+
+    def prepare(model: Any) -> None:
+        load_adapters(model, adapters)
+        if adapters:
+            model.set_adapter([one.name for one in adapters])
+        config = model.generation_config
+        if do_sample is not None:
+            config.do_sample = do_sample
+        if chosen is not None:
+            config.assistant_strategy = chosen
+            config.assistant_kwargs = options[0] if options else None
+            check_strategy(model, config)
+
+    on_load(prepare)

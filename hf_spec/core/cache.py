@@ -32,7 +32,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from hf_spec.core.buckets import bucket
 from hf_spec.core.transfer import sent
-from modeling_patches.cache_name import CACHE
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
@@ -66,7 +65,7 @@ class TreeLayer(CacheLayerMixin):
         if cache.block is None or not cache.is_empty:
             raise RuntimeError(
                 "TreeCache: this layer had no keys when the cache was packed. Start generation "
-                f"again without `{CACHE}`."
+                "again without a cache."
             )
         for name, states in (("keys", key_states), ("values", value_states)):
             batch, heads, _, dim = states.shape
@@ -656,7 +655,7 @@ class TreeCache(Cache):
             raise ValueError(
                 f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, so "
                 f"that rows of {self.host_lengths} tokens cannot be cut below {self._floor}. "
-                "Remove fewer, or start without {CACHE}."
+                "Remove fewer, or start without a cache."
             )
         self.truncate(lengths)
 
@@ -714,10 +713,10 @@ def check_packable(cache: Cache) -> None:
     Raises:
         ValueError: naming the cache or layer type.
     """
-    remedy = f"Pass a DynamicCache, the TreeCache of an earlier call, or no {CACHE}."
+    remedy = "Pass a DynamicCache, the TreeCache of an earlier call, or no cache."
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
-        raise ValueError(f"{CACHE} is {kind}: it cannot hold a tree. {remedy}")
+        raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
     for layer in cache.layers:
         # Subclasses of the dynamic layer other than the sliding one quantise, index or compress.
         known = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
@@ -725,7 +724,7 @@ def check_packable(cache: Cache) -> None:
             static = "Static" in type(layer).__name__
             asks = " For compiled steps give cache_implementation='static' instead." * static
             raise ValueError(
-                f"{CACHE} has a layer of type {type(layer).__name__}: rows cannot be "
+                f"the given cache has a layer of type {type(layer).__name__}: rows cannot be "
                 f"rolled back there. {remedy}{asks}"
             )
 

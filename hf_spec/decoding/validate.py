@@ -102,24 +102,12 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     ask_for_compiling(config)
 
 
-def check_request(model: Any, config: GenerationConfig, continuous: bool) -> None:
-    """Raise the errors that a server's ``generate()`` would raise, without generating.
-
-    Args:
-        continuous: whether the server uses continuous batching.
+def check_strategy(model: Any, config: GenerationConfig) -> None:
+    """Raise the errors that ``generate()`` would raise with this config, without generating.
 
     Raises:
         ValueError: if an option is refused, or an adapter is missing.
     """
-    strategy = config.assistant_strategy
-    if strategy is None:
-        return
-    if continuous:
-        raise ValueError(
-            f"assistant_strategy={strategy!r} with continuous batching: the paged cache cannot "
-            "hold a tree. Start the server without --continuous-batching, or leave "
-            "assistant_strategy out."
-        )
     validate_call(model, copy.copy(config), {})
-    method = get_method(strategy)
+    method = get_method(config.assistant_strategy)
     method.drafter(model, method.parse_options(config.assistant_kwargs))

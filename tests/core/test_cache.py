@@ -667,7 +667,7 @@ def test_other_caches_are_refused_by_name(tiny: Callable[..., PreTrainedModel]) 
         (StaticCache(config=tiny("llama").config, max_cache_len=8), "layer of type StaticLayer"),
         (odd, "layer of type IndexedLayer"),
         (offloaded, "an offloaded cache"),
-        (((torch.zeros(1), torch.zeros(1)),), f"{CACHE} is tuple"),
+        (((torch.zeros(1), torch.zeros(1)),), "given cache is tuple"),
     ]
     for cache, message in cases:
         with pytest.raises(ValueError, match=f"{message}.*Pass a DynamicCache"):

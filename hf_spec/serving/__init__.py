@@ -1,1 +1,0 @@
-"""Additions of ``hf-spec serve`` to Transformers' server."""
