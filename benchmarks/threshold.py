@@ -30,7 +30,7 @@ def trajectory(args: argparse.Namespace, prompts: Path) -> tuple[list[int], list
     options = {**EXIT, "threshold": args.first, "target_acceptance": args.target}
     stages, values, drafted, accepted = [0], [args.first], 0, 0
     for prompt in read_prompts(prompts):
-        ids = torch.tensor([encode(tokenizer, prompt.text)])
+        ids = torch.tensor([encode(tokenizer, prompt.text, prompt.history)])
         model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_new_tokens,
             do_sample=False, assistant_strategy="layer_skip", assistant_kwargs=options,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 #: Layers from the bottom up. Packages of one layer may import each other, but not in a circle.
 LAYERS: list[set[str]] = [
-    {"modeling_patches", "hf_spec.core", "hf_spec.files"},
+    {"modeling_patches", "hf_spec.core", "hf_spec.data", "hf_spec.files"},
     {"hf_spec.model"},  # all that touches a model of Transformers
     {"hf_spec.adapters"},
     {"hf_spec.drafting"},

@@ -1,23 +1,16 @@
-"""Prompt files and their tokens; knows no strategies.
-
-A prompt file has one JSON object per line, with ``turns`` (the first is taken), ``prompt`` or
-``question``, and optionally ``category``, ``question_id`` and a reference answer in ``answer``,
-``completion`` or ``reference``.
-"""
+"""Prompts and their tokens; knows no strategies. :mod:`hf_spec.data` says what files may hold."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Fields that may hold the prompt, in order of preference.
-TEXT_FIELDS = ("turns", "prompt", "question")
-#: Fields that may hold a reference answer; of a list (Spec-Bench), the first one is taken.
-REFERENCE_FIELDS = ("answer", "completion", "reference")
+from hf_spec.core.checks import first_line
+from hf_spec.data import Message, Row, checked_text, example, plain_text, read
+
 DEFAULT_CATEGORY = "default"
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
@@ -28,79 +21,50 @@ class Prompt:
     """A prompt.
 
     Attributes:
-        text: the prompt as text, without a chat template.
+        text: the prompt as text, without a chat template; of a chat, what the user says last.
         category: its category; results are reported for each.
-        question_id: its id; the line number if the file gives none.
+        question_id: its id; the number of its row if the file gives none.
         reference: the reference answer; None if there is none.
+        history: the messages of a chat before ``text``.
     """
 
     text: str
     category: str = DEFAULT_CATEGORY
     question_id: int | str = 0
     reference: str | None = None
+    history: tuple[Message, ...] = ()
+
+    @property
+    def full_text(self) -> str:
+        """The whole prompt as text, without roles."""
+        return plain_text(self.text, self.history)
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a prompt file.
+    """Read a file of prompts, with or without answers.
 
     Raises:
-        ValueError: the file cannot be read, or a line is invalid; the message names the line.
+        ValueError: the file cannot be read, holds no prompts, or a row is invalid; the message
+            names the place.
     """
-    try:
-        # Not splitlines(), which also splits at characters that JSON texts may hold.
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ValueError(f"cannot read prompt file {str(path)!r}: {reason}") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_parse(line, number))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+    prompts = list(read(path, _prompt))
     if not prompts:
         raise ValueError(f"prompt file {str(path)!r} holds no prompts")
     return prompts
 
 
-def _parse(line: str, number: int) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise ValueError("must be a JSON object, one per line")
-    name = next((name for name in TEXT_FIELDS if name in row), None)
-    if name is None:
-        raise ValueError(f"needs one of the fields {', '.join(TEXT_FIELDS)}")
-    text: Any = row[name]
-    if name == "turns":
-        if not isinstance(text, list) or not text:
-            raise ValueError("'turns' must be a list with at least one text")
-        text = text[0]
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{name!r} must hold a text that is not empty")
-    category = row.get("category", DEFAULT_CATEGORY)
-    if not isinstance(category, str) or not category:
-        raise ValueError("'category' must be a text that is not empty")
+def _prompt(row: Row) -> Prompt:
+    found = example(row.fields)
+    given = {name: value for name, value in row.fields.items() if value is not None}
+    category = checked_text("category", given.get("category", DEFAULT_CATEGORY))
     if category == "all":
         raise ValueError("'category' must not be 'all', which is the name of the overall row")
-    question_id = row.get("question_id", number)
+    question_id = given.get("question_id", row.number)
     if not isinstance(question_id, int | str):
         raise ValueError("'question_id' must be a number or a text")
-    return Prompt(text, category, question_id, _reference(row))
-
-
-def _reference(row: dict[str, Any]) -> str | None:
-    for name in REFERENCE_FIELDS:
-        found = row.get(name)
-        if isinstance(found, list) and found:
-            found = found[0]
-        if isinstance(found, str) and found.strip():
-            return found
-    return None
+    if isinstance(question_id, str):
+        checked_text("question_id", question_id)
+    return Prompt(found.text, category, question_id, found.answer, found.history)
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
@@ -142,15 +106,33 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
     return limit if isinstance(limit, int) and limit < NO_LIMIT else None
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a prompt, as a user's turn if the tokenizer has a chat template."""
+def encode(tokenizer: Any, text: str, history: Sequence[Message] = ()) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        text: what the user says last.
+        history: the messages before. Where the tokenizer has no chat template, blank lines separate
+            messages.
+
+    Raises:
+        ValueError: the chat template refuses the messages, such as those of a role.
+    """
     if getattr(tokenizer, "chat_template", None):
-        chat = [{"role": "user", "content": text}]
-        encoded = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        from jinja2 import TemplateError
+
+        chat = [message._asdict() for message in (*history, Message("user", text))]
+        try:
+            encoded = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in chat)
+            raise ValueError(
+                f"the tokenizer's chat template refuses messages of the roles {roles}: "
+                f"{first_line(error)}"
+            ) from error
     else:
-        encoded = tokenizer(text, verbose=False)
+        encoded = tokenizer(plain_text(text, history), verbose=False)
     return list(encoded["input_ids"])
 
 
@@ -161,26 +143,43 @@ def encode_answer(tokenizer: Any, text: str) -> list[int]:
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
-def encode_within(tokenizer: Any, text: str, limit: int | None) -> tuple[list[int], bool]:
-    """At most ``limit`` token ids, and whether the text had to be cut.
+def encode_within(
+    tokenizer: Any, text: str, limit: int | None, history: Sequence[Message] = ()
+) -> tuple[list[int], bool]:
+    """At most ``limit`` token ids, and whether the prompt had to be cut.
 
-    The *text* is cut at its beginning, before the chat template is applied. A cut prompt is thus
-    still a well-formed chat turn, and it keeps its end, where the question usually is.
+    The oldest turns are left out first; system messages stay. Then the *text* is cut at its
+    beginning, before the chat template is applied. A cut prompt is thus still a well-formed chat,
+    and it keeps its end, where the question usually is.
 
     Raises:
-        ValueError: the template alone is longer than ``limit``.
+        ValueError: the template, with the system messages, is longer than ``limit``, or refuses
+            the messages.
     """
-    ids, cut = encode(tokenizer, text), False
+    ids, cut = encode(tokenizer, text, history), False
     while limit is not None and len(ids) > limit:
-        if not text:
+        shorter = _without_oldest_turn(history)
+        if len(shorter) < len(history):
+            history = shorter
+        elif text:
+            # Drop the same share of characters as of tokens, at least one.
+            text = text[max(1, len(text) * (len(ids) - limit) // len(ids)) :]
+        else:
+            system = " and the system message take" if history else " alone takes"
             raise ValueError(
-                f"the chat template alone takes {len(ids)} tokens, but the model's context leaves "
+                f"the chat template{system} {len(ids)} tokens, but the model's context leaves "
                 f"{limit} beside the new tokens; lower --max-new-tokens"
             )
-        # Drop the same share of characters as of tokens, at least one.
-        text = text[max(1, len(text) * (len(ids) - limit) // len(ids)) :]
-        ids, cut = encode(tokenizer, text), True
+        ids, cut = encode(tokenizer, text, history), True
     return ids, cut
+
+
+def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
+    """The messages without those from the first that is not the system's to the next question."""
+    roles = [message.role for message in history]
+    start = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    end = roles.index("user", start + 1) if "user" in roles[start + 1 :] else len(roles)
+    return [*history[:start], *history[end:]]
 
 
 def encode_prompts(
@@ -204,7 +203,12 @@ def encode_prompts(
             f"max_new_tokens={new_tokens} leaves no room for a prompt in the model's context of "
             f"{limit} tokens; lower it"
         )
-    encoded = [encode_within(tokenizer, prompt.text, room) for prompt in prompts]
+    encoded = []
+    for prompt in prompts:
+        try:
+            encoded.append(encode_within(tokenizer, prompt.text, room, prompt.history))
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.question_id!r}: {error}") from error
     return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
 
 

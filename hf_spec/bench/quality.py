@@ -17,6 +17,7 @@ import torch
 from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
 from hf_spec.bench.session import Session
+from hf_spec.data import ANSWER_FIELDS
 
 #: A number such as 1,234.50, as answers to arithmetic problems end with.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -81,8 +82,8 @@ def quality(
     for prompt in prompts:
         if prompt.reference is None:
             raise ValueError(
-                f"prompt {prompt.question_id!r} has no reference answer: quality needs a field "
-                "answer, completion or reference in each line"
+                f"prompt {prompt.question_id!r} has no reference answer: quality needs one in each "
+                f"row, in {', '.join(ANSWER_FIELDS)} or the assistant's last message"
             )
     references = [prompt.reference or "" for prompt in prompts]
     wanted = [encode_answer(tokenizer, text) for text in references]

@@ -24,9 +24,7 @@ DEFAULT_BACKEND = "inductor"
 
 def bench(
     model: opt.Model,
-    prompts: Annotated[
-        Path, typer.Option(help="JSON lines with turns, prompt or question, and category.")
-    ],
+    prompts: Annotated[Path, typer.Option(help=f"{opt.PROMPTS}, and optionally category.")],
     strategies: Annotated[
         str | None,
         typer.Option(

@@ -26,10 +26,7 @@ def distill(
     model: opt.Model,
     prompts: Annotated[
         list[Path],
-        typer.Option(
-            help="JSON lines with turns, prompt or question, and category; may be given several "
-            "times."
-        ),
+        typer.Option(help=f"{opt.PROMPTS}, and optionally category; may be given several times."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the answers.")],
     limit: opt.Limit = None,

@@ -38,6 +38,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 Threads = Annotated[
     int | None, typer.Option(min=1, callback=use_threads, help="CPU threads of torch.")
 ]
+#: Help of options that take a file of prompts.
+PROMPTS = (
+    "JSON lines, a JSON array (.gz, too) or parquet; rows with messages, conversations, turns, "
+    "prompt, question or instruction"
+)
 Limit = Annotated[
     int | None,
     typer.Option(min=1, help="Maximum number of prompts, spread evenly over categories."),

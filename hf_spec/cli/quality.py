@@ -17,9 +17,7 @@ DEFAULT_OUTPUT = Path("hf-spec-quality")
 
 def quality(
     model: opt.Model,
-    prompts: Annotated[
-        Path, typer.Option(help="JSON lines with turns, prompt or question, and answer.")
-    ],
+    prompts: Annotated[Path, typer.Option(help=f"{opt.PROMPTS}, with an answer each.")],
     adapter: opt.Adapters = None,
     strategies: Annotated[
         str | None,

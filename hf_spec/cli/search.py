@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 def search(
     model: opt.Model,
-    prompts: Annotated[
-        Path, typer.Option(help="Development prompts: JSON lines with turns, prompt or question.")
-    ],
+    prompts: Annotated[Path, typer.Option(help=f"Development prompts: {opt.PROMPTS}.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the study and the adapter.")
     ],

@@ -28,7 +28,8 @@ def train(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="What 'hf-spec distill' wrote, or a folder or file of your own answers. Needed."
+            help="What 'hf-spec distill' wrote, or a folder or file of your own prompts with "
+            "answers, as for 'hf-spec bench --prompts', or of token ids. Needed."
         ),
     ] = None,
     output: Annotated[
@@ -55,7 +56,9 @@ def train(
         typer.Option(min=1, help="Most trained positions per sequence.  [default: the method's]"),
     ] = None,
     max_length: Annotated[int, typer.Option(min=4, help="Cut longer sequences.")] = 1024,
-    held_out: Annotated[int, typer.Option(min=1, help="Answers kept for evaluation.")] = 32,
+    held_out: Annotated[
+        int, typer.Option(min=1, help="Answers kept for evaluation, at most a quarter of all.")
+    ] = 32,
     served_prompts: Annotated[
         int, typer.Option(min=1, help="Held-out prompts decoded at each evaluation.")
     ] = 16,
@@ -194,7 +197,8 @@ def train(
     from hf_spec.hub.card import write_card
 
     write_card(output)
-    best = record["best"]
+    best, amount = record["best"], record["data"]
+    typer.echo(f"answers: {amount['rows']:,} to train on, {amount['held_out']:,} held out")
     if best is not None:
         typer.echo(f"best tau: {best['eval_tau']:.2f} at step {best['step']}")
     typer.echo(f"adapter: {output}")

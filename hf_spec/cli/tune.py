@@ -18,7 +18,7 @@ def tune(
     model: opt.Model,
     adapter: Annotated[Path, typer.Option(help="Adapter folder; tree.json is written into it.")],
     prompts: Annotated[
-        Path, typer.Option(help="Held-out prompts: JSON lines with turns, prompt or question.")
+        Path, typer.Option(help=f"Held-out prompts: {opt.PROMPTS}.")
     ],
     limit: opt.Limit = 64,
     max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per prompt.")] = 128,

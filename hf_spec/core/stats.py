@@ -14,11 +14,15 @@ import torch
 
 #: Phases of a step that are timed.
 PHASES = ("draft", "forward", "verify")
+#: Characters of a full bar, and depths with a bar each, when statistics are printed.
+BAR, SHOWN = 20, 10
 
 
-@dataclass
+@dataclass(repr=False)
 class SpecStats:
     """Statistics of one call, or of several added up with :meth:`merge`.
+
+    ``print`` shows a summary without ``details``.
 
     Attributes:
         num_steps: forward passes of the full model, the prefill included.
@@ -77,6 +81,36 @@ class SpecStats:
     def step_seconds(self) -> float:
         """Time in drafting, forwards and verification so far."""
         return self.draft_seconds + self.forward_seconds + self.verify_seconds
+
+    def __repr__(self) -> str:
+        """The main figures in one line."""
+        return (
+            f"SpecStats(tokens={self.num_generated_tokens}, steps={self.num_steps}, "
+            f"tau={self.mean_accepted_tokens:.2f}, seconds={self.total_seconds:.3g})"
+        )
+
+    def __str__(self) -> str:
+        """A summary in a few lines; parts that did not occur are left out."""
+        lines = [
+            f"{self.num_generated_tokens} tokens in {self.num_steps} steps, "
+            f"tau {self.mean_accepted_tokens:.2f} (tokens per step and sequence)"
+        ]
+        if self.num_fallback_steps:
+            lines.append(f"plain steps (fallback): {self.num_fallback_steps}")
+        total = self.total_seconds
+        if total:
+            parts = ((name, getattr(self, f"{name}_seconds")) for name in (*PHASES, "other"))
+            shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts)
+            lines.append(f"time {total:.3g} s: {shares}")
+        depths = list(zip(sorted(self.offered), self.acceptance_per_position))
+        if depths:
+            lines.append("accepted at each position, of the drafts that reach it:")
+        for depth, share in depths[:SHOWN]:
+            bar = "#" * round(share * BAR)
+            lines.append(f"{depth:>4}  {bar:.<{BAR}} {share:>5.0%} of {self.offered[depth]}")
+        if depths[SHOWN:]:
+            lines.append(f"      and {len(depths) - SHOWN} more in acceptance_per_position")
+        return "\n".join(lines)
 
     def record(self, emitted: int, draft_depth: int, drafted: int, kept: int | None = None) -> None:
         """Count one step of one sequence.

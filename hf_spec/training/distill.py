@@ -114,10 +114,7 @@ def read_questions(
         if digest in [file["sha256"] for file in files]:
             raise ValueError(f"the prompts of {str(path)!r} are given twice: leave one of them out")
         files.append({"name": path.name, "sha256": digest, "count": len(prompts)})
-        questions += [
-            Question(prompt.text, prompt.category, prompt.question_id, source=path.name)
-            for prompt in prompts
-        ]
+        questions += [Question(**vars(prompt), source=path.name) for prompt in prompts]
     return cast(list[Question], spread(questions, limit)), files
 
 
@@ -257,7 +254,7 @@ def _row(
     return {
         "prompt_ids": prompt_ids,
         "answer_ids": answer_ids,
-        "prompt": question.text,
+        "prompt": question.full_text,
         "answer": tokenizer.decode(answer_ids, skip_special_tokens=True),
         "category": question.category,
         "source": question.source,

@@ -47,7 +47,7 @@ class TrainSettings:
         learning_rate: peak learning rate of the cosine schedule.
         num_anchors: random positions per sequence that have probes.
         max_length: longest sequence in tokens; longer ones are cut.
-        held_out: number of examples kept out of training for evaluation.
+        held_out: number of examples kept out of training for evaluation, at most a quarter of them.
         served_prompts: number of held-out prompts decoded at each evaluation.
         served_tokens: new tokens for each of them.
         eval_steps: steps between evaluations, and between checkpoints.
@@ -105,12 +105,19 @@ def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
 def split(rows: Any, held_out: int) -> tuple[Any, Any]:
     """Split a data set into training and held-out examples, the latter evenly spaced.
 
+    Args:
+        rows: a ``datasets.Dataset``.
+        held_out: number of held-out examples. They are a quarter of the data at most, but one at
+            least, unless this is 0.
+
     Raises:
-        ValueError: no example is left to train on.
+        ValueError: there is one example only, so that there is nothing to train on.
     """
+    held_out = min(held_out, max(len(rows) // 4, 1))
     if held_out >= len(rows):
         raise ValueError(
-            f"held_out={held_out}: the data has {len(rows)} rows, and some must be left to train on"
+            f"the data has {len(rows)} row: training needs at least 2, one to train on and one to "
+            "hold out"
         )
     kept_out = np.arange(held_out) * len(rows) // max(held_out, 1)
     return rows.select(np.delete(np.arange(len(rows)), kept_out)), rows.select(kept_out)
@@ -247,6 +254,11 @@ def train(
                     "--resume, or choose another --output"
                 )
             training_rows, held = split(rows, settings.held_out)
+            if len(held) < settings.held_out:
+                logger.warning(
+                    f"held_out={settings.held_out}: of {len(rows)} answers {len(held)} are held "
+                    "out, at most a quarter"
+                )
             check_lengths(training_rows, settings.max_length)
             # Names only: parameters that are held here would stay whole where others are sharded.
             base = [name for name, _ in model.named_parameters()]

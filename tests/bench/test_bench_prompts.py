@@ -12,13 +12,15 @@ from hf_spec.bench.prompts import (
     batches,
     context_limit,
     encode,
+    encode_prompts,
     encode_within,
     read_prompts,
     spread,
 )
+from hf_spec.data import Message
 
 
-def test_reads_the_three_kinds_of_lines(tmp_path):
+def test_reads_prompts_with_categories_ids_and_references(tmp_path):
     path = write_prompts(
         tmp_path / "p.jsonl",
         [
@@ -44,12 +46,12 @@ def test_reads_the_three_kinds_of_lines(tmp_path):
     [
         ("{", "not JSON"),
         ("[1]", "must be a JSON object"),
-        ('{"text": "x"}', "needs one of the fields turns, prompt, question"),
+        ('{"text": "x"}', "needs one of the fields messages, conv"),
         ('{"turns": []}', "'turns' must be a list with at least one text"),
         ('{"turns": "x"}', "'turns' must be a list with at least one text"),
         ('{"prompt": "  "}', "'prompt' must hold a text that is not empty"),
         ('{"question": 3}', "'question' must hold a text that is not empty"),
-        ('{"prompt": "x", "category": ""}', "'category' must be a text"),
+        ('{"prompt": "x", "category": ""}', "'category' must hold a text"),
         ('{"prompt": "x", "category": "all"}', "'category' must not be 'all'"),
         ('{"prompt": "x", "question_id": [1]}', "'question_id' must be a number or a text"),
     ],
@@ -68,9 +70,6 @@ def test_unreadable_and_empty_files(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
         read_prompts(tmp_path / "empty.jsonl")
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_prompts(tmp_path / "binary.jsonl")
 
 
 def test_limit_is_spread_evenly_and_keeps_the_order():
@@ -105,6 +104,43 @@ def test_long_prompt_is_cut_at_its_beginning_inside_the_template():
     assert text.endswith(decoded.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>"))
     assert encode_within(tokenizer, "short", 100) == (encode(tokenizer, "short"), False)
     assert encode_within(tokenizer, text, None)[1] is False
+
+
+def test_of_a_long_chat_the_oldest_turns_are_left_out_first():
+    tokenizer = make_tokenizer()
+    history = [Message("system", "S"), Message("user", "a" * 40), Message("assistant", "b" * 40)]
+    history += [Message("user", "c" * 20), Message("assistant", "d" * 20)]
+
+    def within(limit):
+        ids, cut = encode_within(tokenizer, "the end", limit, history)
+        assert len(ids) <= limit and cut == (limit < 256)
+        return tokenizer.decode(ids).replace("<|end|>", "").removesuffix("<|assistant|>")
+
+    end = "<|user|>the end"
+    late = "<|user|>" + "c" * 20 + "<|assistant|>" + "d" * 20 + end
+    system = tokenizer.decode(encode(tokenizer, "", history[:1])).partition("<|end|>")[0]
+    assert within(256).endswith("b" * 40 + late)
+    assert within(100) == system + late
+    assert within(40) == system + end
+    assert within(23).startswith(system) and within(23).endswith("end") and len(within(23)) < 29
+    with pytest.raises(ValueError, match="template and the system message take .* leaves 5"):
+        encode_within(tokenizer, "the end", 5, history)
+
+
+def test_a_chat_without_template_is_its_texts():
+    history = [Message("system", "S"), Message("user", "a"), Message("assistant", "b")]
+    tokenizer = make_tokenizer(chat=False)
+    assert tokenizer.decode(encode(tokenizer, "c", history)) == "S\n\na\n\nb\n\nc"
+    assert Prompt("c", history=tuple(history)).full_text == "S\n\na\n\nb\n\nc"
+
+
+def test_a_template_that_refuses_a_role_is_reported_with_the_prompt():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    prompts = [Prompt("c", question_id="q7", history=(Message("system", "S"),))]
+    rule = "prompt 'q7': the tokenizer's chat template refuses .* system, user: System role not"
+    with pytest.raises(ValueError, match=rule):
+        encode_prompts(make_model(), tokenizer, prompts, 8)
 
 
 def test_no_room_for_the_template():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_clock import FakeClock
 
+import hf_spec
 from hf_spec.core import stats as module
 from hf_spec.core.stats import SpecStats, Stopwatch
 
@@ -130,6 +131,41 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
     assert data["acceptance_per_position"] == [0.5, 0.5]
     assert data["details"] == {"threshold": [0.6]}
     assert {*COUNTS, *SECONDS, "num_draft_forwards", "offered", "accepted"} <= set(data)
+
+
+# -- as text -------------------------------------------------------------------------------------
+
+
+def test_printed_statistics_are_a_summary() -> None:
+    stats = SpecStats(num_steps=3, num_fallback_steps=1, details={"policy": ["long"] * 1000})
+    stats.record(3, 2, 4)
+    stats.record(1, 2, 4)
+    stats.draft_seconds, stats.forward_seconds, stats.other_seconds = 0.25, 1.0, 0.75
+    assert str(stats).splitlines() == [
+        "4 tokens in 3 steps, tau 2.00 (tokens per step and sequence)",
+        "plain steps (fallback): 1",
+        "time 2 s: draft 12%, forward 50%, verify 0%, other 38%",
+        "accepted at each position, of the drafts that reach it:",
+        "   1  ##########..........   50% of 2",
+        "   2  ##########..........   50% of 2",
+    ]
+    assert repr(stats) == "SpecStats(tokens=4, steps=3, tau=2.00, seconds=2)"
+    stats.merge(stats)
+    assert str(stats).startswith("8 tokens in 6 steps, tau 2.00") and "50% of 4" in str(stats)
+
+
+def test_printed_statistics_leave_out_what_did_not_occur() -> None:
+    assert str(SpecStats()) == "0 tokens in 0 steps, tau 0.00 (tokens per step and sequence)"
+    deep = SpecStats()
+    deep.record(14, 13, 13)
+    *_, last, more = str(deep).splitlines()
+    assert last == "  10  ####################  100% of 1"
+    assert more == "      and 3 more in acceptance_per_position"
+
+
+def test_a_printed_output_has_no_details() -> None:
+    stats = SpecStats(details={"policy": "long"})
+    assert "long" not in str(hf_spec.SpecGenerateOutput(torch.ones(1, 2), spec_stats=stats))
 
 
 # -- time ----------------------------------------------------------------------------------------

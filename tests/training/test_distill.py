@@ -776,7 +776,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--batch-size", "0"], "--batch-size"),
         (["--limit", "0"], "--limit"),
-        (["--prompts", "/nowhere.jsonl"], "cannot read prompt file '/nowhere.jsonl'"),
+        (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
         (["--output", "/dev/null"], "cannot write to --output"),
         (["--frobnicate"], "No such option: --frobnicate"),
     ],

@@ -27,6 +27,7 @@ from hf_spec.training.train import (
     bit_sums,
     check_lengths,
     config_fields,
+    split,
     train,
     trainable,
 )
@@ -455,10 +456,18 @@ def test_an_interrupt_says_how_to_go_on(
     assert "interrupted; the same command with --resume" in error and "Traceback" not in error
 
 
-def test_too_little_data(fresh: Callable[..., Any], tmp_path: Path) -> None:
-    settings = TrainSettings(**{**SETTINGS, "held_out": 24})
-    with pytest.raises(ValueError, match="held_out=24: the data has 24 rows"):
-        train(make_model(), answers(), "bita", tmp_path, CONFIG, settings)
+@pytest.mark.parametrize(
+    ("rows", "held_out", "kept"), [(24, 32, 6), (24, 4, 4), (24, 24, 6), (2, 32, 1), (7, 1, 1)]
+)
+def test_a_quarter_is_held_out_at_most(rows: int, held_out: int, kept: int) -> None:
+    data = Dataset.from_dict({"row": list(range(rows))})
+    rest, held = split(data, held_out)
+    assert len(held) == kept and sorted([*rest["row"], *held["row"]]) == data["row"][:]
+
+
+def test_one_answer_is_too_few() -> None:
+    with pytest.raises(ValueError, match="the data has 1 row: training needs at least 2"):
+        split(answers().select([0]), 32)
 
 
 def test_sequences_cut_before_their_answers(caplog: pytest.LogCaptureFixture) -> None:

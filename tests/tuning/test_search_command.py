@@ -189,7 +189,7 @@ def test_interrupted(
         (["--temperature", "0.7"], "--temperature needs --do-sample"),
         (["--trials", "0"], "--trials"),
         (["--held-out", "2"], "--held-out 2: of 3 prompts 2 are searched on, which leaves 1"),
-        (["--prompts", "/nowhere.jsonl"], "cannot read prompt file '/nowhere.jsonl'"),
+        (["--prompts", "/nowhere.jsonl"], "cannot read '/nowhere.jsonl': No such file"),
         (["--model", "/nowhere"], "cannot load model '/nowhere': there is no such folder"),
         (["--output", "/dev/null"], "cannot write to --output"),
     ],

@@ -156,7 +156,7 @@ def test_plots(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             "a context of 500 tokens, with a tree behind it, does not fit",
         ),
         (["--adapter", "/nowhere"], "there is no folder with adapter_model.safetensors"),
-        (["--prompts", "/nowhere"], "cannot read prompt file"),
+        (["--prompts", "/nowhere"], "cannot read '/nowhere': No such file"),
         (["--max-size", "1"], "--max-size"),
     ],
 )

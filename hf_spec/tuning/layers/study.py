@@ -214,7 +214,7 @@ class LayerStudy:
 
         ``prompts`` are those it is judged on, if not the study's.
         """
-        texts = [prompt.text for prompt in prompts]
+        texts = [prompt.full_text for prompt in prompts]
         text = json.dumps([texts, skip.options(), stop.options()], sort_keys=True)
         key = "evaluation:" + hashlib.sha256(text.encode()).hexdigest()[:24]
         stored = self.study.user_attrs.get(key)
@@ -342,7 +342,7 @@ def _evaluation(data: dict[str, Any]) -> Evaluation:
 
 def study_identity(model: Any, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:
     """The identity of a study: settings, model, prompts, and the machine if times count."""
-    texts = json.dumps([prompt.text for prompt in prompts])
+    texts = json.dumps([prompt.full_text for prompt in prompts])
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {

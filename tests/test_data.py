@@ -1,0 +1,209 @@
+"""Files of prompts and answers: every command reads each format alike, or says what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import make_tokenizer
+
+from hf_spec.bench.prompts import encode, encode_answer, read_prompts
+from hf_spec.data import Message
+from hf_spec.training.dataset import read_answers
+from hf_spec.training.distill import read_questions
+
+pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+Q, A = "Write “add” in Python. 🐍", "def add(a, b):\n    return a + b"
+USER, REPLY = {"role": "user", "content": Q}, {"role": "assistant", "content": A}
+EARLIER = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+PARTS = [{"type": "text", "text": Q[:5]}, {"type": "text", "text": Q[5:]}]
+HUMAN, GPT = {"from": "human", "value": Q}, {"from": "gpt", "value": A}
+
+#: Rows, and the messages before the question Q, which A answers.
+FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
+    "prompt and answer": ({"prompt": Q, "answer": A}, []),
+    "prompt and completion": ({"prompt": Q, "completion": A}, []),
+    "prompt and response": ({"prompt": Q, "response": A}, []),
+    "question and answer": ({"question": Q, "answer": A, "category": "c"}, []),
+    "references": ({"turns": [Q, "unused"], "reference": [A, "unused"]}, []),
+    "OpenAI": ({"messages": [USER, REPLY]}, []),
+    "OpenAI, parts": ({"messages": [{**USER, "content": PARTS}, REPLY]}, []),
+    "OpenAI, turns": ({"messages": [SYSTEM, *EARLIER, USER, REPLY]}, [SYSTEM, *EARLIER]),
+    "messages go first": ({"prompt": "Hi.", "messages": [*EARLIER, USER, REPLY]}, EARLIER),
+    "a chat's own answer": ({"messages": [USER, REPLY], "answer": "short"}, []),
+    "ShareGPT": ({"conversations": [HUMAN, GPT]}, []),
+    "ShareGPT, system": ({"conversations": [HUMAN, GPT], "system": "Be brief."}, [SYSTEM]),
+    "ShareGPT, roles": ({"conversations": [{"from": "system", "value": "Be brief."},
+                         {"from": "user", "value": Q}, {"from": "assistant", "value": A}]},
+                        [SYSTEM]),
+    "Alpaca": ({"instruction": Q, "input": "", "output": A}, []),
+    "Alpaca, null": ({"instruction": Q, "input": None, "output": A, "prompt": None}, []),
+    "TRL": ({"prompt": [USER], "completion": [REPLY]}, []),
+    "TRL, turns": ({"prompt": [*EARLIER, USER], "completion": [REPLY]}, EARLIER),
+    "TRL, text": ({"prompt": [SYSTEM, USER], "completion": A}, [SYSTEM]),
+    "TRL, one list": ({"prompt": [USER, REPLY]}, []),
+}  # fmt: skip
+
+
+def as_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def as_parquet(rows: list[dict[str, Any]]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return bytes(sink.getvalue())
+
+
+#: Files by suffix, from rows.
+CONTAINERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    "plain.jsonl": lambda rows: as_lines(rows).encode(),
+    "crlf.jsonl": lambda rows: as_lines(rows).replace("\n", "\r\n").encode(),
+    "escaped.jsonl": lambda rows: "\n\n".join(map(json.dumps, rows)).encode(),
+    "bom.jsonl": lambda rows: as_lines(rows).encode("utf-8-sig"),
+    "utf16.jsonl": lambda rows: as_lines(rows).encode("utf-16"),
+    "big.jsonl": lambda rows: b"\xfe\xff" + as_lines(rows).encode("utf-16-be"),
+    "lines.jsonl.gz": lambda rows: gzip.compress(as_lines(rows).encode("utf-8-sig")),
+    "array.json": lambda rows: json.dumps(rows).encode(),
+    "indented.json": lambda rows: ("\n" + json.dumps(rows, indent=2)).encode("utf-16"),
+    "array.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
+    "rows.parquet": as_parquet,
+    "without-suffix": as_parquet,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep datasets out of the user's cache."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def check_alike(path: Path, histories: list[list[dict[str, str]]]) -> None:
+    """All commands find the question Q and the answer A behind these messages."""
+    expected = [(Q, tuple(Message(**one) for one in history), A) for history in histories]
+    prompts = read_prompts(path)
+    assert [(one.text, one.history, one.reference) for one in prompts] == expected
+    questions, _ = read_questions([path])
+    assert [vars(one) | {"source": ""} for one in questions] == [
+        vars(one) | {"source": ""} for one in prompts
+    ]
+    for chat in (True, False):
+        tokenizer = make_tokenizer(chat)
+        for row, (text, history, answer) in zip(
+            read_answers(path, tokenizer), expected, strict=True
+        ):
+            assert row["prompt_ids"] == encode(tokenizer, text, history)
+            assert row["answer_ids"] == encode_answer(tokenizer, answer)
+            assert row["answer"] == answer and row["prompt"].endswith(text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_command_reads_a_format_alike(tmp_path: Path, name: str) -> None:
+    row, history = FORMATS[name]
+    (tmp_path / "x.jsonl").write_text(as_lines([row, row]), encoding="utf-8")
+    check_alike(tmp_path / "x.jsonl", [history, history])
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_command_reads_a_kind_of_file_alike(tmp_path: Path, name: str) -> None:
+    rows, histories = zip(FORMATS["TRL, turns"], FORMATS["TRL"])
+    (tmp_path / name).write_bytes(CONTAINERS[name](list(rows)))
+    check_alike(tmp_path / name, list(histories))
+
+
+def test_rows_of_several_formats_in_one_file(tmp_path: Path) -> None:
+    rows, histories = zip(*FORMATS.values())
+    (tmp_path / "x.jsonl").write_text(as_lines(list(rows)), encoding="utf-8")
+    check_alike(tmp_path / "x.jsonl", list(histories))
+
+
+def test_an_input_follows_its_instruction(tmp_path: Path) -> None:
+    rows = [{"instruction": "Add.", "input": "1, 2"}, {"instruction": "Add.", "context": "1, 2"}]
+    (tmp_path / "x.jsonl").write_text(as_lines(rows))
+    assert [one.text for one in read_prompts(tmp_path / "x.jsonl")] == ["Add.\n\n1, 2"] * 2
+
+
+def test_ids_are_lines_or_positions_in_an_array(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "question_id": None, "category": None}]
+    for text, ids in ((f"\n\n{as_lines(rows)}", [3, 4]), (json.dumps(rows), [1, 2])):
+        (tmp_path / "x").write_text(text)
+        read = read_prompts(tmp_path / "x")
+        assert [one.question_id for one in read] == ids and read[1].category == "default"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n" + '{"prompt": "café", "answer": "b"}'.encode("cp1252"),
+         "x, line 2: not UTF-8: byte 16 of the line is 0xe9; save the file as UTF-8"),
+        ("\ufeff{}".encode("utf-16-le") + b"\x00", "x: begins like UTF-16, but byte 7 is not"),
+        (rb'{"prompt": "a\ud83d b", "answer": "b"}',
+         r"line 1: 'prompt' has \\ud83d, half of a surrogate pair"),
+        (rb'{"prompt": "a", "answer": "\ude00"}', r"line 1: 'answer' has \\ude00, half of"),
+        (rb'[{"messages": [{"role": "user", "content": "\udc00"}]}]',
+         r"x, row 1: message 1 of 'messages' has \\udc00, half of"),
+        (b'{"prompt": "a",}', r"line 1: not JSON \(.* at column 1\d\): a file holds JSON lines, a"),
+        (b'{"prompt": "a", "answer": "b"}\n{"prompt"', r"x, line 2: not JSON \(.* column 10\)$"),
+        (b'\n[{"prompt": "a"},\n {"prompt" "b"}]', r"not JSON \(.* at line 3, column 12\)"),
+        (b"prompt,answer\na,b\n", "line 1: not JSON .*load_dataset\\('csv'.* converts others"),
+        (b"3\n", r"line 1: must be a JSON object, such as \{'prompt'"),
+        (b'[{"prompt": "a", "answer": "b"}, "c"]', "x, row 2: must be a JSON object"),
+        (b'{"text": "a", "id": 3}', "line 1: needs one of the fields mess.* has text, id"),
+        (b"{}", "needs one of the fields .*; it has none"),
+        (b'{"prompt": " ", "answer": "b"}', "'prompt' must hold a text that is not empty"),
+        (b'{"messages": []}', "'messages' must be a list of messages that is not empty"),
+        (b'{"messages": "a"}', "'messages' must be a list of messages that is not empty"),
+        (b'{"messages": ["a"]}', "message 1 of 'messages' must be an object with role and content"),
+        (b'{"messages": [{"role": "tool", "content": "a"}]}', "has the role 'tool'; it must be on"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "all text"),
+        (b'{"messages": [{"role": "user", "content": " "}]}', "the user's last message is empty"),
+        (b'{"messages": [{"role": "system", "content": "a"}]}', "be the user's, it is the system"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "be the user's, it is the ass"),
+        (gzip.compress(b'{"prompt": "a", "answer": "b"}\n' * 99)[:-9], "gzip file is cut off or d"),
+        (b"\x1f\x8b\x08broken", "gzip file is cut off or damaged .*; get it again"),
+        (b"PAR1 broken", "cannot read '.*x': .*arquet"),
+        (b" \n", "no"),
+        (b"\xff\xfe", "no"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "x").write_bytes(content)
+    for read in (read_prompts, lambda path: read_answers(path, make_tokenizer())):
+        with pytest.raises(ValueError, match=message) as caught:
+            read(tmp_path / "x")
+        assert type(caught.value) is ValueError and "\n" not in str(caught.value)
+
+
+def test_folders_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read '.*': it is a folder; give a file in it"):
+        read_prompts(tmp_path)
+    with pytest.raises(ValueError, match="cannot read '.*none': No such file"):
+        read_prompts(tmp_path / "none")
+
+
+@pytest.mark.parametrize("answer", [{}, {"answer": " "}, {"answer": 3}])
+def test_prompts_alone_are_for_prompts_alone(tmp_path: Path, answer: dict[str, Any]) -> None:
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a"} | answer]
+    (tmp_path / "x").write_text(as_lines(rows))
+    assert [one.reference for one in read_prompts(tmp_path / "x")] == ["b", None]
+    with pytest.raises(ValueError, match="x, line 2: has no answer to train on: give a text in"):
+        read_answers(tmp_path / "x", make_tokenizer())
+
+
+def test_a_template_that_refuses_a_role_is_reported_with_the_row(tmp_path: Path) -> None:
+    row, _ = FORMATS["OpenAI, turns"]
+    (tmp_path / "x").write_text(as_lines([row]), encoding="utf-8")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(ValueError, match="x, line 1: the tokenizer's chat template refuses .*: no"):
+        read_answers(tmp_path / "x", tokenizer)
