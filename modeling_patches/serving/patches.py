@@ -121,7 +121,10 @@ def _check_continuous(check: Callable[[Any, GenerationConfig], None]) -> None:
 
 
 def _explain_bodies() -> None:
-    """Answer what a body lacks or has wrong with 400; keep its seed and options until its turn."""
+    """Answer what a body lacks or has wrong with 400; keep its seed and options until its turn.
+
+    A temperature or top_p above 0 samples, as OpenAI's clients expect, who have no ``do_sample``.
+    """
     base = utils.BaseHandler
     build, parse = base._build_generation_config, base.get_processor_inputs_from_messages
     resolve = base._resolve_model
@@ -134,8 +137,11 @@ def _explain_bodies() -> None:
             current.get().seed = _seed(body["seed"])
             body = {**body, "seed": None}
         built = build(self, body, config, use_cb=use_cb)
-        if body.get("generation_config") is not None:
-            current.get().given = frozenset(json.loads(body["generation_config"]))
+        given = frozenset(json.loads(body.get("generation_config") or "{}"))
+        sampled = any(body.get(name) is not None for name in ("temperature", "top_p"))
+        if sampled and not use_cb and "do_sample" not in given and built.temperature != 0:
+            built.do_sample = True
+        current.get().given = given
         return built
 
     @functools.wraps(parse)
