@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import operator
 import os
 import signal
 import threading
@@ -142,86 +140,6 @@ def test_a_seed_holds_whatever_runs_beside_it(server: Server, plain: Callable[..
 
     with ThreadPoolExecutor(4) as clients:
         assert list(clients.map(ask, range(4))) == expected
-
-
-def test_a_temperature_samples(server: Server, plain: Callable[..., str]) -> None:
-    """Without ``do_sample``, which OpenAI's clients don't have; the same with and without strategy.
-
-    ``do_sample`` in a request's ``generation_config`` decides if it is there.
-    """
-    expected = {
-        None: plain(PROMPTS[0], max_new_tokens=12),
-        "temperature": plain(
-            PROMPTS[0], seed=5, do_sample=True, temperature=1.5, max_new_tokens=12
-        ),
-        "top_p": plain(PROMPTS[0], seed=5, do_sample=True, top_p=0.7, max_new_tokens=12),
-    }
-    assert len(set(expected.values())) == 3
-
-    def ask(spec: dict[str, Any], **fields: Any) -> str:
-        given = {"extra_body": {"generation_config": json.dumps(spec)}} if spec else {}
-        return complete(server, PROMPTS[0], False, seed=5, max_tokens=12, **fields, **given)
-
-    for spec in ({}, {"assistant_strategy": LOOKUP}):
-        assert ask(spec, temperature=1.5) == expected["temperature"]
-        assert ask(spec, top_p=0.7) == expected["top_p"]
-        assert ask(spec, temperature=0) == ask(spec, temperature=0, top_p=0.7) == expected[None]
-        assert ask(spec) == expected[None]
-        assert ask({**spec, "do_sample": False}, temperature=1.5) == expected[None]
-
-
-#: Fields of OpenAI's API that the server accepts and ignores, by endpoint, and those it honors;
-#: docs/reference/command_line.md lists them.
-IGNORED: dict[str, dict[str, Any]] = {
-    "completions": {
-        "n": 3, "best_of": 3, "logprobs": 2, "echo": True, "presence_penalty": 2.0, "user": "me",
-        "stream_options": {"include_usage": True},
-    },
-    "chat.completions": {
-        "n": 3, "logprobs": True, "top_logprobs": 2, "presence_penalty": 2.0, "user": "me",
-        "response_format": {"type": "json_object"}, "tool_choice": "none",
-        "parallel_tool_calls": True, "reasoning_effort": "low",
-        "stream_options": {"include_usage": True},
-    },
-}  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-HONORED: dict[str, dict[str, Any]] = {
-    "completions": {
-        "temperature": 1.5, "top_p": 0.7, "max_tokens": 3, "stop": ["t"], "suffix": "XYZ",
-        "frequency_penalty": 2.0,
-    },
-    "chat.completions": {
-        "temperature": 1.5, "top_p": 0.7, "max_tokens": 3, "stop": ["2"], "tools": [TOOL],
-        "frequency_penalty": 2.0, "logit_bias": {"70": 100.0},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("endpoint", IGNORED)
-def test_which_fields_are_honored(server: Server, tiny_chat: str, endpoint: str) -> None:
-    names = {"completions": MODEL, "chat.completions": tiny_chat}
-    said = {
-        "completions": {"prompt": PROMPTS[0]},
-        "chat.completions": {"messages": [{"role": "user", "content": "abab"}]},
-    }
-    create = operator.attrgetter(f"{endpoint}.create")(server.client())
-
-    def ask(**fields: Any) -> Any:
-        answer = create(
-            model=names[endpoint], **said[endpoint], **{"max_tokens": 12, "seed": 1, **fields}
-        )
-        [choice] = answer.choices
-        assert choice.logprobs is None
-        return choice.text if endpoint == "completions" else choice.message.content
-
-    page = (Path(__file__).parent.parent / "docs/reference/command_line.md").read_text()
-    listed, _, ignored = page.partition("**Fields of a request**")[2].partition("Ignored")
-    ignored = ignored.partition("\n\n")[0]
-    base = ask()
-    for field, value in IGNORED[endpoint].items():
-        assert ask(**{field: value}) == base and f"`{field}`" in ignored
-    for field, value in HONORED[endpoint].items():
-        assert ask(**{field: value}) != base and f"`{field}`" in listed
 
 
 @pytest.mark.parametrize("stream", [False, True])

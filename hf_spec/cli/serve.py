@@ -31,11 +31,6 @@ def serve(
     strategy in its generation_config; one that cannot be fulfilled is answered with 400 and the
     reason. With adapters, MODEL is their base. Prometheus finds metrics at /metrics.
 
-    Of OpenAI's fields, temperature and top_p (which sample), seed, max_tokens, stop, suffix,
-    frequency_penalty, logit_bias and tools are honored. Accepted and ignored are n, best_of,
-    logprobs, echo, presence_penalty, response_format, tool_choice, stream_options and user; see
-    docs/reference/command_line.md.
-
     \b
     Examples:
       hf-spec serve Qwen/Qwen3-0.6B --port 8000

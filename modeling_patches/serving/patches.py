@@ -121,10 +121,7 @@ def _check_continuous(check: Callable[[Any, GenerationConfig], None]) -> None:
 
 
 def _explain_bodies() -> None:
-    """Answer what a body lacks or has wrong with 400; keep its seed and options until its turn.
-
-    A temperature or top_p above 0 samples, as OpenAI's clients expect, who have no ``do_sample``.
-    """
+    """Answer what a body lacks or has wrong with 400; keep its seed and options until its turn."""
     base = utils.BaseHandler
     build, parse = base._build_generation_config, base.get_processor_inputs_from_messages
     resolve = base._resolve_model
@@ -137,11 +134,8 @@ def _explain_bodies() -> None:
             current.get().seed = _seed(body["seed"])
             body = {**body, "seed": None}
         built = build(self, body, config, use_cb=use_cb)
-        given = frozenset(json.loads(body.get("generation_config") or "{}"))
-        sampled = any(body.get(name) is not None for name in ("temperature", "top_p"))
-        if sampled and not use_cb and "do_sample" not in given and built.temperature != 0:
-            built.do_sample = True
-        current.get().given = given
+        if body.get("generation_config") is not None:
+            current.get().given = frozenset(json.loads(body["generation_config"]))
         return built
 
     @functools.wraps(parse)
