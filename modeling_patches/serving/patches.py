@@ -164,13 +164,8 @@ def _explain_bodies() -> None:
 
 
 def _list_models() -> None:
-    """List the model of a server with a fixed one, and none if nothing was ever downloaded.
-
-    From 5.24 on, ``ModelManager.list_models`` of Transformers does so.
-    """
-    cached = getattr(ModelManager, "get_gen_models", None)
-    if cached is None:
-        return
+    """List the model of a server with a fixed one, and none if nothing was ever downloaded."""
+    cached = ModelManager.get_gen_models
 
     def get_gen_models(self: Any, *args: Any) -> list[dict[str, Any]]:
         if self.force_model is not None:
