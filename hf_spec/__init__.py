@@ -28,9 +28,11 @@ from hf_spec.methods.registry import Method, register_method
 from hf_spec.methods.registry import methods as _methods
 from hf_spec.methods.space.config import SpaceConfig
 from modeling_patches import generation_mode as _generation_mode
+from modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
 
 __version__ = "0.1.0"
 
+_warn_of_newer()
 _generation_mode.register(
     "hf_spec_decode",
     ("assistant_strategy", "assistant_kwargs"),

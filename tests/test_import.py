@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import forks
 import pytest
@@ -16,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 
 import hf_spec
+from modeling_patches import tested_versions
 
 #: What a user of Transformers and PEFT with ``generate`` has loaded already.
 BASELINE = """
@@ -58,6 +60,34 @@ def test_nothing_heavy_is_imported() -> None:
     installed = tops - set(sys.stdlib_module_names) - {"hf_spec", "modeling_patches"}
     before_tops = {name.partition(".")[0] for name in before}
     assert installed <= before_tops, "third-party packages that transformers and peft don't load"
+
+
+def test_a_newer_minor_version_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(version: str) -> str:
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        tested_versions.warn_of_newer.cache_clear()
+        caplog.clear()
+        importlib.reload(hf_spec)
+        importlib.reload(hf_spec)
+        return "; ".join(record.getMessage() for record in caplog.records)
+
+    tested = tested_versions.NEWEST_TESTED["transformers"]
+    newer = f"{tested[:2]}{int(tested[2:]) + 1}"
+    for version in (f"{tested}.0", f"{tested}.7", "5.9.1"):
+        assert warned(version) == ""
+    for version in (f"{newer}.0", f"{newer}.0.dev0", "6.0.0rc1"):
+        text = warned(version)
+        assert text.startswith(f"hf_spec is tested up to transformers {tested}; this is {version}:")
+        assert text.count("tested up to") == 1
+
+
+def test_the_newest_tested_versions_are_those_of_the_constraints() -> None:
+    lines = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    for name, tested in tested_versions.NEWEST_TESTED.items():
+        assert pinned[name].rpartition(".")[0] == tested
 
 
 def test_import_is_idempotent(tiny: Callable[..., PreTrainedModel]) -> None:

@@ -20,6 +20,7 @@ from hf_spec.core.cache import TreeCache, check_packable
 from hf_spec.core.probes import ProbeGroup, hang
 from hf_spec.core.tree import TreeBatch
 from hf_spec.decoding.handover import Handover
+from hf_spec.decoding.inputs import OtherInputs
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import final_hidden, states_at
@@ -42,11 +43,6 @@ TAKES_MASKS = ("eager", "sdpa")
 
 #: Slots allocated after the prompt at first; more are added by doubling.
 RESERVE = 512
-
-#: Inputs of the model's forward that the loop provides.
-_MADE = (
-    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "inputs_embeds",
-)  # fmt: skip
 
 
 @dataclass
@@ -116,13 +112,7 @@ def prefill(
             "token. Generate without assistant_strategy."
         )
     budget = emission.max_length - emission.width
-    extra = {key: value for key, value in model_kwargs.items() if key not in _MADE}
-    for key, value in extra.items():
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == input_ids.shape[1]:
-            raise ValueError(
-                f"model input {key!r} has one value per prompt token: strategies don't know its "
-                "values for candidates. Generate without assistant_strategy."
-            )
+    others = OtherInputs.of(model, input_ids, model_kwargs)
 
     probe_inputs = None if drafter is None else drafter.probe_inputs
     group = None if drafter is None else drafter.group
@@ -132,16 +122,19 @@ def prefill(
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(model, cache, limit, shift, extra, probe_inputs, wants_hidden, graphs)
+        return TreeForward(
+            model, cache, limit, shift, others.later, probe_inputs, wants_hidden, graphs
+        )
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
     if isinstance(given, TreeCache):
+        others.refuse_once()
         cache, rows = given, _new_tokens(handover, mask, config, model)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
         forward = make_forward(cache, cache.lengths + counts)
         end = _extend(forward, rows, group)
-    elif group is not None and not extra and _rides(model, config, model_kwargs, handover):
+    elif group is not None and not others.first and _rides(model, config, model_kwargs, handover):
         rows = [list(row) for row in emission.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)

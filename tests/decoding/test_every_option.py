@@ -1,0 +1,121 @@
+"""Every option of ``generate()`` is honored, refused by name, or of no effect without a strategy.
+
+An option that a newer Transformers adds is in none of these lists, and fails here until somebody
+has looked at it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, PAD, STRATEGIES, prompt
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    WatermarkingConfig,
+)
+
+from hf_spec.decoding.compiling import STATIC
+
+#: Options that mean what they mean in plain generation, with values that matter.
+HONORED: dict[str, Any] = {
+    "max_length": 18, "max_new_tokens": 9, "min_length": 16, "min_new_tokens": 6, "max_time": 60.0,
+    "stop_strings": None,  # needs a tokenizer; tests/decoding/test_generate.py
+    "do_sample": False, "use_cache": True, "cache_implementation": "dynamic",
+    "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.1, "top_h": 0.5, "typical_p": 0.7,
+    "epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "repetition_penalty": 1.3,
+    "encoder_repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5], [6, 7]], "renormalize_logits": True, "forced_bos_token_id": 5,
+    "forced_eos_token_id": EOS, "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (4, 1.3), "suppress_tokens": [5, 6, 7],
+    "begin_suppress_tokens": [5, 6, 7], "sequence_bias": {(5,): 3.0},
+    "token_healing": None,  # needs a tokenizer; changes the prompt before decoding
+    "watermarking_config": WatermarkingConfig(), "num_return_sequences": 1, "output_scores": True,
+    "output_logits": True, "return_dict_in_generate": True, "pad_token_id": PAD,
+    "bos_token_id": 3, "eos_token_id": list(range(3, 12)), "prefill_chunk_size": 5,
+    "compile_config": CompileConfig(), "disable_compile": True,
+    "is_assistant": True, "assistant_confidence_threshold": 0.3,
+}  # fmt: skip
+
+#: What some of them need beside them.
+_RECORD = {"return_dict_in_generate": True, "output_scores": True}
+WITH: dict[str, dict[str, Any]] = {
+    "exponential_decay_length_penalty": {"eos_token_id": EOS},
+    "is_assistant": _RECORD,
+    "assistant_confidence_threshold": {"is_assistant": True, **_RECORD},
+}
+
+#: Options that are refused, with a value that is.
+REFUSED: dict[str, Any] = {
+    "num_beams": 2, "num_beam_groups": 2, "constraints": ["..."], "force_words_ids": [[5]],
+    "penalty_alpha": 0.6, "dola_layers": "low", "low_memory": True, "guidance_scale": 1.5,
+    "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1, "assistant_ensemble_weight": 0.5,
+    "use_mtp": True, "speculation_type": "dflash", "output_attentions": True,
+    "output_hidden_states": True,
+}  # fmt: skip
+
+#: Options that only say more about one of those, about another kind of model, or about the config
+#: itself: plain generation of a decoder ignores them.
+WITHOUT_EFFECT: dict[str, Any] = {
+    "early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.5,
+    "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic",
+    "max_matching_ngram_size": 3, "assistant_lookbehind": 3, "target_lookbehind": 3,
+    "decoder_start_token_id": 5, "cache_config": {"nbits": 4}, "max_cache_len": 400,
+    "continuous_batching_config": None, "transformers_version": "5.0.0",
+    "_from_model_config": False,
+}  # fmt: skip
+
+#: Arguments of ``generate()`` itself; the rest go to the configuration or the model.
+ARGUMENTS = {
+    "inputs", "generation_config", "logits_processor", "stopping_criteria",
+    "prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "streamer",
+    "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate",
+    "trust_remote_code", "kwargs",
+}  # fmt: skip
+
+SPEC = STRATEGIES["prompt_lookup"]
+Tiny = Callable[..., PreTrainedModel]
+
+
+def test_no_option_is_overlooked() -> None:
+    lists = (HONORED, REFUSED, WITHOUT_EFFECT)
+    known = [name for options in lists for name in options]
+    assert len(known) == len(set(known))
+    assert set(vars(GenerationConfig())) <= set(known)
+    assert inspect.signature(GenerationMixin.generate).parameters.keys() - {"self"} <= ARGUMENTS
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_refused(tiny: Tiny, option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}=.* with assistant_strategy="):
+        tiny().generate(
+            prompt(), max_new_tokens=4, **SPEC, return_dict_in_generate=True,
+            **{option: REFUSED[option]},
+        )  # fmt: skip
+
+
+def same(model: Any, **options: Any) -> bool:
+    """Whether a sampled call with a seed gives what plain generation gives, with these options."""
+    found = []
+    for spec in ({}, SPEC):
+        torch.manual_seed(0)
+        found.append(model.generate(prompt(), **{"do_sample": True, **options, **spec}))
+    sequences = [one if isinstance(one, torch.Tensor) else one.sequences for one in found]
+    return torch.equal(*sequences)
+
+
+@pytest.mark.parametrize("option", [name for name, value in HONORED.items() if value is not None])
+def test_honored(tiny: Tiny, option: str) -> None:
+    length = {} if option == "max_length" else {"max_new_tokens": 16}
+    assert same(tiny(), **{**length, **WITH.get(option, {}), option: HONORED[option]})
+
+
+def test_without_effect(tiny: Tiny) -> None:
+    assert same(tiny(), max_new_tokens=16, **WITHOUT_EFFECT)
+    assert same(tiny(), max_new_tokens=16, cache_implementation=STATIC, max_cache_len=400)

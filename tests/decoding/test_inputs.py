@@ -1,0 +1,131 @@
+"""Inputs beside the prompt reach the forwards that get them in plain generation, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import lent
+from conftest import ARCHITECTURES, STRATEGIES, plainly, prompt, ragged
+from running import drafting
+from transformers import (
+    AutoConfig,
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
+
+import hf_spec
+from modeling_patches.cache_name import CACHE
+
+Tiny = Callable[..., PreTrainedModel]
+Spec = dict[str, Any]
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+IMAGE = 60
+
+
+def test_labels_are_dropped(tiny: Tiny, spec: Spec) -> None:
+    """Data collators add them."""
+    model, batch = tiny(), ragged()
+    plain = plainly(model, **batch, **GREEDY)
+    for labels in (batch["input_ids"].clone(), batch["input_ids"][:, :4].clone()):
+        assert torch.equal(model.generate(**batch, labels=labels, **GREEDY, **spec), plain)
+
+
+def test_labels_leave_probes_under_the_prompt(tiny: Tiny) -> None:
+    model = tiny()
+    with lent(model, hf_spec.BitaConfig(), random=True):
+        spec = drafting("bita")
+        plain = model.generate(prompt(), **GREEDY)
+        drafted = []
+        for labels in ({}, {"labels": prompt()}):
+            assert torch.equal(model.generate(prompt(), **labels, **GREEDY, **spec), plain)
+            drafted.append(hf_spec.last_stats(model).num_drafted_tokens)
+        assert drafted[0] == drafted[1]
+
+
+def test_a_batch_drops_labels(tiny: Tiny) -> None:
+    model = tiny()
+    batch = hf_spec.Batch(model, 2, labels=prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
+    [done] = batch.generate([prompt()[0]])
+    assert done.sequence.tolist() == plainly(model, inputs=prompt(), **GREEDY)[0].tolist()
+
+
+def test_predict_with_generate(fresh: Tiny, tmp_path: Path) -> None:
+    """``Seq2SeqTrainer`` evaluates with a batch's labels beside its prompts."""
+    pytest.importorskip("accelerate")
+    model = fresh()
+    rows = [{"input_ids": row, "labels": row} for row in prompt(batch=2)]
+
+    def predicted(**options: Any) -> Any:
+        arguments = Seq2SeqTrainingArguments(
+            str(tmp_path), predict_with_generate=True, use_cpu=True, report_to=[],
+            disable_tqdm=True, generation_config=GenerationConfig(**GREEDY, **options),
+        )  # fmt: skip
+        return Seq2SeqTrainer(model, arguments).predict(rows).predictions
+
+    found = predicted(**STRATEGIES["prompt_lookup"])
+    assert found.tolist() == predicted().tolist()
+    assert hf_spec.last_stats(model).num_generated_tokens
+
+
+@pytest.fixture(scope="module")
+def seeing() -> PreTrainedModel:
+    """A tiny vision-language model; its image is four tokens."""
+    torch.manual_seed(0)
+    eyes = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=8, patch_size=4,
+    )  # fmt: skip
+    text = AutoConfig.for_model("llama", **ARCHITECTURES["llama"][1])
+    config = LlavaConfig(
+        vision_config=eyes, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_an_image_reaches_the_prompt_alone(seeing: PreTrainedModel, spec: Spec) -> None:
+    ids = torch.cat([torch.full((1, 4), IMAGE), prompt()], dim=1)
+    image = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    never = {"suppress_tokens": [IMAGE]}  # which would ask for another image
+    plain = seeing.generate(input_ids=ids, pixel_values=image, **GREEDY, **never)
+    other = seeing.generate(input_ids=ids, pixel_values=-image, **GREEDY, **never)
+    assert plain.tolist() != other.tolist()
+    call = {"input_ids": ids, "pixel_values": image, **GREEDY, **never, **spec}
+    out = seeing.generate(**call, return_dict_in_generate=True)
+    assert out.sequences.tolist() == plain.tolist()
+    with pytest.raises(ValueError, match=f"an image or .* TreeCache as {CACHE}.*Leave"):
+        seeing.generate(**call, **{CACHE: out[CACHE]})
+
+
+def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:
+    model, found = tiny(), []
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        found.append(kwargs.get("num_items_in_batch"))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        model.generate(prompt(), num_items_in_batch=3, **GREEDY, **spec)
+    finally:
+        hook.remove()
+    assert len(found) > 1 and set(found) == {3}
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_values_per_token(tiny: Tiny, spec: Spec, embedded: bool) -> None:
+    model, types = tiny("gpt2"), torch.ones_like(prompt())
+    given = {"inputs_embeds": model.get_input_embeddings()(prompt())} if embedded else {}
+    given = given or {"input_ids": prompt()}
+    with pytest.raises(ValueError, match="'token_type_ids' has one value per"):
+        model.generate(**given, token_type_ids=types, **GREEDY, **spec)
