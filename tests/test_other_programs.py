@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec.cli import run
@@ -70,6 +72,75 @@ def test_lm_eval(tmp_path: Path) -> None:
     [results] = (tmp_path / "out").rglob("results_*.json")
     settings = json.loads(results.read_text())["config"]["gen_kwargs"]
     assert settings["assistant_strategy"] == "prompt_lookup"
+
+
+#: A record whose shape a grammar prescribes, and the same as a regular expression.
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3},
+    },
+    "required": ["name", "tags"],
+}
+REGEX = r"(def|class) [a-z]{3,9}(\(self, [a-z]{2,5}\)|\(\)):( [a-z_]{1,8}){2,6}!"
+DEMO = Path(hf_spec.__file__).parent / "demo"
+CODE = ["import os\n", "def add(a, b):\n    return", "x = {"]
+GUIDED = {
+    "prompt_lookup": {"fallback": False},
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [0], "fallback": False},
+    "medusa": {"fallback": False},
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32).eval()
+    model.load_adapter(str(DEMO / "adapters" / "medusa"), adapter_name="heads")
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_xgrammar(demo: tuple[Any, Any], batch: int) -> None:
+    """Its matchers, one per row, must accept each row's own tokens, once and in order."""
+    xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar, see CONTRIBUTING.md")
+    model, tokenizer = demo
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
+    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+    inputs = tokenizer(CODE[:batch], return_tensors="pt", padding=True)
+    width = inputs["input_ids"].shape[1]
+
+    def generate(**options: Any) -> Any:
+        processor = xgrammar.contrib.hf.LogitsProcessor(grammar)  # good for one call
+        return model.generate(**inputs, max_new_tokens=48, logits_processor=[processor], **options)
+
+    expected = generate(do_sample=False)
+    for name, kwargs in GUIDED.items():
+        spec = {"assistant_strategy": name, "assistant_kwargs": kwargs}
+        assert generate(do_sample=False, **spec).tolist() == expected.tolist()
+        samples = generate(do_sample=True, num_return_sequences=3, **spec)
+        for text in tokenizer.batch_decode(samples[:, width:], skip_special_tokens=True):
+            matcher = xgrammar.GrammarMatcher(grammar)
+            assert matcher.accept_string(text)
+
+
+@pytest.mark.parametrize("backend", ["outlines_core", "xgrammar", "llguidance"])
+def test_outlines(demo: tuple[Any, Any], backend: str) -> None:
+    """Through its own generator, which passes the strategy on."""
+    outlines = pytest.importorskip("outlines", reason="needs outlines, see CONTRIBUTING.md")
+    pytest.importorskip(backend, reason=f"needs {backend}, see CONTRIBUTING.md")
+    model = outlines.from_transformers(*demo)
+    generator = outlines.Generator(model, outlines.regex(REGEX), backend=backend)
+    options = {"max_new_tokens": 40, "do_sample": False}
+    one, several = generator(CODE[0], **options), generator.batch(CODE, **options)
+    for name, kwargs in GUIDED.items():
+        spec = {"assistant_strategy": name, "assistant_kwargs": kwargs}
+        assert generator(CODE[0], **options, **spec) == one
+        assert generator.batch(CODE, **options, **spec) == several
+        options_of_samples = {"max_new_tokens": 60, "do_sample": True, "num_return_sequences": 3}
+        samples = generator(CODE[0], **options_of_samples, **spec)
+        assert all(re.fullmatch(REGEX, text) for text in samples if text.endswith("!"))
 
 
 @pytest.mark.parametrize(
