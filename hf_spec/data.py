@@ -292,7 +292,7 @@ def _answer(given: Mapping[str, Any]) -> tuple[list[Message], str | None]:
     for name in ANSWER_FIELDS:
         found = given.get(name)
         if isinstance(found, list) and found:
-            if isinstance(found[0], dict):
+            if name == "completion" and isinstance(found[0], dict):
                 return _messages(name, found), None
             found = found[0]
         if isinstance(found, str) and found.strip():

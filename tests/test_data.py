@@ -191,7 +191,7 @@ def test_folders_and_missing_files(tmp_path: Path) -> None:
         read_prompts(tmp_path / "none")
 
 
-@pytest.mark.parametrize("answer", [{}, {"answer": " "}, {"answer": 3}])
+@pytest.mark.parametrize("answer", [{}, {"answer": " "}, {"answer": 3}, {"answer": [{"a": 1}]}])
 def test_prompts_alone_are_for_prompts_alone(tmp_path: Path, answer: dict[str, Any]) -> None:
     rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a"} | answer]
     (tmp_path / "x").write_text(as_lines(rows))
