@@ -2,6 +2,7 @@
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
 #   make test-all  the same with every combination of parameters instead of every pair, and the sweep
+#   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
 #   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make docs      the documentation site, in site/
 #   make figures   its figures, and docs/tour.ipynb with its outputs
@@ -9,14 +10,15 @@
 #   make quality   linter, format, types and the site: exactly what CI runs
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+LATEST := .venv-latest
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-all sweep docs figures dist dist-check quality clean
+.PHONY: help venv demo test test-all test-latest sweep docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,10s/^# *//p' Makefile
+	@sed -n '2,11s/^# *//p' Makefile
 
 venv: $(STAMP)
 
@@ -36,13 +38,23 @@ demo: $(STAMP)
 	@echo 'hf-spec demo: loading PyTorch and Transformers, which takes a few seconds'
 	@$(BIN)/hf-spec demo $(ARGS)
 
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
 
 test-all: $(STAMP)
 	$(PYTEST) --every-case --every-architecture $(ARGS)
+
+# Each call looks for newer releases, so there is no stamp. PyTorch stays: pip may know it for CUDA only.
+test-latest: VENV := $(LATEST)
+test-latest:
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@grep '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(VENV)/constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|peft|tokenizers|huggingface.hub)=='
+	$(PYTEST) $(ARGS)
 
 sweep: $(STAMP)
 	$(PYTEST) -q tests/test_every_architecture.py --every-architecture
@@ -75,4 +87,4 @@ quality: $(STAMP)
 	@$(MAKE) --no-print-directory docs
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

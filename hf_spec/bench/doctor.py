@@ -69,7 +69,7 @@ def supported(model: Any) -> dict[str, str | None]:
 def _obstacle(model: Any, method: Method) -> str | None:
     ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
     config, lent = method.adapter_config, False
-    active = [*model.active_adapters()] if getattr(model, "_hf_peft_config_loaded", False) else []
+    active = [*model.active_adapters()] if getattr(model, "peft_config", None) else []
     try:
         if config is not None and find_active(model, config.type_name) is None:
             with warnings.catch_warnings(action="ignore"):  # of adapters side by side

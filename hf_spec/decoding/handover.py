@@ -25,7 +25,7 @@ class Handover:
     ``DynamicCache`` is unchanged.
 
     Args:
-        given: the call's ``past_key_values``, from the caller or created by ``generate``; or None.
+        given: the call's KV cache, from the caller or created by ``generate``; or None.
         emission: the call's growing sequences.
         returned: whether the call's output contains the cache.
         allocate: allocates buffers of bucketed sizes for a new cache; None for buffers of the exact

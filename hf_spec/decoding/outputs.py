@@ -16,7 +16,7 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     """``GenerateDecoderOnlyOutput`` with statistics.
 
     ``scores`` and ``logits`` are those of plain generation, and zero past the end of a sequence.
-    ``past_key_values`` holds all tokens of each sequence except the last.
+    The KV cache holds all tokens of each sequence except the last.
 
     Attributes:
         spec_stats: counts and times of this call.

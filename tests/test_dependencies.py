@@ -1,0 +1,144 @@
+"""What we use of other libraries that is not public is listed in CONTRIBUTING.md, and is there.
+
+A newer Transformers or PEFT without one of these names fails here, and the list says what breaks.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import hf_spec
+import modeling_patches
+
+ROOT = Path(__file__).parent.parent
+LIBRARIES = ("transformers", "peft", "accelerate", "torch")
+#: Modules that need packages which are not always installed, or end the process.
+NOT_IMPORTED = ("hf_spec.engines.vllm", "hf_spec.startup", "hf_spec.cli.__main__")
+#: Private by name only.
+NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+#: Attributes of ours on objects of others.
+MARKS = {"_hf_spec", "_home", "_source", "_static_steps", "_tell_made", "_tiled", "_warms_up"}
+
+
+class Row(NamedTuple):
+    names: list[str]
+    purpose: str
+    tests: list[str]
+
+
+def table() -> list[Row]:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies")[2]
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:3] == "| `"]
+    ticked = re.compile(r"`([^`]+)`")
+    return [Row(ticked.findall(names), why, ticked.findall(tests)) for names, why, tests in cells]
+
+
+def listed() -> set[str]:
+    return {name.rpartition(".")[2] for row in table() for name in row.names}
+
+
+def test_every_row_is_complete() -> None:
+    rows = table()
+    assert len(rows) > 10
+    for row in rows:
+        assert row.names and row.purpose and row.tests, row
+        for path in row.tests:
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("name", [name for row in table() for name in row.names])
+def test_it_is_there(name: str) -> None:
+    """As an attribute; or, if it is one of instances only, in the source of its module."""
+    owner, _, last = name.rpartition(".")
+    assert owner.partition(".")[0] in LIBRARIES
+    found = resolved(owner)
+    module = inspect.getmodule(found)
+    assert module is not None
+    assert hasattr(found, last) or re.search(rf"\b{last}\b", inspect.getsource(module))
+
+
+def resolved(name: str) -> Any:
+    """The object of a dotted name."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(f"{name} cannot be imported")
+
+
+def is_private(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def names_of(tree: ast.AST) -> Iterator[tuple[Any, bool]]:
+    """Private names in a module, and whether it makes them its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name, True
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, True
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            yield node.attr, isinstance(node.ctx, ast.Store) and owner in ("self", "cls", "own")
+        elif isinstance(node, ast.ImportFrom):
+            for part in (*(node.module or "").split("."), *(alias.name for alias in node.names)):
+                yield part, False
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            yield getattr(node.args[1], "value", None), False
+
+
+def used() -> set[str]:
+    """The private names of others in our code."""
+    paths = [
+        path
+        for package in ("hf_spec", "modeling_patches", "hub_cards")
+        for path in (ROOT / package).rglob("*.py")
+        if "serving" not in path.parts
+    ]
+    found = [pair for path in paths for pair in names_of(ast.parse(path.read_text()))]
+    own = {name for name, ours in found if ours}
+    return {name for name, _ in found if is_private(name)} - own - NAMED_TUPLES - MARKS
+
+
+def overridden() -> set[str]:
+    """Private methods of their classes that classes of ours override."""
+    found = set()
+    for package in (hf_spec, modeling_patches):
+        for part in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if part.name.startswith(NOT_IMPORTED) or "serving" in part.name:
+                continue
+            for ours in vars(importlib.import_module(part.name)).values():
+                if inspect.isclass(ours) and ours.__module__ == part.name:
+                    theirs = [b for b in ours.__mro__ if b.__module__.startswith(LIBRARIES)]
+                    found |= {
+                        name for name in vars(ours) if any(name in vars(base) for base in theirs)
+                    }
+    return {name for name in found if is_private(name)} - {"_abc_impl"}
+
+
+def test_every_private_name_in_the_code_is_listed() -> None:
+    assert used() - listed() == set()
+    assert overridden() - listed() == set()
+
+
+def test_what_is_listed_is_used() -> None:
+    code = "\n".join(
+        path.read_text()
+        for package in ("hf_spec", "modeling_patches", "hub_cards")
+        for path in (ROOT / package).rglob("*.py")
+    )
+    assert [name for name in sorted(listed()) if not re.search(rf"\b{name}\b", code)] == []
