@@ -201,6 +201,24 @@ def test_a_peft_model_around_another(fresh: Fresh, tmp_path: Path) -> None:
     assert set(model.peft_config) == {"default", "ours"}
 
 
+def test_training_on_top_of_a_fine_tune(fresh: Fresh, tmp_path: Path) -> None:
+    """Only ours is trained, and it learns from the fine-tuned model."""
+    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
+    trained(tuned)
+    tuned.save_pretrained(tmp_path)
+    expected = tokens(tuned)
+    model = PeftModel.from_pretrained(fresh("llama"), tmp_path)
+    model = get_peft_model(model, CONFIGS["medusa"](), adapter_name="ours")
+    changing = {name for name, part in model.named_parameters() if part.requires_grad}
+    assert changing and all("spec_modules" in name for name in changing)
+    ids = prompt(12, batch=2)
+    anchors = torch.tensor([[2, 5], [3, 6]])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    model(input_ids=ids, labels=ids, anchors=anchors).loss.backward()
+    optimizer.step()
+    assert tokens(model, "medusa") == tokens(model) == expected
+
+
 def test_a_lora_that_takes_the_name_of_ours(fresh: Fresh, tmp_path: Path) -> None:
     model = fresh("llama")
     model.load_adapter(saved(fresh, tmp_path / "ours", "medusa"))
