@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.contents import contents
+from modeling_patches.embeddings import features, in_use
 from modeling_patches.layer_skip import decoder_layers, sublayers
 from modeling_patches.narrow_products import product
 from modeling_patches.per_call import Changes, plain
@@ -31,9 +32,6 @@ from modeling_patches.ranks import own_share, summed
 
 #: PEFT's name for the linear modules of all decoder layers.
 ALL_LINEAR = "all-linear"
-#: Attributes with the numbers of input and output features: of torch's linear module and most
-#: quantised ones, of Transformers' `Conv1D`, and of GPTQ.
-_FEATURES = (("in_features", "out_features"), ("nx", "nf"), ("infeatures", "outfeatures"))
 #: Integers as wide as the entries of a weight, to compare bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,15 +55,6 @@ class Factors(NamedTuple):
     down: Tensor
     up: Tensor
     scale: float
-
-
-def features(module: nn.Module) -> tuple[int, int] | None:
-    """Numbers of input and output features of a linear module; None for other modules."""
-    for names in _FEATURES:
-        inputs, outputs = (getattr(module, name, None) for name in names)
-        if isinstance(inputs, int) and isinstance(outputs, int):
-            return inputs, outputs
-    return None
 
 
 def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Module]:
@@ -191,10 +180,7 @@ def _ends(name: str, end: str) -> bool:
 
 def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """All modules with their names; a PEFT wrapper is replaced by the module that it wraps."""
-    wrapped = getattr(module, "base_layer", None)
-    if isinstance(wrapped, nn.Module):
-        yield from _walk(wrapped, name)
-        return
+    module = in_use(module)
     yield name, module
     for child_name, child in module.named_children():
         yield from _walk(child, f"{name}.{child_name}" if name else child_name)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from modeling_patches.embeddings import input_weight
 from modeling_patches.random_state import random_state, set_random_state
 
 
@@ -27,7 +28,7 @@ class Ranks:
 
     def __init__(self, model: Any):
         self.size = tensor_parallel_size(model)
-        self._device = model.get_input_embeddings().weight.device
+        self._device = input_weight(model).device
         self._group: Any = None
         if self.size > 1:
             mesh = getattr(model, "_device_mesh", None)

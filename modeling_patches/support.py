@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from modeling_patches import alibi
 from modeling_patches.cache_name import CACHE
+from modeling_patches.embeddings import input_weight
 from modeling_patches.ranks import tensor_parallel_size
 
 #: Architectures whose tree forward is tested against plain generation.
@@ -126,7 +127,7 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     """
     check_model(model)
     name = type(model).__name__
-    weight = model.get_input_embeddings().weight
+    weight = input_weight(model)
     if weight.is_meta and not all(one.is_meta for one in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))

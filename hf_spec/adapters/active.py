@@ -37,7 +37,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
     layer: Any = layer_of(base, f"{peft_type.lower()}_")
     if layer is None or layer.disable_adapters:
         return None
-    # `peft_config` has the adapters of all types; the layer's containers name those of this type.
+    # Adapters of other types are active on the same model.
     available = layer._get_available_adapters()
     active = [name for name in layer.active_adapters if name in available]
     if len(active) > 1:
@@ -54,7 +54,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
             f"({', '.join(unloaded)}): load it with model.load_adapter(...), or attach it without "
             "low_cpu_mem_usage."
         )
-    return ActiveAdapter(active[0], base.peft_config[active[0]], layer)
+    return ActiveAdapter(active[0], layer.configs[active[0]], layer)
 
 
 def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAdapter:

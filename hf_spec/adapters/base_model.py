@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ WRAPPED: tuple[tuple[type, str], ...] = (
 )
 
 
-def fingerprint(model: Any) -> str | None:
+def fingerprint(model: Any, tokens: int | None = None) -> str | None:
     """16 hex digits that identify the base weights of ``model``, or None if it has none in memory.
 
     Entries are rounded to bfloat16 before they are hashed: a checkpoint in bfloat16 or float32 has
@@ -48,6 +48,8 @@ def fingerprint(model: Any) -> str | None:
 
     Args:
         model: a causal language model, or a PEFT or ``torch.compile`` wrapper around one.
+        tokens: leave out the embeddings of all but the first tokens, so that a model whose
+            vocabulary grew has the fingerprint from before; None for all.
 
     Returns:
         None if weights are on the meta device, as those are that accelerate has offloaded.
@@ -55,12 +57,20 @@ def fingerprint(model: Any) -> str | None:
     model = getattr(model, "_orig_mod", model)
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    found = dict(_base_parameters(model))
+    found: dict[str, Tensor] = dict(_base_parameters(model))
+    config = model.config.get_text_config()
+    facts = {name: getattr(config, name, None) for name in CONFIG_FACTS}
+    if tokens is not None:
+        size, facts["vocab_size"] = facts["vocab_size"], tokens
+        for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+            by_token = {id(part) for _, part in _base_parameters(embeddings or nn.Module())}
+            for name, parameter in found.items():
+                if id(parameter) in by_token and parameter.shape[0] == size:
+                    found[name] = parameter[:tokens]
     if any(parameter.is_meta for parameter in found.values()):
         return None
-    config = model.config.get_text_config()
     digest = hashlib.sha256()
-    digest.update(repr([getattr(config, name, None) for name in CONFIG_FACTS]).encode())
+    digest.update(repr(list(facts.values())).encode())
     for name, parameter in sorted(found.items()):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(_entries(parameter).view(torch.int16).numpy().tobytes())
@@ -120,6 +130,8 @@ def facts_of(model: Any) -> dict[str, Any]:
 def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model: Any) -> None:
     """Check that a model has the shape of the base that an adapter was trained for.
 
+    Its vocabulary may have grown since, as it does by ``resize_token_embeddings``.
+
     Args:
         adapter: the adapter's type, such as "BITA".
         made_for: facts of its base; those that the model's config lacks are skipped.
@@ -131,13 +143,23 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
     """
     found = facts_of(model)
     for name, value in made_for.items():
+        if name == "vocab_size" and grew(made_for, model):
+            continue
         if name in found and found[name] != value:
             where = f" ({base})" if base else ""
+            resized = f" Or add the missing tokens first: resize_token_embeddings({value})."
             raise ValueError(
                 f"this {adapter} adapter was made for a model with {name}={value!r}{where}, "
                 f"{type(model).__name__} has {name}={found[name]!r}. Load it onto "
                 f"{base or 'the model it was made for'}, or make one for this model."
+                f"{resized if name == 'vocab_size' else ''}"
             )
+
+
+def grew(made_for: Mapping[str, Any], model: Any) -> bool:
+    """Whether a model has more tokens than the base that an adapter was trained for."""
+    before, now = made_for.get("vocab_size"), facts_of(model).get("vocab_size")
+    return isinstance(before, int) and isinstance(now, int) and before < now
 
 
 @functools.cache  # once per adapter and model, however often they meet

@@ -13,6 +13,7 @@ from hf_spec.adapters.base_model import (
     check_facts,
     facts_of,
     fingerprint,
+    grew,
     warn_of_other_weights,
 )
 from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights
@@ -134,7 +135,8 @@ class SpecPeftConfig(PeftConfig):
     def match_base(self, model: nn.Module) -> None:
         """Raise a ValueError if `model` has another shape than the base of the adapter.
 
-        Other weights of the same shape, such as those of a fine-tuned base, are allowed and logged.
+        Other weights of the same shape, such as those of a fine-tuned base, are allowed and logged;
+        a vocabulary that grew is allowed.
         A config that is not trained yet records missing facts.
         """
         base, name = self.base_model_name_or_path, type(self).type_name
@@ -142,7 +144,8 @@ class SpecPeftConfig(PeftConfig):
         found = facts_of(model)
         if not found:
             return
-        weights = fingerprint(model)
+        made_for = self.base_facts or {}
+        weights = fingerprint(model, made_for["vocab_size"] if grew(made_for, model) else None)
         if not self.inference_mode:
             self.base_facts = {**found, **(self.base_facts or {})}
             self.base_fingerprint = self.base_fingerprint or weights

@@ -22,6 +22,7 @@ from hf_spec.adapters.checkpoint import (
     tensor_facts,
 )
 from hf_spec.adapters.config import SpecPeftConfig
+from modeling_patches.embeddings import in_use
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"
@@ -42,6 +43,9 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
+        #: By adapter. The model's `peft_config` loses them when an adapter of another type takes a
+        #: name, or is unloaded.
+        self.configs: dict[str, SpecPeftConfig] = {}
         self.adapter_layer_names: tuple[str, ...] = ()  # containers of weights
         # An adapter without weights saves this number: without any tensor, no safetensors file is
         # written, and loading fails.
@@ -113,6 +117,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         if not shapes:
             getattr(self, f"{self.prefix}format")[adapter_name] = marker
         tensors = self.build(config, model)
+        self.configs[adapter_name] = config
         for name, tensor in tensors.items():
             attribute = f"{self.prefix}{name}"
             tensor = tensor.detach().clone().to(device)
@@ -126,6 +131,10 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
                     self.add_module(attribute, BufferDict(persistent=True))
                     self.other_param_names += (attribute,)
                 getattr(self, attribute)[adapter_name] = tensor
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self.configs.pop(adapter_name, None)
 
     def _get_available_adapters(self) -> set[str]:  # PEFT's sees parameters only
         return set(BaseTunerLayer._all_available_adapter_names(self))
@@ -172,7 +181,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 def base_of(model: nn.Module) -> Any:
     """The base model itself: not compiled, without a `PeftModel` around it."""
     base: Any = getattr(model, "_orig_mod", model)
-    return base.get_base_model() if hasattr(base, "get_base_model") else base
+    return base_of(base.get_base_model()) if hasattr(base, "get_base_model") else base
 
 
 def container_key(prefix: str) -> str:
@@ -198,7 +207,7 @@ def names_on_disk(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 def placement(model: Any) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of an adapter: those of the embeddings, which are never quantised."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    weight = getattr(embeddings, "weight", None)
+    weight = getattr(in_use(embeddings), "weight", None)
     if weight is None:
         weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     device = weight.device

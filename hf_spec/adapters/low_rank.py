@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_ALPHA, MAX_RANK
-from modeling_patches.low_rank import Factors, LowRank, compiled, features
+from modeling_patches.embeddings import features
+from modeling_patches.low_rank import Factors, LowRank, compiled
 
 DOWN, UP = "down__", "up__"
 

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
+from modeling_patches.embeddings import input_weight, output_features
 from modeling_patches.support import kv_shape
 
 #: Fields that ``hf-spec train`` sets by default.
@@ -85,6 +87,13 @@ class PredictingConfig(SpecPeftConfig):
                 "tokens. Take fewer, or 0 for all."
             )
 
+    def known_tokens(self, model: nn.Module) -> int:
+        """Number of tokens that matrices of a loaded adapter have rows for: those of the model, or
+        those that it had before its vocabulary grew."""
+        now = facts_of(model).get("vocab_size", 0)
+        before: int = (self.base_facts or {}).get("vocab_size", now)
+        return before if before < now else vocab_size(model)
+
     def fresh_shared(self, model: nn.Module, distances: int) -> dict[str, Tensor]:
         """Parameters of a new adapter that predicts so many tokens after the next one.
 
@@ -133,8 +142,7 @@ class FrontConfig(PredictingConfig):
 
 def _low_rank(model: Any, leading: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Matrices from embeddings, to states (0 at first) and from states, with leading dimensions."""
-    embedding = model.get_input_embeddings().weight.shape[1]
-    hidden = model.get_output_embeddings().in_features
+    embedding, hidden = input_weight(model).shape[1], output_features(model)[0]
     return (
         torch.randn(*leading, rank, embedding) / embedding**0.5,
         torch.zeros(*leading, hidden, rank),
@@ -142,7 +150,17 @@ def _low_rank(model: Any, leading: tuple[int, ...], rank: int) -> tuple[Tensor, 
     )
 
 
+def of_tokens(model: Any, logits: Tensor, missing: float) -> Tensor:
+    """Logits ``(..., tokens)`` of all tokens of a model, which may have others than an adapter.
+
+    Args:
+        model: the base model.
+        logits: those of the adapter's first tokens.
+        missing: the logit of tokens that only the model has.
+    """
+    return nn.functional.pad(logits, (0, vocab_size(model) - logits.shape[-1]), value=missing)
+
+
 def vocab_size(model: Any) -> int:
     """Number of tokens that the model computes logits for."""
-    made: int = model.get_output_embeddings().out_features
-    return made
+    return output_features(model)[1]

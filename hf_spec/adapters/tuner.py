@@ -36,6 +36,15 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils import ModelOutput
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.adapters.beside_others import (
+    add_beside,
+    delete_by_type,
+    keep_ours,
+    save_without_embeddings,
+    set_beside_saved_modules,
+    set_by_type,
+    state_without_embeddings,
+)
 from hf_spec.adapters.checkpoint import (
     GivenWeights,
     StoredWeights,
@@ -97,6 +106,21 @@ class SpecTuner(BaseTuner):
     tuner_layer_cls: type[SpecAdapterLayer]
     objective: ClassVar[Objective | None] = None
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
+
+    def __init__(
+        self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        model = base_of(model)  # a PeftModel of another type may be around it
+        config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
+        configs: Any = getattr(model, "peft_config", {})
+        taken = configs.get(adapter_name, config)
+        if taken is not config:
+            raise ValueError(
+                f"the model already has an adapter named {adapter_name!r}, of type "
+                f"{str(getattr(taken.peft_type, 'value', taken.peft_type))}: give this one another "
+                f"name, such as adapter_name={type(config).type_name.lower()!r}."
+            )
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(
         self,
@@ -170,6 +194,24 @@ class SpecTuner(BaseTuner):
             )
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Choose the active adapter of this type; adapters of other types stay as they are."""
+        # PEFT's would also turn off the modules and tokens that a LoRA has trained.
+        layer: Any = self._own_layer
+        layer.set_adapter(adapter_name, inference_mode)
+        self.active_adapter = adapter_name
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter of this type; see `set_adapter`."""
+        layer: Any = self._own_layer
+        if adapter_name not in layer.configs:
+            raise ValueError(f"Adapter {adapter_name} does not exist")
+        if adapter_name in layer.merged_adapters:
+            raise ValueError(f"Adapter {adapter_name} is merged: call unmerge_adapter() first.")
+        self.peft_config.pop(adapter_name, None)
+        layer.delete_adapter(adapter_name)
+        self.active_adapter = layer.active_adapters
+
     def merge_adapter(
         self, adapter_names: list[str] | None = None, safe_merge: bool = False
     ) -> None:
@@ -194,14 +236,17 @@ class SpecTuner(BaseTuner):
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> nn.Module:
+        layer = self._own_layer
         if merge:
-            self._own_layer.merge_into(self.model, safe_merge, adapter_names)
-        self._own_layer.disconnect(keep_merged=merge)
+            layer.merge_into(self.model, safe_merge, adapter_names)
+        layer.disconnect(keep_merged=merge)
         container = getattr(self.model, CONTAINER)
         del container[container_key(self.prefix)]
         if not container:
             delattr(self.model, CONTAINER)
-        if hasattr(self.model, "peft_config"):
+        for name in layer.configs:
+            self.model.peft_config.pop(name, None)
+        if not self.model.peft_config:
             del self.model.peft_config
         return self.model
 
@@ -325,7 +370,11 @@ def _check_before_reload(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_given(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PreTrainedModel.load_adapter`: record weights that are passed with a config."""
+    """`PreTrainedModel.load_adapter`: record weights that are passed with a config.
+
+    How names on disk become those of the model is recorded by the original, for saving: that of an
+    adapter would rename the model's own weights in the next `save_pretrained`.
+    """
     signature = inspect.signature(original)
 
     def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -337,7 +386,11 @@ def _note_given(original: Callable[..., Any]) -> Callable[..., Any]:
                 config._source = GivenWeights(tensors)
             elif place is not None:
                 config._source = _stored(place, {**kwargs, **(given.get("adapter_kwargs") or {})})
-        return original(self, *args, **kwargs)
+        before = getattr(self, "_weight_conversions", None)
+        result = original(self, *args, **kwargs)
+        if isinstance(self.peft_config[given.get("adapter_name") or "default"], SpecPeftConfig):
+            self._weight_conversions = before
+        return result
 
     return load_adapter
 
@@ -346,7 +399,14 @@ peft_minimum.accept()
 _enter(PeftConfig, "from_pretrained", _note_source)
 _enter(PeftConfig, "from_peft_type", _check_keys)
 _enter(PeftModel, "load_adapter", _check_before_reload)
+_enter(PeftModel, "add_adapter", add_beside)
+_enter(PeftModel, "set_adapter", set_by_type)
+_enter(PeftModel, "delete_adapter", delete_by_type)
+_enter(PeftModel, "save_pretrained", save_without_embeddings)
+_enter(BaseTuner, "_unload_and_optionally_merge", keep_ours)
 _enter(PeftAdapterMixin, "load_adapter", _note_given)
+_enter(PeftAdapterMixin, "set_adapter", set_beside_saved_modules)
+_enter(PeftAdapterMixin, "get_adapter_state_dict", state_without_embeddings)
 
 
 # --------------------------------------------------------------------------------------- internals

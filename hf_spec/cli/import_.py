@@ -13,7 +13,13 @@ from hf_spec.model.loading import load_model
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="A published checkpoint, .safetensors or .pt.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="A published checkpoint, .safetensors or .pt; a folder or a repository on the Hub "
+            "with one."
+        ),
+    ],
     kind: Annotated[str, typer.Option("--type", help="What it holds, such as medusa.")],
     model: Annotated[
         str, typer.Option(help="Base model it was made for: a folder, or a repository on the Hub.")
@@ -27,11 +33,13 @@ def import_(
 
     No code in the file is run: only tensors are read from files of torch.save, and the output is
     safetensors. For a checkpoint in several files give its .index.json. Layouts of 'medusa': heads
-    with their own projections or a shared one, alone or among the weights of a model; vLLM's.
+    with their own projections or a shared one, alone or among the weights of a model; those of
+    vLLM, TensorRT-LLM, ModelOpt and LMDeploy.
 
     \b
     Examples:
-      hf download FasterDecoding/medusa-vicuna-7b-v1.3 --local-dir ./published
+      hf-spec import FasterDecoding/medusa-vicuna-7b-v1.3 --type medusa \\
+          --model lmsys/vicuna-7b-v1.3 --output ./medusa
       hf-spec import ./published/medusa_lm_head.pt --type medusa --model lmsys/vicuna-7b-v1.3 \\
           --output ./medusa
       hf-spec import ./model/pytorch_model.bin.index.json --type medusa --model ./model \\
@@ -39,11 +47,10 @@ def import_(
     """
     from hf_spec.hub import transfer as work
 
-    chosen, _ = work.importable(kind)
+    chosen, published = work.importable(kind)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
-    if not file.is_file():
-        raise ValueError(f"there is no file {str(file)!r}")
+    path = work.find_published(file, published)
     check_writable(output)
     base, _ = load_model(model, dtype, device)
-    typer.echo(f"adapter: {work.import_adapter(file, kind, base, output, options)}")
+    typer.echo(f"adapter: {work.import_adapter(path, kind, base, output, options)}")

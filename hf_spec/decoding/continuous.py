@@ -17,6 +17,7 @@ from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.joining import Finished, Request, Running
 from hf_spec.decoding.scoring import Scorer
 from modeling_patches.cache_name import CACHE
+from modeling_patches.embeddings import input_tokens
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
@@ -109,7 +110,7 @@ class Batch:
                 f"a prompt of shape {tuple(ids.shape)}: give the token ids of one prompt, at "
                 "least one token. Each prompt is added by itself."
             )
-        known = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+        known = input_tokens(self.model)
         if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
             raise ValueError(
                 f"a prompt with token ids from {int(ids.min())} to {int(ids.max())}: the model's "

@@ -28,6 +28,7 @@ from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
+from modeling_patches.embeddings import input_weight, output_weight
 from modeling_patches.per_call import Changes
 
 #: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
@@ -182,9 +183,8 @@ def _rides(
         real = torch.ones_like(positions) if mask is None else mask
         if not bool(((positions == real.cumsum(-1) - 1) | (real == 0)).all()):
             return False
-    devices = {
-        part.weight.device for part in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
+    head = output_weight(model)
+    devices = {weight.device for weight in (input_weight(model), head) if weight is not None}
     text = model.config.get_text_config(decoder=True)
     return (
         0 < emission.width <= RIDING

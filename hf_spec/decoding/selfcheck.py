@@ -33,6 +33,7 @@ from hf_spec.model.graphs import TOLERANCE
 from hf_spec.model.hidden_states import output_logits, taken
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
+from modeling_patches.embeddings import input_weight
 from modeling_patches.support import VERIFIED, context_ends
 
 _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
@@ -121,7 +122,7 @@ class _Trial:
         self.padded, self.start = padded, start
         self.tolerance = TOLERANCE.get(model.dtype, 5e-2)
         self.text_config = model.config.get_text_config(decoder=True)
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_weight(model).device
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
         # A separate generator, so that the caller's seeded generator is not advanced.

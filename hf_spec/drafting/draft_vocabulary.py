@@ -19,9 +19,10 @@ from torch import Tensor
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
+from modeling_patches.embeddings import is_updated, output_bias, output_features, output_weight
 from modeling_patches.narrow_products import product
 
-#: Columns of quantised or otherwise indirect output embeddings that are read at once.
+#: Columns of output embeddings, quantised or with adapters of PEFT, that are read at once.
 AT_ONCE = 64
 
 
@@ -98,7 +99,7 @@ class DraftVocabulary:
         if self._made is not None:
             return self._made
         head = self.model.get_output_embeddings()
-        weight, bias = (getattr(head, name, None) for name in ("weight", "bias"))
+        weight, bias = output_weight(self.model), output_bias(self.model)
 
         def make() -> _Rows:
             tokens, known = self._tokens, vocab_size(self.model)
@@ -108,18 +109,18 @@ class DraftVocabulary:
                     f"this adapter predicts tokens {low} to {high}, the model has {known}: it was "
                     "made for another model, or its file is damaged. Load it on its own model."
                 )
-            if isinstance(weight, Tensor) and is_plain(weight):
+            if weight is not None and is_plain(weight) and not is_updated(head):
                 tokens = tokens.to(weight.device)
                 rows = weight.detach()[tokens]
             else:
-                width = head.in_features
+                width = output_features(self.model)[0]
                 parts = torch.eye(width, device=tokens.device).split(AT_ONCE)
                 made = [linear_logits(self.model, part).to(tokens.device) for part in parts]
                 rows = torch.cat([part[:, tokens] for part in made]).T.contiguous()
             own = None if bias is None else bias.detach()[tokens.to(bias.device)]
             return _Rows(tokens, rows, own)
 
-        self._made = made_once(self._tokens, (weight, bias), make)
+        self._made = made_once(self._tokens, (head,), make)
         return self._made
 
 

@@ -19,15 +19,15 @@ from torch.nn import functional
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.adapters.predicting import PredictingConfig, of_tokens
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
-from hf_spec.model.sequences import future_labels, token_hidden
-from modeling_patches.low_rank import features
+from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
+from modeling_patches.embeddings import output_bias, output_features, output_weight
 from modeling_patches.narrow_products import product
 
 PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
@@ -71,8 +71,8 @@ class HeadsConfig(PredictingConfig):
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if `model` has no output embeddings that the heads can start from."""
         super().check_base(model)
-        embeddings = _output_embeddings(model)
-        weight = getattr(embeddings, "weight", None)
+        output_features(model)
+        weight = output_weight(model)
         plain = isinstance(weight, Tensor) and weight.is_floating_point()
         if self.projection == "own" and not self.inference_mode and not plain:
             raise ValueError(
@@ -87,8 +87,7 @@ class HeadsAdapter(SpecAdapterLayer):
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
         assert isinstance(config, HeadsConfig)
-        embeddings = _output_embeddings(model)
-        hidden, vocab = features(embeddings) or (0, 0)
+        hidden, _ = output_features(model)
         heads, layers = config.num_heads, config.num_layers
         tensors = {
             WEIGHTS: torch.zeros(heads, layers, hidden, hidden),
@@ -96,25 +95,13 @@ class HeadsAdapter(SpecAdapterLayer):
         }
         if config.projection == "own":
             if config.inference_mode:  # the weights are loaded later
-                tensors[PROJECTION] = torch.zeros(heads, vocab, hidden)
+                tensors[PROJECTION] = torch.zeros(heads, config.known_tokens(model), hidden)
             else:
-                tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
+                weight = output_weight(model)
+                assert weight is not None
+                rows = weight.detach()[: config.known_tokens(model)]
+                tensors[PROJECTION] = rows.expand(heads, -1, -1)
         return {**tensors, **config.fresh_shared(model, heads)}
-
-
-def _output_embeddings(model: Any) -> Any:
-    """The linear module that computes logits.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    embeddings = model.get_output_embeddings()
-    if embeddings is None or features(embeddings) is None:
-        raise ValueError(
-            f"{type(model).__name__} has no linear output embeddings, whose input the heads read: "
-            "choose another method."
-        )
-    return embeddings
 
 
 def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
@@ -152,11 +139,15 @@ def head_logits(
 
 
 def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
-    """Own projections of ``states`` (..., heads, hidden), with the model's bias if it has one."""
-    bias = getattr(model.get_output_embeddings(), "bias", None)
-    bias = None if bias is None else bias.to(states)
+    """Own projections of ``states`` (..., heads, hidden), with the model's bias if it has one.
+
+    Tokens that the model has gained since get the lowest logits, and lost ones none.
+    """
     each = zip(states.unbind(-2), projections)
-    return torch.stack([product(x, weight, bias) for x, weight in each], dim=-2)
+    logits = torch.stack([product(x, weight, None) for x, weight in each], dim=-2)
+    logits = of_tokens(model, logits, torch.finfo(logits.dtype).min)
+    bias = output_bias(model)
+    return logits if bias is None else logits + bias.to(logits)
 
 
 def heads_loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
@@ -192,12 +183,17 @@ def loss_of_states(
         return _projected(model, weights[PROJECTION], each).flatten(1, 2)
 
     own = None
+    if config.projection == "own":  # tokens that the heads do not have
+        wanted = wanted.masked_fill(wanted >= weights[PROJECTION].shape[1], IGNORED)
     if config.loss == "distillation":
         with torch.no_grad():
             steps = torch.arange(1, config.num_heads + 1, device=anchors.device)
             later = (anchors[:, :, None] + steps).clamp(max=hidden.shape[1] - 1)
             own = model_logits(model, states_at(hidden, later.flatten(1)))
             own = own.unflatten(1, wanted.shape[1:])
+            if config.projection == "own":
+                known = own[..., : weights[PROJECTION].shape[1]]
+                own = of_tokens(model, known, torch.finfo(known.dtype).min)
     losses, logits = future_losses(
         model, weights, predict, states, batch.input_ids, anchors, wanted, own
     )

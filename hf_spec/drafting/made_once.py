@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from modeling_patches.contents import contents
+from modeling_patches.embeddings import made_of
 
 Made = TypeVar("Made")
 
@@ -21,18 +22,22 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
 
     Args:
         owner: a tensor of the adapter; there is one such table per owner.
-        others: the other inputs: tensors, or None.
+        others: the other inputs: tensors; modules, with PEFT's adapters on them; or None.
         make: computes the table.
     """
-    weights = [owner, *others]
+    weights, switches = [owner], []
+    for other in others:
+        tensors, switch = ([other], ()) if isinstance(other, Tensor) else made_of(other)
+        weights += tensors
+        switches.append(switch)
     # Without the parameters themselves, the owner can be freed.
-    made_of = [one.data if is_plain(one) else one for one in weights]
+    inputs = [one.data if is_plain(one) else one for one in weights]
     plain = [one for one in weights if is_plain(one)]
-    key = contents(plain), [id(one) for one in weights if not is_plain(one)]
+    key = contents(plain), [id(one) for one in weights if not is_plain(one)], switches
     known = _KNOWN.get(owner)
     if known is None or known[0] != key:
         # The key's tensors must not be freed, or another tensor could get their address.
-        known = _KNOWN[owner] = (key, made_of, make())
+        known = _KNOWN[owner] = (key, inputs, make())
     made: Made = known[2]
     return made
 

@@ -26,6 +26,7 @@ from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
 from hf_spec.drafting.made_once import made_once
 from hf_spec.drafting.root_correction import unit_embeddings
 from hf_spec.model.hidden_states import linear_logits
+from modeling_patches.embeddings import input_weight
 
 #: Tokens whose embeddings are projected at once.
 AT_ONCE = 8192
@@ -109,17 +110,16 @@ class Transition:
         """V e(x) and U w(y) of all tokens, computed once: a step needs about a thousand of them."""
         if self._made is not None:
             return self._made
-        embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        others = self.after, embeddings.weight, getattr(head, "weight", None)
+        modules = self.model.get_input_embeddings(), self.model.get_output_embeddings()
 
         def make() -> _Tables:
-            ids = torch.arange(embeddings.weight.shape[0]).split(AT_ONCE)
+            ids = torch.arange(input_weight(self.model).shape[0]).split(AT_ONCE)
             before = torch.cat([self._embedded(some) for some in ids])
             return _Tables(
                 before, linear_logits(self.model, self.after.T).T.to(before).contiguous()
             )
 
-        self._made = made_once(self.before, others, make)
+        self._made = made_once(self.before, (self.after, *modules), make)
         return self._made
 
 

@@ -19,15 +19,35 @@ from torch import Tensor
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
 from hf_spec.adapters.layer import placement
+from hf_spec.core.checks import first_line
 from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
-from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
+from hf_spec.hub.folder import (
+    CONFIG,
+    attached,
+    is_repository,
+    read_json,
+    save_adapter,
+    staging,
+)
 from hf_spec.methods.registry import Export, Method, Published, methods
 
 #: Suffix of files that map tensors to checkpoint files.
 INDEX = ".index.json"
 SAFE = ".safetensors"
+#: Suffixes of checkpoint files; a name that ends in one is no repository.
+SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json", ".gz")
+#: Keys under which training programs keep tensors by name, beside other things.
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+#: First bytes of what is often taken for a checkpoint, and what to do about it.
+NOT_YET = {
+    b"\x1f\x8b": "is compressed by gzip: unpack it first",
+    b"version https://git-lfs": "is a Git LFS pointer: get the file itself by `git lfs pull`, or "
+    "`hf download`",
+}  # fmt: skip
+#: Most names of tensors shown of a file that has none of those wanted.
+SHOWN = 5
 
 
 def importable(name: str) -> tuple[Method, Published]:
@@ -43,12 +63,71 @@ def importable(name: str) -> tuple[Method, Published]:
     return method, method.published
 
 
+def find_published(place: str, published: Published) -> Path:
+    """The file of a published checkpoint, downloaded if needed.
+
+    Args:
+        place: a file; a folder; or a repository on the Hub, ``owner/name``, whose files are taken
+            from the local cache where the Hub cannot be reached.
+        published: names the files that a folder or repository is searched for.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    path = Path(place)
+    wanted = ", ".join(published.files)
+    if path.is_dir():
+        for name in published.files:
+            if (path / name).is_file():
+                return path / name
+        here = sorted(one.name for one in path.iterdir())[:SHOWN]
+        raise ValueError(
+            f"the folder {place!r} has none of {wanted}; it has {', '.join(here) or 'no files'}. "
+            "Give the file itself"
+        )
+    if path.is_file():
+        return path
+    if not is_repository(place) or place.count("/") != 1 or path.suffix in SUFFIXES:
+        raise ValueError(f"there is no file {place!r}, nor a folder of this name")
+    return _downloaded(place, published)
+
+
+def _downloaded(repository: str, published: Published) -> Path:
+    """:func:`find_published` for a repository on the Hub."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    source, unreachable = StoredWeights(repository), None
+    for name in published.files:
+        try:
+            path = source.find(name)
+            if path is not None and name.endswith(INDEX):
+                for shard in _shards(path, published.wants):
+                    source.find(shard)
+        except LocalEntryNotFoundError as error:  # another one may have been downloaded before
+            unreachable = error
+        except OSError as error:
+            raise ValueError(f"cannot read {repository!r}: {first_line(error)}") from error
+        else:
+            if path is not None:
+                return path
+    if unreachable is not None:
+        raise ValueError(
+            f"the Hub cannot be reached, and of {repository!r} none of "
+            f"{', '.join(published.files)} is in the local cache"
+        ) from unreachable
+    raise ValueError(
+        f"the repository {repository!r} has none of {', '.join(published.files)}: download its "
+        "file and give that"
+    )
+
+
 def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
     """Read tensors of a checkpoint by name, without running any code in it.
 
     Args:
         path: a safetensors file; a file of ``torch.save``, which torch's weights-only unpickler
-            reads; or an ``.index.json`` that names several such files in the same folder.
+            reads, with the tensors by name or these under a key such as ``state_dict``; or an
+            ``.index.json`` that names several such files in the same folder.
         wants: whether to read the tensor of a name.
 
     Raises:
@@ -59,6 +138,11 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
         raise ValueError(f"there is no file {str(path)!r}")
     if path.name.endswith(INDEX):
         return _read_index(path, wants)
+    with path.open("rb") as file:
+        start = file.read(32)
+    for magic, problem in NOT_YET.items():
+        if start.startswith(magic):
+            raise ValueError(f"{str(path)!r} {problem}")
     if path.suffix == SAFE:
         from safetensors import SafetensorError, safe_open
 
@@ -77,6 +161,9 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
             "besides, which is not read since it could run code: copy it again, or have it saved "
             "as safetensors by whoever made it"
         ) from error
+    for _ in WRAPPERS:  # one may be inside another
+        inner = data if isinstance(data, dict) else {}
+        data = next((inner[key] for key in WRAPPERS if isinstance(inner.get(key), dict)), data)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise ValueError(f"{str(path)!r} holds a {type(data).__name__}, not tensors by name")
     tensors = {
@@ -122,15 +209,21 @@ def _check_sizes(path: Path, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _read_index(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
+def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
+    """The files that an index names for the tensors that are wanted."""
     places = read_json(path).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{str(path)!r} has no weight_map")
     names = sorted({str(file) for name, file in places.items() if wants(name)})
-    tensors: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name or name.endswith(INDEX):
             raise ValueError(f"{str(path)!r} names {name!r}, which is no file beside it")
+    return names
+
+
+def _read_index(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name in _shards(path, wants):
         tensors |= read_published(path.parent / name, wants)
     return tensors
 
@@ -160,25 +253,44 @@ def import_adapter(
     method, published = importable(method_name)
     method.parse_options(options)
     assert method.adapter_config is not None
+    others: list[str] = []
+
+    def wants(name: str) -> bool:
+        wanted = published.wants(name)
+        if not wanted:
+            others.append(name)
+        return wanted
+
+    found: dict[str, Tensor] | None = None
     try:
-        fields, tensors = published.convert(read_published(path, published.wants))
+        found = read_published(path, wants)
+        fields, tensors = published.convert(found)
         config = method.adapter_config(**fields)
     except ValueError as error:
-        raise ValueError(f"cannot import {str(path)!r}: {error}") from error
+        has = "" if found is None or found else f"; {_listed(others)}"
+        raise ValueError(f"cannot import {str(path)!r}: {error}{has}") from error
     with attached(model, config) as peft_model:
-        found = require_active(model, config.type_name, method.name).weights()
-        wrong = complaints(tensor_facts(tensors), tensor_facts(found))
+        weights = require_active(model, config.type_name, method.name).weights()
+        wrong = complaints(tensor_facts(tensors), tensor_facts(weights))
         if wrong:
             raise ValueError(
                 f"{str(path)!r} does not fit {type(model).__name__}: {'; '.join(wrong)}. Give the "
                 "base model that it was made for"
             )
         check_numbers(f"the checkpoint {str(path)!r}", tensors.items(), placement(model)[1])
-        for name, parameter in found.items():
+        for name, parameter in weights.items():
             parameter.data = tensors[name].contiguous()  # in the file's dtype
         save_adapter(peft_model, output, method.name, options or {})
     write_card(output)
     return output
+
+
+def _listed(names: list[str]) -> str:
+    """What a file has, for an error."""
+    if not names:
+        return "it has no tensors"
+    more = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
+    return f"it has {', '.join(repr(name[:80]) for name in names[:SHOWN])}{more}"
 
 
 def exporter(folder: Path, form: str) -> Export:

@@ -48,10 +48,13 @@ class Published:
         wants: whether the tensor of a name belongs to the adapter; files may contain others, too.
         convert: given tensors by name, returns fields of the adapter's config, and parameters by
             their names in ``SpecAdapterLayer.build``; raises a ValueError if they do not fit.
+        files: names of files that hold such tensors; of a folder, the first one that is there is
+            read.
     """
 
     wants: Callable[[str], bool]
     convert: Callable[[Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+    files: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from modeling_patches.embeddings import (
+    features,
+    in_use,
+    input_weight,
+    output_bias,
+    output_weight,
+)
 from modeling_patches.narrow_products import narrow_products
 from modeling_patches.per_call import Changes
 
@@ -41,8 +48,7 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
 def linear_logits(model: Any, hidden: Tensor) -> Tensor:
     """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
     have another floating-point type."""
-    head = model.get_output_embeddings()
-    bias, weight = getattr(head, "bias", None), getattr(head, "weight", None)
+    bias, weight = output_bias(model), output_weight(model)
     if weight is not None and weight.is_floating_point():
         hidden = hidden.to(weight.dtype)
     logits = output_logits(model, hidden)
@@ -112,8 +118,8 @@ def shapes_logits(model: Any) -> bool:
     Determined once per model, on a constant state whose largest logit is large enough for caps.
     """
     if model not in _SHAPES:
-        weight = model.get_input_embeddings().weight
-        width = getattr(model.get_output_embeddings(), "in_features", weight.shape[1])
+        weight = input_weight(model)
+        width, _ = features(in_use(model.get_output_embeddings())) or (weight.shape[1], 0)
         state = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
         state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
         plain, own = output_logits(model, state), model_logits(model, state)

@@ -31,6 +31,7 @@ from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
+from modeling_patches.embeddings import input_weight
 from modeling_patches.exits import averaged_exits
 from modeling_patches.low_rank import LowRank
 from modeling_patches.narrow_products import narrow_products
@@ -218,8 +219,8 @@ class TreeForward:
         self.position_shift = position_shift[:, None]
         self.model_kwargs = model_kwargs or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
-        self.dtype = model.get_input_embeddings().weight.dtype
-        self.device = model.get_input_embeddings().weight.device
+        weight = input_weight(model)
+        self.dtype, self.device = weight.dtype, weight.device
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.wants_hidden = wants_hidden

@@ -435,7 +435,7 @@ def test_complaints() -> None:
 # ---------------------------------------------------------------------------------------- the base
 
 OTHER_BASES = {
-    "hidden_size": 16, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": 72,
+    "hidden_size": 16, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": 56,
 }  # fmt: skip
 
 

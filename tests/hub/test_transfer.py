@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import zipfile
@@ -20,7 +21,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.hub.folder import check_complete
-from hf_spec.hub.transfer import import_adapter, read_published
+from hf_spec.hub.transfer import find_published, import_adapter, read_published
 from hf_spec.methods.registry import methods
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
@@ -82,10 +83,33 @@ def as_vllm(state: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tens
     return {names[name]: tensor for name, tensor in state.items()}
 
 
+def as_tensorrt_llm(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def renamed(name: str) -> str:
+        head, at, *rest = name.split(".")
+        middle = f"medusa_layers.{at}" if rest[0] == "linear" else "lm_head"
+        return ".".join(("medusa_heads", head, middle, *rest))
+
+    return {renamed(name): tensor for name, tensor in state.items()}
+
+
+def as_lmdeploy(state: dict[str, torch.Tensor], rank: int = 0) -> dict[str, torch.Tensor]:
+    """Each part's name has its rank; weights are transposed."""
+    return {
+        f"medusa.{name.rpartition('.')[0]}.{rank}.{name.rpartition('.')[2]}": tensor.T.contiguous()
+        if tensor.ndim == 2
+        else tensor
+        for name, tensor in state.items()
+    }
+
+
+#: Of LMDeploy's and of TensorRT-LLM's, heads with projections of their own only.
+LAYOUTS = ["alone", "in a model", "medusa_heads", "vllm", "tensorrt_llm", "lmdeploy", "ddp"]
+
+
 # -- layouts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["alone", "in a model", "medusa_heads", "vllm"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("layers", "own"), [(1, True), (1, False), (2, True), (2, False)])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_published_layouts(
@@ -100,6 +124,12 @@ def test_published_layouts(
         state = with_prefix("medusa_heads.", state)
     elif layout == "vllm":
         state = as_vllm(state, layers)
+    elif layout == "tensorrt_llm":
+        state = as_tensorrt_llm(state)
+    elif layout == "lmdeploy":
+        state = as_lmdeploy(state)
+    elif layout == "ddp":
+        state = with_prefix("module.", state)
     path = tmp_path / f"medusa_lm_head{suffix}"
     torch.save(state, path) if suffix == ".pt" else save_file(state, path)
 
@@ -146,6 +176,66 @@ def test_shards_named_by_an_index(checkpoint: Path, tmp_path: Path) -> None:
         read_published(index, methods()["medusa"].published.wants)
 
 
+# -- places ---------------------------------------------------------------------------------------
+
+PUBLISHED = methods()["medusa"].published
+
+
+def test_tensors_under_a_key(checkpoint: Path, tmp_path: Path) -> None:
+    """As training programs save them, beside their own state."""
+    state = medusa_head().state_dict()
+    for number, data in enumerate(
+        ({"state_dict": state, "epoch": 3}, {"model": {"module": state}})
+    ):
+        torch.save(data, tmp_path / f"{number}.pt")
+        found = read_published(tmp_path / f"{number}.pt", PUBLISHED.wants)
+        assert found.keys() == state.keys()
+    output = import_adapter(tmp_path / "0.pt", "medusa", load(checkpoint), tmp_path / "adapter")
+    check_complete(output)
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    state = dict(medusa_head().state_dict())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has none of medusa_lm_head.safetensors, .*; it has conf"):
+        find_published(str(tmp_path), PUBLISHED)
+    for name in ("model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"):
+        path = tmp_path / name
+        torch.save(state, path) if name.endswith(".pt") else save_file(state, path)
+        assert find_published(str(tmp_path), PUBLISHED) == path
+        assert find_published(str(path), PUBLISHED) == path
+        assert read_published(path, PUBLISHED.wants).keys() == state.keys()
+
+
+def test_a_repository_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was downloaded before is found offline: a single file, or an index and its shards."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    state, commit = dict(medusa_head().state_dict()), "0" * 40
+    for name in ("heads", "shards"):
+        root = tmp_path / f"models--org--{name}"
+        (root / "snapshots" / commit).mkdir(parents=True)
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(commit)
+    torch.save(state, tmp_path / f"models--org--heads/snapshots/{commit}/medusa_lm_head.pt")
+    found = find_published("org/heads", PUBLISHED)
+    assert read_published(found, PUBLISHED.wants).keys() == state.keys()
+    folder = tmp_path / f"models--org--shards/snapshots/{commit}"
+    places = dict.fromkeys(state, "model-2.safetensors") | {"lm_head.weight": "model-1.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ValueError, match="cannot be reached, and of 'org/shards' none of medusa_"):
+        find_published("org/shards", PUBLISHED)
+    save_file(state, folder / "model-2.safetensors")
+    assert read_published(find_published("org/shards", PUBLISHED), PUBLISHED.wants).keys() == (
+        state.keys()
+    )
+    with pytest.raises(ValueError, match="the Hub cannot be reached, and of 'org/absent' none of"):
+        find_published("org/absent", PUBLISHED)
+    with pytest.raises(ValueError, match="there is no file 'org/heads.pt', nor a folder"):
+        find_published("org/heads.pt", PUBLISHED)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
@@ -175,7 +265,18 @@ def renamed(name: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.clear(), "holds no heads"),
+        (lambda s: s.clear(), "holds no heads.*; it has no tensors"),
+        (
+            lambda s: [
+                s.update({f"layers.{n}.weight": s.pop(name)}) for n, name in enumerate(list(s))
+            ],
+            r"cannot import '.*heads.pt': it holds no heads: .*; it has 'layers.0.weight', "
+            r"'layers.1.weight', 'layers.2.weight', 'layers.3.weight', 'layers.4.weight' and 4 oth",
+        ),
+        (
+            lambda s: s.update(as_lmdeploy({"0.0.linear.weight": s["0.0.linear.weight"]}, rank=1)),
+            "'medusa.0.0.linear.1.weight': heads split over ranks are not read, only rank 0",
+        ),
         (lambda s: s.pop("1.0.linear.weight"), "head 1, block 0 has no block"),
         (lambda s: s.pop("1.0.linear.bias"), "head 1, block 0 has no bias"),
         (lambda s: s.pop("1.1.weight"), "head 1 has no projection"),
@@ -274,6 +375,17 @@ def test_a_file_that_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     torch.save([torch.zeros(1)], tmp_path / "list.pt")
     with pytest.raises(ValueError, match="holds a list"):
         read_published(tmp_path / "list.pt", lambda name: True)
+
+
+@pytest.mark.parametrize("name", ["heads.pt", "heads.safetensors", "heads.pt.gz"])
+def test_a_file_to_be_unpacked_or_fetched(tmp_path: Path, name: str) -> None:
+    torch.save(medusa_head().state_dict(), tmp_path / "plain.pt")
+    (tmp_path / name).write_bytes(gzip.compress((tmp_path / "plain.pt").read_bytes()))
+    with pytest.raises(ValueError, match=rf"{name}' is compressed by gzip: unpack it first$"):
+        read_published(tmp_path / name, lambda name: True)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ValueError, match=rf"{name}' is a Git LFS pointer: get the file itself by"):
+        read_published(tmp_path / name, lambda name: True)
 
 
 EXPANDED = {"0.0.linear.weight": torch.zeros(1).expand(1_000_000, 1_000_000)}

@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches import low_rank
+from modeling_patches.embeddings import features
 from modeling_patches.layer_skip import decoder_layers
 from modeling_patches.low_rank import (
     Factors,
     LowRank,
-    features,
     linear_modules,
     output_projections,
 )

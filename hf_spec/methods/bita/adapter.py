@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.bita.config import BitaConfig
+from modeling_patches.embeddings import input_weight
 
 #: Standard deviation of initial embeddings (section 4.1).
 INIT_STD = 0.02
@@ -23,7 +24,7 @@ class BitaAdapter(SpecAdapterLayer):
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
         assert isinstance(config, BitaConfig) and config.num_mask_tokens is not None
-        hidden = model.get_input_embeddings().weight.shape[1]
+        hidden = input_weight(model).shape[1]
         count = config.num_prompt_tokens
         tensors = {"masks": torch.randn(config.num_mask_tokens, hidden) * INIT_STD}
         if config.prompt_depth == "shallow":

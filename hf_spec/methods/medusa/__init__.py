@@ -5,7 +5,7 @@ from hf_spec.drafting.heads import HeadsAdapter, heads_loss
 from hf_spec.methods.medusa.config import MedusaConfig
 from hf_spec.methods.medusa.drafter import MedusaDrafter
 from hf_spec.methods.medusa.options import MedusaOptions
-from hf_spec.methods.medusa.published import convert, wants
+from hf_spec.methods.medusa.published import FILES, convert, wants
 from hf_spec.methods.medusa.vllm import vllm_files
 from hf_spec.methods.registry import Export, Method, Published
 
@@ -21,6 +21,6 @@ METHOD = Method(
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
     trained=TRAINED,
     num_anchors=64,
-    published=Published(wants, convert),
+    published=Published(wants, convert, FILES),
     exports={"vllm": Export(vllm_files)},
 )

@@ -1,7 +1,8 @@
 """Reads published Medusa heads.
 
 The known layouts name the tensors of head k, from 0, with L blocks, as follows. Names may have the
-prefix ``medusa_head.`` or ``medusa_heads.``; other tensors, such as the base model's, are ignored.
+prefix ``medusa_head.``, ``medusa_heads.`` or ``medusa.``; other tensors, such as the base model's,
+are ignored.
 
 * Medusa-1 (``medusa_lm_head.pt``, such as medusa-vicuna-7b-v1.3): ``k.j.linear.weight`` and
   ``k.j.linear.bias`` of block j, and ``k.L.weight``, the head's own projection. A model that was
@@ -10,6 +11,9 @@ prefix ``medusa_head.`` or ``medusa_heads.``; other tensors, such as the base mo
 * ``"version": "2"`` of the same repository's config: blocks only, for a shared projection.
 * vLLM: ``blocks.k.layers.j.weight``, ``blocks.k.layers.j.bias`` or none, ``lm_heads.k.weight`` or
   a shared projection, which is the base's.
+* TensorRT-LLM and ModelOpt: ``k.medusa_layers.j.linear.weight`` and so on, ``k.lm_head.weight``.
+* LMDeploy's converter: ``medusa.k.j.linear.0.weight`` and ``.bias``, ``medusa.k.L.0.weight``, where
+  0 is the rank; weights are transposed.
 
 Medusa's training script builds the L blocks of a head from one module, so its files contain L equal
 copies, which are read as separate blocks.
@@ -27,13 +31,22 @@ from torch import Tensor
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
 
-_PREFIX = r"(?:(?:.+\.)?medusa_heads?\.)?"
+_PREFIX = r"(?:module\.)?(?:(?:.+\.)?medusa(?:_heads?)?\.)?"
 #: Head, block and part.
 _BLOCK = re.compile(
-    _PREFIX + r"(?:(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.)(weight|bias)"
+    _PREFIX + r"(?:(\d+)\.(?:medusa_layers\.)?(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.)"
+    r"(weight|bias)"
 )
 #: Head, and the number of blocks before it.
-_PROJECTION = re.compile(_PREFIX + r"(?:(\d+)\.(\d+)|lm_heads\.(\d+))\.weight")
+_PROJECTION = re.compile(_PREFIX + r"(?:(\d+)\.(\d+)|lm_heads\.(\d+)|(\d+)\.lm_head)\.weight")
+#: Head and block, rank, and part, of LMDeploy.
+_BY_RANK = re.compile(r"medusa\.(\d+\.\d+\.(?:linear\.)?)(\d+)\.(weight|bias)")
+#: Files that hold heads, the first one of these in a folder.
+FILES = (
+    "medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors",
+    "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "rank0.safetensors",
+)  # fmt: skip
 
 #: (head, block) or (head,)
 _Key = tuple[int, ...]
@@ -41,7 +54,7 @@ _Key = tuple[int, ...]
 
 def wants(name: str) -> bool:
     """Whether a tensor of this name belongs to a head."""
-    return bool(_BLOCK.fullmatch(name) or _PROJECTION.fullmatch(name))
+    return any(kind.fullmatch(name) for kind in (_BLOCK, _PROJECTION, _BY_RANK))
 
 
 def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -56,18 +69,26 @@ def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Te
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{name!r} is of type {tensor.dtype}: heads are floating point.")
+        if match := _BY_RANK.fullmatch(name):
+            place, rank, part = match.groups()
+            if int(rank[:9]):
+                raise ValueError(f"{name!r}: heads split over ranks are not read, only rank 0.")
+            name, tensor = place + part, tensor.T if tensor.ndim == 2 else tensor
         if match := _BLOCK.fullmatch(name):
             *numbers, part = match.groups()
             _put(parts[part], _key(name, *(n for n in numbers if n is not None)), name, tensor)
         elif match := _PROJECTION.fullmatch(name):
-            head, end, other = match.groups()
-            key = _key(name, head or other, *([] if end is None else [end]))
+            head, end, *others = match.groups()
+            key = _key(name, *(number for number in (head, *others, end) if number is not None))
             _put(projections, key[:1], name, tensor)
             if end is not None:
                 ends[key[0]] = key[1]
     blocks = parts["weight"]
     if not blocks:
-        raise ValueError("it holds no heads: no '0.0.linear.weight' nor 'blocks.0.layers.0.weight'")
+        raise ValueError(
+            "it holds no heads: no '0.0.linear.weight' nor 'blocks.0.layers.0.weight', with "
+            "'medusa_head.' or the like before it"
+        )
     heads, layers = (1 + max(key[at] for key in blocks) for at in (0, 1))
     wanted = [(head, layer) for head in range(heads) for layer in range(layers)]
     _check("block", blocks, wanted)

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import BEFORE, ROOT_BEFORE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from modeling_patches.embeddings import output_bias, output_weight
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,11 @@ def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict
         adapter: the adapter.
 
     Raises:
-        ValueError: the model's output embeddings have a bias, or are quantised; vLLM's are not.
+        ValueError: the model's output embeddings have a bias, are quantised, or have other tokens
+            than the heads; vLLM's do not.
     """
-    output = model.get_output_embeddings()
-    weight = output.weight
-    if getattr(output, "bias", None) is not None or not weight.is_floating_point():
+    weight = output_weight(model)
+    if output_bias(model) is not None or weight is None or not weight.is_floating_point():
         raise ValueError(
             f"{type(model).__name__} has output embeddings with a bias or quantised ones: vLLM's "
             "Medusa heads have neither."
@@ -58,6 +59,11 @@ def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict
             tensors[f"{name}.weight"] = blocks[head, layer]
             tensors[f"{name}.bias"] = weights[BIASES][head, layer]
     own = weights.get(PROJECTION)
+    if own is not None and own.shape[1] != weight.shape[0]:
+        raise ValueError(
+            f"the heads predict {own.shape[1]} tokens, {type(model).__name__} has "
+            f"{weight.shape[0]}: export with the model before its vocabulary was resized."
+        )
     if own is None:
         tensors["lm_head.weight"] = weight
     else:

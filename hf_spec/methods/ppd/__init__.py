@@ -6,7 +6,7 @@ from hf_spec.methods.ppd.config import PPDConfig
 from hf_spec.methods.ppd.drafter import PPDDrafter
 from hf_spec.methods.ppd.objective import loss
 from hf_spec.methods.ppd.options import PPDOptions
-from hf_spec.methods.ppd.published import convert, wants
+from hf_spec.methods.ppd.published import FILES, convert, wants
 from hf_spec.methods.registry import Method, Published
 
 METHOD = Method(
@@ -21,5 +21,5 @@ METHOD = Method(
     training={"learning_rate": 1e-2, "num_train_epochs": 8},
     trained=TRAINED,
     num_anchors=32,
-    published=Published(wants, convert),
+    published=Published(wants, convert, FILES),
 )

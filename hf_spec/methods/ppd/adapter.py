@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.ppd.config import PPDConfig
+from modeling_patches.embeddings import input_weight, output_features
 
 #: Standard deviation of initial prefix tokens, which are not initialised from text.
 INIT_STD = 0.02
@@ -36,11 +37,10 @@ class PPDAdapter(SpecAdapterLayer):
         if config.num_prefix_tokens:
             tensors |= config.fresh_states("prefix", distances * config.num_prefix_tokens, INIT_STD)
         # At first, the head changes nothing.
+        hidden = output_features(model)[0]
         if config.head == "vocabulary":
-            output: Any = model.get_output_embeddings()
-            tensors["head"] = torch.zeros(output.out_features, output.in_features)
+            tensors["head"] = torch.zeros(config.known_tokens(model), hidden)
         elif config.head == "residual":
-            hidden = model.get_output_embeddings().in_features
             if config.head_rank is None:
                 tensors["head"] = torch.zeros(hidden, hidden)
             else:  # as in LoRA, one factor is zero
@@ -53,9 +53,9 @@ class PPDAdapter(SpecAdapterLayer):
 
 def _text_embeddings(model: Any, count: int) -> Tensor:
     """Input embeddings of random tokens, ``(count, hidden)``."""
-    embed = model.get_input_embeddings()
-    ids = torch.randint(embed.weight.shape[0], (count,))
-    if ids.is_meta or embed.weight.is_meta:  # only shapes are needed, or weights are offloaded
-        return torch.randn(count, embed.weight.shape[1]) * INIT_STD
+    embed, weight = model.get_input_embeddings(), input_weight(model)
+    ids = torch.randint(weight.shape[0], (count,))
+    if ids.is_meta or weight.is_meta:  # only shapes are needed, or weights are offloaded
+        return torch.randn(count, weight.shape[1]) * INIT_STD
     with torch.no_grad():
-        return embed(ids.to(embed.weight.device)).float()
+        return embed(ids.to(weight.device)).float()

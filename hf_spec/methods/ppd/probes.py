@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.predicting import of_tokens
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.tree_forward import ProbeInputs
@@ -109,7 +110,7 @@ class PromptTokens:
         """
         if self.config.head == "vocabulary":  # added to logits, so their scale matters
             own = states @ self.weights["head"].to(states).T
-            return model_logits(model, states) + own
+            return model_logits(model, states) + of_tokens(model, own, 0.0)
         if exact:
             return model_logits(model, states, head=head)
         return output_logits(model, states, head)

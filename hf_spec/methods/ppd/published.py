@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 
 EMBEDDINGS = "prompt_embeddings"
+#: Files that hold them, the first one of these in a folder.
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def wants(name: str) -> bool:

@@ -1,0 +1,216 @@
+"""hf_spec's adapters beside adapters of other types, such as a fine-tune's LoRA, on one model.
+
+They hang on the base model, whatever is around it. So a `PeftModel` of a LoRA can load them, and
+one of theirs a LoRA; each type has an active adapter of its own. PEFT and Transformers refuse some
+of this, or change adapters of other types on the way. :mod:`hf_spec.adapters.tuner` wraps their
+methods in the functions here, each of which takes the original method; models without adapters of
+hf_spec pass through unchanged.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, functional
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from transformers.integrations.peft import PeftAdapterMixin
+
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import CONTAINER, base_of, layer_of, layers_of
+
+
+def add_beside(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.add_adapter`: hf_spec's adapters and those of other types share a model.
+
+    The first adapter of a type is active at once, as each type has an active adapter of its own.
+    """
+
+    def add_adapter(
+        self: Any,
+        adapter_name: str,
+        peft_config: Any,
+        low_cpu_mem_usage: bool = False,
+        autocast_adapter_dtype: bool = True,
+    ) -> None:
+        found = {adapter_name: peft_config}
+        same = peft_config.peft_type == self.peft_type
+        if same or adapter_name in self.peft_config or not _has_ours(self, found):
+            original(self, adapter_name, peft_config, low_cpu_mem_usage, autocast_adapter_dtype)
+            return
+        base = base_of(self)
+        tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_config.peft_type]
+        active = _active(base, peft_config.peft_type)
+        trainable = {id(one) for one in base.parameters() if one.requires_grad}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")
+            try:
+                tuner: Any = tuner_class(
+                    base, found, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage
+                )
+            except Exception:
+                base.peft_config.pop(adapter_name, None)
+                raise
+        tuner._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+        if active:  # as in PEFT, later ones are neither active nor trainable
+            _choose(base, peft_config.peft_type, active)
+            for parameter in base.parameters():
+                parameter.requires_grad_(id(parameter) in trainable)
+
+    return add_adapter
+
+
+def set_by_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.set_adapter`: choose the active adapter of each type that is named.
+
+    The adapters of types that are not named stay as they are.
+    """
+
+    def set_adapter(self: Any, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        if not _has_ours(self):
+            original(self, adapter_name, inference_mode)
+            return
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        by_type: dict[Any, list[str]] = {}
+        for name in names:
+            if name not in self.peft_config:
+                raise ValueError(f"Adapter {name} not found.")
+            by_type.setdefault(self.peft_config[name].peft_type, []).append(name)
+        for peft_type, some in by_type.items():
+            if len(some) > 1:
+                raise ValueError(
+                    f"a PeftModel has one active adapter of each type, got {', '.join(some)} of "
+                    f"type {getattr(peft_type, 'value', peft_type)}: choose one of them."
+                )
+            if peft_type == self.peft_type:
+                original(self, some[0], inference_mode)
+            else:
+                _choose(base_of(self), peft_type, some, inference_mode)
+
+    return set_adapter
+
+
+def delete_by_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.delete_adapter`: an adapter of another type than the `PeftModel`'s."""
+
+    def delete_adapter(self: Any, adapter_name: str) -> None:
+        config = self.peft_config.get(adapter_name)
+        if config is None or config.peft_type == self.peft_type or not _has_ours(self):
+            original(self, adapter_name)
+            return
+        tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+        del self.peft_config[adapter_name]
+        layer = layer_of(base_of(self), tuner_class.prefix)
+        if layer is not None:
+            layer.delete_adapter(adapter_name)
+        else:
+            functional.delete_adapter(
+                base_of(self), adapter_name, tuner_class.prefix, tuner_class.tuner_layer_cls
+            )
+
+    return delete_adapter
+
+
+def save_without_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.save_pretrained`: adapters of hf_spec never include the model's embeddings, which
+    PEFT adds where the vocabulary was resized."""
+    signature = inspect.signature(original)
+
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        selected = given.arguments["selected_adapters"]
+        known = self.peft_config
+        names = list(known) if selected is None else selected
+        ours = [name for name in names if isinstance(known.get(name), SpecPeftConfig)]
+        others = [name for name in names if name not in ours]
+        wanted = given.arguments["save_embedding_layers"]
+        for some, embeddings in ((others, wanted), (ours, False)):
+            if some:
+                given.arguments.update(selected_adapters=some, save_embedding_layers=embeddings)
+                original(*given.args, **given.kwargs)
+
+    return save_pretrained
+
+
+def state_without_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.get_adapter_state_dict`: see `save_without_embeddings`."""
+
+    def get_adapter_state_dict(
+        self: Any, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = original(self, adapter_name, *args, **kwargs)
+        name = self.active_adapters()[0] if adapter_name is None else adapter_name
+        if isinstance(self.peft_config[name], SpecPeftConfig):
+            state = {key: tensor for key, tensor in state.items() if CONTAINER in key}
+        return state
+
+    return get_adapter_state_dict
+
+
+def set_beside_saved_modules(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.set_adapter`: several adapters, one of which has `modules_to_save` or
+    `trainable_token_indices`; their wrappers take no name but that adapter's."""
+
+    def set_adapter(self: Any, adapter_name: str | list[str]) -> None:
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        configs = getattr(self, "peft_config", {})
+        wrappers = [one for one in self.modules() if isinstance(one, AuxiliaryTrainingWrapper)]
+        if not (wrappers and names and configs.keys() >= set(names) and layers_of(self)):
+            original(self, adapter_name)
+            return
+        for module in self.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.set_adapter(names)
+        for wrapper in wrappers:
+            own = wrapper.check_set_adapter(names)
+            wrapper.set_adapter([] if own is None else own)
+
+    return set_adapter
+
+
+def keep_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`BaseTuner.unload` and `merge_and_unload`: what they remove are not hf_spec's adapters."""
+
+    def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(self, *args, **kwargs)
+        kept = {
+            name: config for layer in layers_of(model) for name, config in layer.configs.items()
+        }
+        if kept:
+            model.peft_config = kept
+            if isinstance(model, PeftAdapterMixin):
+                model._hf_peft_config_loaded = True
+        return model
+
+    return unload
+
+
+def _active(base: Any, peft_type: Any) -> list[str]:
+    """The active adapters of a type on a base model."""
+    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
+    own = layer_of(base, tuner_class.prefix)
+    kind = tuner_class.tuner_layer_cls
+    layers: Any = [one for one in base.modules() if isinstance(one, kind)] if own is None else [own]
+    return [name for layer in layers[:1] for name in layer.active_adapters]
+
+
+def _choose(base: Any, peft_type: Any, names: list[str], inference_mode: bool = False) -> None:
+    """Set the active adapters of a type on a base model; those of other types stay."""
+    tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
+    own: Any = layer_of(base, tuner_class.prefix)
+    if own is not None:
+        own.set_adapter(names, inference_mode)
+    else:
+        functional.set_adapter(base, names, inference_mode, tuner_class.tuner_layer_cls)
+
+
+def _has_ours(model: Any, added: Mapping[str, Any] | None = None) -> bool:
+    """Whether an adapter of hf_spec is on a `PeftModel`, or among those that are added, and all can
+    share its base model: adapters that are prompts are not on it."""
+    configs = [*model.peft_config.values(), *(added or {}).values()]
+    return any(isinstance(config, SpecPeftConfig) for config in configs) and not any(
+        config.is_prompt_learning or config.is_adaption_prompt for config in configs
+    )

@@ -1,0 +1,477 @@
+"""Adapters of ours beside a fine-tune's: a LoRA, modules and tokens that it has trained."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import prompt, ragged
+from peft import LoraConfig, PeftModel, get_peft_model
+from running import drafting
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.methods.registry import methods
+
+Fresh = Callable[..., PreTrainedModel]
+#: Configs whose adapters draft with all that adapters can have.
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "medusa": lambda: hf_spec.MedusaConfig(num_heads=2, transition_rank=2, draft_vocab_size=40),
+    "own heads": lambda: hf_spec.MedusaConfig(num_heads=2, projection="own", root_rank=2),
+    "propd": lambda: hf_spec.ProPDConfig(num_heads=2, prune_layer=1),
+    "bita": lambda: hf_spec.BitaConfig(num_mask_tokens=2, transition_rank=2, root_rank=2),
+    "space": lambda: hf_spec.SpaceConfig(num_mask_tokens=2, draft_vocab_size=40),
+    "ppd": lambda: hf_spec.PPDConfig(num_prompt_tokens=2, head="vocabulary"),
+    "layer_skip": lambda: hf_spec.LayerSkipConfig(skip_attention=[1]),
+}
+STRATEGY = {name: name for name in CONFIGS} | {"own heads": "medusa"}
+#: What a fine-tune trains beside low-rank updates of layers.
+LORAS: dict[str, dict[str, Any]] = {
+    "layers": {},
+    "tokens": {"trainable_token_indices": [5, 9, 17]},
+    "saved head": {"modules_to_save": ["lm_head"]},
+    "saved embeddings": {"modules_to_save": ["embed_tokens"]},
+    "updated head": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+}
+
+
+def lora(**fields: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **fields})
+
+
+@pytest.fixture(autouse=True)
+def _peft_warns_of_second_adapters() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def trained(model: nn.Module, name: str = "default") -> None:
+    """Change what a fine-tune has trained, so that it matters."""
+    torch.manual_seed(3)
+    for key, parameter in model.named_parameters():
+        if name in key.split(".") and "spec_modules" not in key:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+
+
+def saved(fresh: Fresh, folder: Path, name: str, architecture: str = "llama") -> str:
+    """The folder of an adapter of random weights."""
+    model = get_peft_model(fresh(architecture), CONFIGS[name]())
+    if methods()[STRATEGY[name]].needs_adapter:
+        randomise(model, CONFIGS[name]().type_name)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def tokens(model: Any, name: str | None = None, **inputs: Any) -> list[list[int]]:
+    inputs = inputs or ragged()
+    more = {} if name is None else drafting(STRATEGY[name])
+    return model.generate(**inputs, max_new_tokens=16, do_sample=False, **more).tolist()
+
+
+# ------------------------------------------------------------- what PEFT wraps around embeddings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("llama", "layers"), ("llama", "tokens"), ("llama", "saved embeddings"),
+        ("llama_tied", "tokens"), ("llama_tied", "saved head"), ("llama_tied", "updated head"),
+    ],
+)  # fmt: skip
+def test_every_strategy_beside_a_fine_tune(fresh: Fresh, architecture: str, kind: str) -> None:
+    """Whatever it has trained, in both orders of attaching."""
+    for name, config in CONFIGS.items():
+        for ours_first in (True, False):
+            model = fresh(architecture)
+            if ours_first:
+                model.add_adapter(config(), "ours")
+            tuned = get_peft_model(model, lora(**LORAS[kind])).eval()
+            trained(tuned)
+            expected = tokens(tuned)
+            if not ours_first:
+                tuned.add_adapter("ours", config())
+            if methods()[STRATEGY[name]].needs_adapter:
+                randomise(tuned, config().type_name)
+            assert tokens(tuned) == expected, (name, "the fine-tune is as before")
+            assert tokens(tuned, name) == expected, (name, ours_first)
+        if kind != "layers":
+            with tuned.disable_adapter():
+                assert tokens(tuned) != expected
+
+
+@pytest.mark.parametrize("kind", LORAS)
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+def test_drafts_follow_the_fine_tunes_embeddings(
+    fresh: Fresh, architecture: str, kind: str
+) -> None:
+    """Tables of a call are made of the embeddings as they are used, and anew when that changes."""
+    from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+    from hf_spec.drafting.transition import Transition
+    from hf_spec.model.hidden_states import output_logits
+
+    model = fresh(architecture)
+    model.add_adapter(CONFIGS["medusa"](), "ours")
+    randomise(model, "MEDUSA")
+    tuned = get_peft_model(model, lora(**LORAS[kind])).eval()
+    adapter = find_active(tuned, "MEDUSA")
+    assert adapter is not None
+    weights = adapter.weights()
+    vocabulary = DraftVocabulary.of(weights, model)
+    transition = Transition.of(weights, model)
+    assert vocabulary is not None and transition is not None
+    hidden, previous = torch.randn(1, 3, 32), torch.tensor([[[5, 17], [9, 8]]])
+    states, some = hidden[:, :2], torch.tensor([[[5, 6], [9, 4]]])
+
+    def check() -> None:
+        fresh_ones = DraftVocabulary.of(weights, model), Transition.of(weights, model)
+        expected = output_logits(model, hidden)[..., weights["draft_vocabulary"]]
+        torch.testing.assert_close(fresh_ones[0](hidden), expected)
+        full = transition.logits(previous, states[:, :, None].expand(-1, -1, 2, -1))
+        found = fresh_ones[1].bias(previous, states, some)
+        index = some[:, :, None].expand(-1, -1, 2, -1)
+        torch.testing.assert_close(found, full.gather(3, index))
+
+    check()
+    trained(tuned)
+    check()
+    with tuned.disable_adapter():
+        check()
+    check()
+
+
+# --------------------------------------------------------------------------- the ways to get there
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_peft_model_of_a_lora_loads_ours(fresh: Fresh, tmp_path: Path, name: str) -> None:
+    folder, kind = saved(fresh, tmp_path / "ours", name), CONFIGS[name]().type_name
+    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
+    trained(tuned)
+    expected = tokens(tuned)
+    tuned.load_adapter(folder, adapter_name="ours")
+    assert tuned.active_adapter == "default" and find_active(tuned, kind).name == "ours"
+    assert tokens(tuned, name) == tokens(tuned) == expected
+    frozen = find_active(tuned, kind).weights().values()
+    assert not any(weight.requires_grad for weight in frozen)
+    assert any(p.requires_grad for n, p in tuned.named_parameters() if "lora_" in n)
+    with tuned.disable_adapter():
+        assert tokens(tuned) == tokens(fresh("llama"))
+        if methods()[STRATEGY[name]].needs_adapter:
+            with pytest.raises(ValueError, match=rf"needs an active adapter of type {kind}: act"):
+                tokens(tuned, name)
+    assert tokens(tuned, name) == expected
+
+
+def test_a_peft_model_of_ours_loads_a_lora(fresh: Fresh, tmp_path: Path) -> None:
+    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
+    trained(tuned)
+    expected = tokens(tuned)
+    tuned.save_pretrained(tmp_path / "lora")
+    folder = saved(fresh, tmp_path / "ours", "medusa")
+    model = PeftModel.from_pretrained(fresh("llama"), folder, adapter_name="ours")
+    model.load_adapter(str(tmp_path / "lora"), adapter_name="ft")
+    assert tokens(model, "medusa") == tokens(model) == expected
+    model.load_adapter(saved(fresh, tmp_path / "bita", "bita"), adapter_name="bita")
+    assert tokens(model, "bita") == tokens(model, "medusa") == expected
+    model.delete_adapter("ft")
+    assert tokens(model, "medusa") == tokens(model) == tokens(fresh("llama"))
+
+
+def test_a_peft_model_around_another(fresh: Fresh, tmp_path: Path) -> None:
+    """`PeftModel.from_pretrained` takes a `PeftModel`, too."""
+    folder = saved(fresh, tmp_path / "ours", "medusa")
+    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
+    trained(tuned)
+    expected = tokens(tuned)
+    with pytest.raises(ValueError, match="has an adapter named 'default', of type LORA: give thi"):
+        PeftModel.from_pretrained(tuned, folder)
+    assert tokens(tuned) == expected
+    model = PeftModel.from_pretrained(tuned, folder, adapter_name="ours")
+    assert tokens(model, "medusa") == tokens(tuned, "medusa") == expected
+    assert set(model.peft_config) == {"default", "ours"}
+
+
+def test_training_on_top_of_a_fine_tune(fresh: Fresh, tmp_path: Path) -> None:
+    """Only ours is trained, and it learns from the fine-tuned model."""
+    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
+    trained(tuned)
+    tuned.save_pretrained(tmp_path)
+    expected = tokens(tuned)
+    model = PeftModel.from_pretrained(fresh("llama"), tmp_path)
+    model = get_peft_model(model, CONFIGS["medusa"](), adapter_name="ours")
+    changing = {name for name, part in model.named_parameters() if part.requires_grad}
+    assert changing and all("spec_modules" in name for name in changing)
+    ids = prompt(12, batch=2)
+    anchors = torch.tensor([[2, 5], [3, 6]])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    model(input_ids=ids, labels=ids, anchors=anchors).loss.backward()
+    optimizer.step()
+    assert tokens(model, "medusa") == tokens(model) == expected
+
+
+def test_a_lora_that_takes_the_name_of_ours(fresh: Fresh, tmp_path: Path) -> None:
+    model = fresh("llama")
+    model.load_adapter(saved(fresh, tmp_path / "ours", "medusa"))
+    tuned = get_peft_model(model, lora()).eval()
+    trained(tuned)
+    assert tokens(tuned, "medusa") == tokens(tuned)
+
+
+def test_choosing(fresh: Fresh, tmp_path: Path) -> None:
+    """Each type has an active adapter of its own; a name may be that of a strategy."""
+    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
+    tuned.add_adapter("second", lora())
+    trained(tuned)
+    trained(tuned, "second")
+    first = tokens(tuned)
+    tuned.set_adapter("second")
+    second = tokens(tuned)
+    assert first != second
+    for name, adapter in (("medusa", "medusa"), ("medusa", "other"), ("bita", "bita")):
+        folder = saved(fresh, tmp_path / adapter, name)
+        tuned.load_adapter(folder, adapter_name=adapter)
+    assert find_active(tuned, "MEDUSA").name == "medusa"  # the first of its type
+    tuned.set_adapter("other")
+    assert find_active(tuned, "MEDUSA").name == "other" and tuned.active_adapter == "second"
+    assert tokens(tuned, "medusa") == tokens(tuned, "bita") == second
+    tuned.set_adapter(["default", "medusa"])
+    assert find_active(tuned, "MEDUSA").name == "medusa" and find_active(tuned, "BITA")
+    assert tokens(tuned, "medusa") == tokens(tuned, "bita") == first
+    with pytest.raises(ValueError, match="one active adapter of each type, got medusa, other of t"):
+        tuned.set_adapter(["medusa", "other"])
+    with pytest.raises(ValueError, match="Adapter absent not found"):
+        tuned.set_adapter(["default", "absent"])
+    tuned.delete_adapter("medusa")
+    assert find_active(tuned, "MEDUSA").name == "other" and tokens(tuned, "medusa") == first
+    tuned.delete_adapter("other")
+    assert find_active(tuned, "MEDUSA") is None and tokens(tuned, "bita") == first
+    with pytest.raises(ValueError, match="Adapter other does not exist"):
+        tuned.delete_adapter("other")
+
+
+def test_others_refusals_stay(fresh: Fresh) -> None:
+    """PEFT refuses other mixtures as before."""
+    from peft import IA3Config, PromptTuningConfig
+
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    tuned = get_peft_model(fresh("llama"), lora())
+    for other in (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), prompts):
+        with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
+            tuned.add_adapter("other", other)
+    with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
+        get_peft_model(fresh("llama"), prompts).add_adapter("ours", CONFIGS["medusa"]())
+    ours = get_peft_model(fresh("llama"), CONFIGS["medusa"](), "ours")
+    with pytest.raises(ValueError, match="Target modules .* not found"):
+        ours.add_adapter("wrong", lora(target_modules=["absent"]))
+    assert set(ours.peft_config) == {"ours"}
+
+
+# -------------------------------------------------------------------- through Transformers' methods
+
+
+@pytest.mark.parametrize("kind", ["tokens", "saved head"])
+def test_loaded_by_transformers(fresh: Fresh, tmp_path: Path, kind: str) -> None:
+    model: Any = fresh("llama")
+    plain = tokens(model)
+    model.add_adapter(lora(**LORAS[kind]), adapter_name="ft")
+    trained(model, "ft")
+    expected = tokens(model)
+    model.load_adapter(saved(fresh, tmp_path / "ours", "medusa"), adapter_name="ours")
+    assert tokens(model, "medusa") == tokens(model) == expected
+    model.set_adapter(["ft", "ours"])
+    assert tokens(model, "medusa") == tokens(model) == expected
+    model.set_adapter("ours")
+    assert tokens(model, "medusa") == tokens(model) == plain
+    model.add_adapter(CONFIGS["bita"](), adapter_name="bita")
+    model.set_adapter(["bita", "ft"])
+    assert tokens(model, "bita") == tokens(model) == expected
+    with pytest.raises(ValueError, match="could not be found: absent"):
+        model.set_adapter(["ft", "absent"])
+    model.delete_adapter("ours")
+    assert tokens(model, "bita") == expected
+
+
+# ------------------------------------------------------------------------------ saving and merging
+
+ALONE = """
+import sys, torch, hf_spec
+from transformers import AutoModelForCausalLM
+base, lora, ours = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(base).eval()
+model.load_adapter(lora, adapter_name="ft")
+model.load_adapter(ours, adapter_name="ours")
+ids = torch.tensor([[5, 9, 17, 5, 9, 17]])
+for more in ({}, {"assistant_strategy": "medusa", "assistant_kwargs": {"fallback": False}}):
+    print(model.generate(ids, max_new_tokens=16, do_sample=False, **more).tolist())
+"""
+
+
+def test_each_is_saved_by_itself(fresh: Fresh, tmp_path: Path) -> None:
+    fresh("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    tuned = get_peft_model(model, lora(modules_to_save=["lm_head"]), "ft").eval()
+    trained(tuned, "ft")
+    tuned.load_adapter(saved(fresh, tmp_path / "made", "medusa"), adapter_name="ours")
+    tuned.save_pretrained(tmp_path / "both")
+    tuned.save_pretrained(tmp_path / "one", selected_adapters=["ours"])
+    expected = [tokens(tuned, input_ids=torch.tensor([[5, 9, 17, 5, 9, 17]]))] * 2
+    assert not (tmp_path / "one" / "ft").exists()
+    made = (tmp_path / "made" / "adapter_model.safetensors").read_bytes()
+    for folder in ("both/ours", "one/ours"):
+        assert (tmp_path / folder / "adapter_model.safetensors").read_bytes() == made
+    arguments = (str(tmp_path / part) for part in ("base", "both/ft", "one/ours"))
+    done = forks.run(ALONE, *arguments)
+    found = [line for line in done.stdout.splitlines() if line.startswith("[[")]
+    assert found == [str(row) for row in expected], done.stderr
+
+
+def test_transformers_saves_the_active_one(fresh: Fresh, tmp_path: Path) -> None:
+    model: Any = fresh("llama")
+    model.add_adapter(lora(modules_to_save=["lm_head"]), adapter_name="ft")
+    folder = saved(fresh, tmp_path / "ours", "medusa")
+    model.load_adapter(folder, adapter_name="ours")
+    for name, part in (("ft", "lm_head"), ("ours", "spec_modules")):
+        model.set_adapter(name)
+        model.save_pretrained(tmp_path / name)
+        with safe_open(tmp_path / name / "adapter_model.safetensors", "pt") as file:
+            names = list(file.keys())
+        assert any(part in key for key in names)
+        assert all(("spec_modules" in key) == (name == "ours") for key in names)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_merging_the_lora(fresh: Fresh, tmp_path: Path, ours_first: bool) -> None:
+    folder = saved(fresh, tmp_path / "ours", "medusa")
+    model: Any = fresh("llama")
+    if ours_first:
+        model.load_adapter(folder, adapter_name="ours")
+    tuned = get_peft_model(model, lora(modules_to_save=["lm_head"])).eval()
+    trained(tuned)
+    if not ours_first:
+        tuned.load_adapter(folder, adapter_name="ours")
+    expected = tokens(tuned)
+    merged = tuned.merge_and_unload()
+    assert set(merged.peft_config) == {"ours"} and merged.active_adapters() == ["ours"]
+    assert tokens(merged, "medusa") == tokens(merged) == expected
+    merged.set_adapter("ours")
+    merged.save_pretrained(tmp_path / "again")  # the adapter, as Transformers does
+    made = (tmp_path / "ours" / "adapter_model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "adapter_model.safetensors").read_bytes() == made
+    merged.delete_adapter("ours")
+    merged.save_pretrained(tmp_path / "merged")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    alone.load_adapter(folder)
+    assert tokens(alone, "medusa") == tokens(alone) == expected
+
+
+def test_unloading_ours_leaves_the_lora(fresh: Fresh) -> None:
+    model = fresh("llama")
+    model.add_adapter(lora(), adapter_name="ft")
+    trained(model, "ft")
+    expected = tokens(model)
+    ours = get_peft_model(model, CONFIGS["medusa"](), "ours")
+    ours.unload()
+    assert set(model.peft_config) == {"ft"} and tokens(model) == expected
+
+
+# -------------------------------------------------------------------------- resized vocabularies
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [*((name, "llama_tied") for name in CONFIGS), ("medusa", "llama"), ("own heads", "opt")],
+)
+def test_a_vocabulary_that_grew(fresh: Fresh, tmp_path: Path, name: str, architecture: str) -> None:
+    """An adapter fits before and after tokens are added; batches too, and when sampled."""
+    folder = saved(fresh, tmp_path / "ours", name, architecture)
+    for grown_first in (False, True):
+        model: Any = fresh(architecture)
+        torch.manual_seed(1)
+        if grown_first:
+            model.resize_token_embeddings(66)
+        model.load_adapter(folder)
+        if not grown_first:
+            model.resize_token_embeddings(66)
+        for inputs in (ragged(), {"input_ids": prompt(9)}):
+            assert tokens(model, name, **inputs) == tokens(model, **inputs)
+        sampled = []
+        for more in ({}, drafting(STRATEGY[name])):
+            torch.manual_seed(7)
+            out = model.generate(prompt(9), max_new_tokens=12, do_sample=True, top_k=0, **more)
+            sampled.append(out.tolist())
+        assert sampled[0] == sampled[1]
+
+
+def test_own_heads_draft_what_they_know(fresh: Fresh, tmp_path: Path) -> None:
+    """Tokens that the model has gained are never drafted, and lost ones neither."""
+    folder = saved(fresh, tmp_path / "ours", "own heads")
+    for size in (66, 50):
+        model: Any = fresh("llama")
+        model.load_adapter(folder)
+        model.resize_token_embeddings(size)
+        with torch.no_grad():
+            model.lm_head.weight[40:].mul_(3.0)
+        adapter = find_active(model, "MEDUSA")
+        drafter = methods()["medusa"].drafter(model, methods()["medusa"].parse_options({}))
+        logits = drafter.logits(drafter.states(torch.randn(2, 32), 2))
+        assert logits.shape == (2, 2, size)
+        assert (logits.softmax(-1)[..., 61:] == 0).all()
+        assert adapter.weights()["projections"].shape[1] == 61
+        inputs = {"input_ids": prompt(9).clamp(max=49)}
+        assert tokens(model, "own heads", **inputs) == tokens(model, **inputs)
+
+
+def test_a_grown_base_is_recognised(
+    fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weights are those from before; of a fine-tuned one they are not, which is mentioned."""
+    folder = saved(fresh, tmp_path / "ours", "medusa", "llama_tied")
+    grown: Any = fresh("llama_tied")
+    grown.resize_token_embeddings(66)
+    grown.load_adapter(folder)
+    assert "other weights" not in caplog.text
+    tuned: Any = fresh("llama_tied")
+    tuned.resize_token_embeddings(66)
+    with torch.no_grad():
+        tuned.model.embed_tokens.weight.mul_(1.5)
+    tuned.load_adapter(folder)
+    assert "other weights" in caplog.text
+
+
+def test_a_vocabulary_that_shrank(fresh: Fresh, tmp_path: Path) -> None:
+    folder = saved(fresh, tmp_path / "ours", "medusa")
+    model: Any = fresh("llama")
+    model.resize_token_embeddings(50)
+    with pytest.raises(ValueError, match=r"vocab_size=61.*add the missing .*_embeddings\(61\)"):
+        model.load_adapter(folder)
+
+
+def test_saving_on_a_grown_model(fresh: Fresh, tmp_path: Path) -> None:
+    """PEFT would add the model's embeddings to the adapter's file."""
+    fresh("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    model.resize_token_embeddings(66)
+    tuned = get_peft_model(model, lora(), "ft")
+    tuned.add_adapter("ours", CONFIGS["own heads"]())
+    tuned.save_pretrained(tmp_path / "both")
+    for name, embeddings in (("ft", True), ("ours", False)):
+        with safe_open(tmp_path / "both" / name / "adapter_model.safetensors", "pt") as file:
+            assert any("embed_tokens" in key for key in file.keys()) == embeddings  # noqa: SIM118
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    again.resize_token_embeddings(66)
+    again.load_adapter(str(tmp_path / "both" / "ours"))
+    again.save_pretrained(tmp_path / "again")
+    again = fresh("llama")
+    again.resize_token_embeddings(66)
+    again.load_adapter(str(tmp_path / "again"))
+    assert tokens(again, "own heads") == tokens(again)
