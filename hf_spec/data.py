@@ -1,7 +1,8 @@
 """Reads files of prompts and answers as people have them; all commands read with this module.
 
 A file holds JSON lines or a JSON array of objects, either may be gzipped, in UTF-8 or, with a byte
-order mark, UTF-16; or it is a parquet file. What it holds is seen from its content, not its name.
+order mark, UTF-16 (lines in Windows-1252 are read with a warning); or it is a parquet file. What it
+holds is seen from its content, not its name.
 A row is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
@@ -18,6 +19,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +52,10 @@ BATCH = 1000
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+#: Files of which it has been said that they are not UTF-8.
+_warned: set[str] = set()
 
 
 class Row(NamedTuple):
@@ -171,11 +177,23 @@ def _lines(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[str]
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: not UTF-8: byte {error.start + 1} of the line is "
-                f"{line[error.start]:#04x}; save the file as UTF-8 (iconv -f CP1252 -t UTF-8, if "
-                "that is what it is in)"
-            ) from error
+            yield _from_windows(line, f"{path}, line {number}", error)
+
+
+def _from_windows(line: bytes, place: str, error: UnicodeDecodeError) -> str:
+    """A line that is not UTF-8, read as what older programs on Windows write, with a warning."""
+    found = f"{place}: byte {error.start + 1} of the line is {line[error.start]:#04x}, not UTF-8"
+    try:
+        text = line.decode("cp1252")
+    except UnicodeDecodeError:
+        raise ValueError(f"{found}; save the file as UTF-8") from error
+    file = place.rpartition(",")[0]
+    if file not in _warned:
+        _warned.add(file)
+        logger.warning(
+            "%s: read as Windows-1252; if characters come out wrong, save the file as UTF-8", found
+        )
+    return text
 
 
 def _parsed(text: str, place: str, begun: bool = False) -> Any:

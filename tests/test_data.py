@@ -139,11 +139,18 @@ def test_ids_are_lines_or_positions_in_an_array(tmp_path: Path) -> None:
         assert [one.question_id for one in read] == ids and read[1].category == "default"
 
 
+def test_a_file_from_windows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x").write_bytes('{"prompt": "café"}\n{"prompt": "naïve"}\n'.encode("cp1252"))
+    assert [one.text for one in read_prompts(tmp_path / "x")] == ["café", "naïve"]
+    assert caplog.text.count("line 1: byte 16 of the line is 0xe9, not UTF-8: read as Windows") == 1
+    assert caplog.text.count("Windows-1252") == 1
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\n" + '{"prompt": "café", "answer": "b"}'.encode("cp1252"),
-         "x, line 2: not UTF-8: byte 16 of the line is 0xe9; save the file as UTF-8"),
+        (b'\n{"prompt": "caf\x81", "answer": "b"}',
+         "x, line 2: byte 16 of the line is 0x81, not UTF-8; save the file as UTF-8"),
         ("\ufeff{}".encode("utf-16-le") + b"\x00", "x: begins like UTF-16, but byte 7 is not"),
         (rb'{"prompt": "a\ud83d b", "answer": "b"}',
          r"line 1: 'prompt' has \\ud83d, half of a surrogate pair"),
