@@ -1,7 +1,8 @@
 # Every target does its own set-up: the first call makes .venv, later ones see the stamp and are quick.
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
-#   make test-all  the same with every combination of parameters instead of every pair, and the sweep
+#   make test-all  the same with every combination of parameters instead of every pair, the sweep, and
+#                 programs of others (lm-eval, TRL, DeepSpeed, xgrammar, outlines), which it installs
 #   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
 #   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make docs      the documentation site, in site/
@@ -18,7 +19,7 @@ ARGS ?=
 .PHONY: help venv demo test test-all test-latest sweep docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,11s/^# *//p' Makefile
+	@sed -n '2,12s/^#\( *\)/\1/p' Makefile
 
 venv: $(STAMP)
 
@@ -43,7 +44,14 @@ PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
 
-test-all: $(STAMP)
+# The programs are installed beside what CI has, and stay there.
+PROGRAMS = $(VENV)/.programs
+$(PROGRAMS): $(STAMP)
+	@echo 'lm-eval, TRL, DeepSpeed, xgrammar, outlines: 1 GB more of packages, which takes minutes'
+	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt -e '.[dev,programs]'
+	@touch $@
+
+test-all: $(PROGRAMS)
 	$(PYTEST) --every-case --every-architecture $(ARGS)
 
 # Each call looks for newer releases, so there is no stamp. PyTorch stays: pip may know it for CUDA only.

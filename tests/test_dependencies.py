@@ -22,7 +22,10 @@ import modeling_patches
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("transformers", "peft", "accelerate", "torch")
 #: Modules that need packages which are not always installed, or end the process.
-NOT_IMPORTED = ("hf_spec.engines.vllm", "hf_spec.startup", "hf_spec.cli.__main__")
+NOT_IMPORTED = (
+    "hf_spec.engines.vllm", "hf_spec.startup", "hf_spec.cli.__main__",
+    "modeling_patches.served_models",
+)  # fmt: skip
 #: Private by name only.
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 #: Attributes of ours on objects of others.
@@ -107,7 +110,6 @@ def used() -> set[str]:
         path
         for package in ("hf_spec", "modeling_patches", "hub_cards")
         for path in (ROOT / package).rglob("*.py")
-        if "serving" not in path.parts
     ]
     found = [pair for path in paths for pair in names_of(ast.parse(path.read_text()))]
     own = {name for name, ours in found if ours}
@@ -119,7 +121,7 @@ def overridden() -> set[str]:
     found = set()
     for package in (hf_spec, modeling_patches):
         for part in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if part.name.startswith(NOT_IMPORTED) or "serving" in part.name:
+            if part.name.startswith(NOT_IMPORTED):
                 continue
             for ours in vars(importlib.import_module(part.name)).values():
                 if inspect.isclass(ours) and ours.__module__ == part.name:
