@@ -445,7 +445,7 @@ class _Gated:
             return output
         down, up = self._ready
         inner = inputs.to(down.dtype) @ down
-        if up.dtype != output.dtype:
+        if not inner.dtype == up.dtype == output.dtype:  # autocast may have cast the inner one
             tail.add_(inner @ up)
         elif len(tail) == 1:
             tail[0].addmm_(inner[0], up)

@@ -100,8 +100,8 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """``functional.linear`` by the fastest way.
 
     That is the stock way, without timing, unless the weight is a plain float32 tensor on a CPU, the
-    number of tokens is from 2 to :data:`MOST`, and neither gradients nor other processes, which
-    would have to choose the same way, are involved.
+    number of tokens is from 2 to :data:`MOST`, and neither autocast, gradients nor other processes,
+    which would have to choose the same way, are involved.
 
     Args:
         inputs: ``(..., in_features)``.
@@ -148,5 +148,6 @@ def _concerned(weight: Any) -> bool:
         and weight.dtype == torch.float32
         and weight.numel() >= LEAST
         and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
         and not (distributed.is_available() and distributed.is_initialized())
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +57,7 @@ class Prefilled:
     Attributes:
         forward: tree forward over ``forward.cache``.
         logits: ``(batch, vocab)`` after the last prompt token.
-        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not requested,
-            or if a compiled model does not expose it.
+        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not requested.
         probe_hidden: ``(batch, group, hidden)`` final hidden states of the probes under that token;
             None if there were none.
     """
@@ -152,12 +152,12 @@ def prefill(
     else:
         if given is not None:
             check_packable(given)
-        changes = Changes()
+        changes, run = Changes(), model._prefill
         seen = final_hidden(model, changes) if wants_hidden else []
-        outputs = changes.run(
-            model._prefill, input_ids, config, model_kwargs, is_first_iteration=True
-        )
-        # The last chunk's, if there are several. A model compiled as a whole exposes no states.
+        if wants_hidden:  # otherwise the model runs as it is, compiled if it is compiled
+            run = partial(changes.run, run)
+        outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
+        # The last chunk's, if there are several.
         end = _End(outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None)
         source = cache_in(outputs)
         check_packable(source)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from modeling_patches.narrow_products import narrow_products
-from modeling_patches.per_call import Changes
+from modeling_patches.per_call import Changes, step_aside
 
 #: Replaces output embeddings: from hidden states (..., hidden) to logits.
 Head = Callable[[Tensor], Tensor]
@@ -25,6 +25,8 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     the order of draft tokens.
 
     Args:
+        hidden: ``(..., hidden)``. Autocast within the model's forward may give them another
+            floating-point dtype than that of its weights.
         head: replaces the output embeddings.
     """
     # Flat: on CPUs, the matrix product of a slice (non-contiguous) is ten times slower.
@@ -34,6 +36,9 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     else:
         changes = Changes()
         narrow_products(module, changes)
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.is_floating_point():
+            flat = flat.to(weight.dtype)
         flat = changes.run(module, flat)
     return flat.unflatten(0, hidden.shape[:-1])
 
@@ -42,9 +47,7 @@ def linear_logits(model: Any, hidden: Tensor) -> Tensor:
     """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
     have another floating-point type."""
     head = model.get_output_embeddings()
-    bias, weight = getattr(head, "bias", None), getattr(head, "weight", None)
-    if weight is not None and weight.is_floating_point():
-        hidden = hidden.to(weight.dtype)
+    bias = getattr(head, "bias", None)
     logits = output_logits(model, hidden)
     return logits if bias is None else logits - bias
 
@@ -112,6 +115,7 @@ def shapes_logits(model: Any) -> bool:
     Determined once per model, on a constant state whose largest logit is large enough for caps.
     """
     if model not in _SHAPES:
+        step_aside(model)
         weight = model.get_input_embeddings().weight
         width = getattr(model.get_output_embeddings(), "in_features", weight.shape[1])
         state = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
@@ -164,6 +168,7 @@ def final_hidden(
         wanted: selects the states ``(batch, n, hidden)`` to compute logits from, after the decoder.
             None for all.
     """
+    step_aside(model)
     seen: list[Tensor] = []
 
     def note(args: Any, kwargs: Any, output: Any) -> Any:

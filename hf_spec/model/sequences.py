@@ -22,7 +22,7 @@ from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
-from modeling_patches.per_call import Changes, eager
+from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
@@ -167,7 +167,7 @@ class _Run:
             changes = Changes().update(self.attention.changes)
             seen = final_hidden(self.model, changes)
             changes.run(
-                eager(self.model),
+                self.model,
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
                 use_cache=True, **{CACHE: cache}, **self._given(self.positions),
             )  # fmt: skip
@@ -194,7 +194,7 @@ class _Run:
             self.inputs.update.add_to(changes)
         seen = final_hidden(self.model, changes)
         changes.run(
-            eager(self.model),
+            self.model,
             **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
             attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
             use_cache=True, **{CACHE: full}, **self._given(self.probe_positions),
@@ -215,7 +215,7 @@ class _Run:
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
         seen = final_hidden(self.model, changes)
         changes.run(
-            eager(self.model), **embedded(self.model, embeddings, self.input_ids),
+            self.model, **embedded(self.model, embeddings, self.input_ids),
             attention_mask=self._mask(visible, positions, 0),
             use_cache=False, **self._given(positions),
         )  # fmt: skip
@@ -248,7 +248,7 @@ def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = 
     seen = final_hidden(model, changes)
     with torch.no_grad(), _evaluating(model):
         changes.run(
-            eager(model), input_ids=input_ids, attention_mask=mask, use_cache=False,
+            model, input_ids=input_ids, attention_mask=mask, use_cache=False,
             **taken(model, position_ids=positions, logits_to_keep=1),
         )  # fmt: skip
         return seen[0]

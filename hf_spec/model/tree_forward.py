@@ -34,7 +34,7 @@ from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
 from modeling_patches.low_rank import LowRank
 from modeling_patches.narrow_products import narrow_products
-from modeling_patches.per_call import Changes, eager
+from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 
 
@@ -226,7 +226,7 @@ class TreeForward:
         self.reach: Reach | None = None
         if graphs is not None:
             cache.use_buckets()
-        self._changes, self._call = self.attention.changes, eager(model)
+        self._changes = self.attention.changes
         self._narrow = Changes()
         narrow_products(model, self._narrow)
         #: The same, with the changes that read hidden states and prune; created on first use.
@@ -445,12 +445,12 @@ class TreeForward:
     ) -> Callable[..., Any]:
         """The model's call, with the tokens' reach if its rotary frequencies depend on it."""
         if self.reach is None:
-            return self._call
+            return self.model
         depths, deepest = tree.depths, tree.max_depth
         if probes is not None:
             depths, deepest = probes.depths, deepest + max(probes.group.offsets, default=0)
         lengths = self.cache.host_lengths
-        return partial(self.reach.run, self._call, lengths, depths[:, first:], deepest)
+        return partial(self.reach.run, self.model, lengths, depths[:, first:], deepest)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
