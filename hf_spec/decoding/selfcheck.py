@@ -29,10 +29,11 @@ from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.graphs import TOLERANCE
-from hf_spec.model.hidden_states import output_logits, taken
+from hf_spec.model.graphs import tolerance
+from hf_spec.model.hidden_states import decoder_of, output_logits, taken
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
+from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
 
 _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
@@ -119,7 +120,7 @@ class _Trial:
     def __init__(self, model: Any, padded: bool, start: int = 0):
         self.model = model
         self.padded, self.start = padded, start
-        self.tolerance = TOLERANCE.get(model.dtype, 5e-2)
+        self._dtypes = {model.dtype}
         self.text_config = model.config.get_text_config(decoder=True)
         self.device = model.get_input_embeddings().weight.device
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
@@ -133,6 +134,16 @@ class _Trial:
         if padded:
             self.mask[1, :_PADDING] = 0
         self.limit = _PROMPT + len(_TREE)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error that rounding explains; known after :meth:`run`."""
+        return tolerance(self._dtypes)
+
+    def _note_dtype(self, args: Any, kwargs: Any) -> None:
+        """Before a forward: note the dtype of autocast, which may be on in the forward alone."""
+        if torch.is_autocast_enabled(self.device.type):
+            self._dtypes.add(torch.get_autocast_dtype(self.device.type))
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
         """The failure, if any, and the largest relative error.
@@ -195,6 +206,8 @@ class _Trial:
     def _plain(self) -> dict[int, Tensor]:
         """Logits ``(2, vocab)`` after each node, and after the longest path and the root again."""
         found: dict[int, Tensor] = {}
+        changes = Changes()
+        changes.before(decoder_of(self.model), self._note_dtype)
         ancestors = _TREE.batch().ancestors[0]
         for leaf in (node for node in range(len(_TREE)) if int(ancestors[:, node].sum()) == 1):
             path = [node for node in range(len(_TREE)) if ancestors[leaf, node]]
@@ -203,9 +216,9 @@ class _Trial:
                 forced = torch.cat([forced, self.nodes[:, :1]], dim=1)
             length = _PROMPT + forced.shape[1] + 1
             with as_before(self.model):
-                output = GenerationMixin._sample(
-                    self.model, self.prompt, LogitsProcessorList([_force(forced)]),
-                    _until(length), self.config,
+                output = changes.run(
+                    GenerationMixin._sample, self.model, self.prompt,
+                    LogitsProcessorList([_force(forced)]), _until(length), self.config,
                     **self._inputs(),
                 )  # fmt: skip
             found |= dict(zip([*path, len(_TREE)], output.logits[1:]))
