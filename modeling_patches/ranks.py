@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from modeling_patches.random_state import random_state, set_random_state
+from modeling_patches.weights import placement
 
 
 class Ranks:
@@ -27,7 +28,7 @@ class Ranks:
 
     def __init__(self, model: Any):
         self.size = tensor_parallel_size(model)
-        self._device = model.get_input_embeddings().weight.device
+        self._device = placement(model).device
         self._group: Any = None
         if self.size > 1:
             mesh = getattr(model, "_device_mesh", None)

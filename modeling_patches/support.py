@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from modeling_patches import alibi
 from modeling_patches.cache_name import CACHE
 from modeling_patches.ranks import tensor_parallel_size
+from modeling_patches.weights import placement
 
 #: Architectures whose tree forward is tested against plain generation.
 VERIFIED = frozenset(
@@ -126,11 +127,11 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     """
     check_model(model)
     name = type(model).__name__
-    weight = model.get_input_embeddings().weight
-    if weight.is_meta and not all(one.is_meta for one in model.parameters()):
+    device = placement(model).device
+    if device.type == "meta" and not all(one.is_meta for one in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    token = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
     model(input_ids=token, use_cache=True, **{CACHE: cache})
     without = [index for index, layer in enumerate(cache.layers) if layer.keys is None]
     if without:

@@ -18,6 +18,7 @@ from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_ALPHA, MAX_RANK
 from modeling_patches.low_rank import Factors, LowRank, compiled, features
+from modeling_patches.weights import held
 
 DOWN, UP = "down__", "up__"
 
@@ -110,7 +111,7 @@ class _AdapterFactors:
         if self.only_if_active and (layer.disable_adapters or adapter not in layer.active_adapters):
             return None
         down, up = self.containers[name]
-        return Factors(down[adapter], up[adapter], self.scale)
+        return Factors(held(down, adapter), held(up, adapter), self.scale)
 
 
 def _flat(part: str, name: str) -> str:

@@ -757,7 +757,7 @@ class TreeCache(Cache):
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(self.batch_size).repeat_interleave(repeats)
+        rows = torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats)
         self.batch_select_indices(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

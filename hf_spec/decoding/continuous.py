@@ -19,6 +19,7 @@ from hf_spec.decoding.scoring import Scorer
 from modeling_patches.cache_name import CACHE
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
+from modeling_patches.weights import placement
 
 #: Arguments of ``generate`` that only make sense for a single call, and why.
 _REFUSED = {
@@ -115,7 +116,7 @@ class Batch:
                 f"a prompt with token ids from {int(ids.min())} to {int(ids.max())}: the model's "
                 f"are 0 to {known - 1}."
             )
-        self._waiting.append(self._prepared(ids.to(self.model.device), self._added))
+        self._waiting.append(self._prepared(ids.to(placement(self.model).device), self._added))
         self._added += 1
         self._last = False
         return self._added - 1
@@ -217,7 +218,7 @@ def _token_ids(prompt: Any) -> Tensor:
         ValueError: it is none of whole numbers.
     """
     try:
-        ids = torch.as_tensor(prompt)
+        ids = torch.as_tensor(prompt, device=None if isinstance(prompt, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"a prompt of type {type(prompt).__name__}: give the token ids of one prompt, such as "

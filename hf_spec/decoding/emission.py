@@ -125,7 +125,7 @@ class Emission:
             grown = self.ids.new_zeros((len(self.ids), 2 * end))
             grown[:, : self.ids.shape[1]] = self.ids
             self.ids = grown
-        self.ids[row, start:end] = torch.tensor(tokens)
+        self.ids[row, start:end] = torch.tensor(tokens, device="cpu")
 
     def take(
         self,
@@ -197,7 +197,7 @@ class Emission:
         if self.scores is not None:
             self._asked_scores.append(self._column(self.scores, column - self.width - 1))
         scores = None if self.scores is None else tuple(self._asked_scores)
-        found = torch.zeros(len(rows), dtype=torch.bool)
+        found = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         for criterion in self._by_column:
             found |= torch.as_tensor(criterion(shown, scores)).cpu().bool()
         for row in running:

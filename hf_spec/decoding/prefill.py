@@ -29,6 +29,7 @@ from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
+from modeling_patches.weights import device_of
 
 #: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
 CHUNK = 256
@@ -190,7 +191,7 @@ def _rides(
         if not bool(((positions == real.cumsum(-1) - 1) | (real == 0)).all()):
             return False
     devices = {
-        part.weight.device for part in (model.get_input_embeddings(), model.get_output_embeddings())
+        device_of(part) for part in (model.get_input_embeddings(), model.get_output_embeddings())
     }
     text = model.config.get_text_config(decoder=True)
     return (

@@ -35,6 +35,7 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
+from modeling_patches.weights import placement
 
 _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
@@ -122,13 +123,14 @@ class _Trial:
         self.padded, self.start = padded, start
         self._dtypes = {model.dtype}
         self.text_config = model.config.get_text_config(decoder=True)
-        self.device = model.get_input_embeddings().weight.device
+        self.device = placement(model).device
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
         # A separate generator, so that the caller's seeded generator is not advanced.
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         size = (2, _PROMPT + len(_TREE))
-        ids = torch.randint(self.text_config.vocab_size, size, generator=generator)
+        vocab = self.text_config.vocab_size
+        ids = torch.randint(vocab, size, generator=generator, device="cpu")
         self.prompt, self.nodes = ids.to(self.device).split([_PROMPT, len(_TREE)], dim=1)
         self.mask = torch.ones_like(self.prompt)
         if padded:
@@ -192,7 +194,7 @@ class _Trial:
             forward.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
             root = forward(self.nodes[:, :1], TokenTree.chain(0).batch(2, self.device))
             errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
-        return _NO_TREE, float(torch.tensor(errors).max())  # NaN if any is
+        return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
     def _inputs(self) -> dict[str, Any]:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start

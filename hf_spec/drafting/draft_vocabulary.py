@@ -20,6 +20,7 @@ from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
 from modeling_patches.narrow_products import product
+from modeling_patches.weights import loaded
 
 #: Columns of quantised or otherwise indirect output embeddings that are read at once.
 AT_ONCE = 64
@@ -108,16 +109,18 @@ class DraftVocabulary:
                     f"this adapter predicts tokens {low} to {high}, the model has {known}: it was "
                     "made for another model, or its file is damaged. Load it on its own model."
                 )
-            if isinstance(weight, Tensor) and is_plain(weight):
-                tokens = tokens.to(weight.device)
-                rows = weight.detach()[tokens]
-            else:
-                width = head.in_features
-                parts = torch.eye(width, device=tokens.device).split(AT_ONCE)
-                made = [linear_logits(self.model, part).to(tokens.device) for part in parts]
-                rows = torch.cat([part[:, tokens] for part in made]).T.contiguous()
-            own = None if bias is None else bias.detach()[tokens.to(bias.device)]
-            return _Rows(tokens, rows, own)
+            with loaded(head):
+                weight, bias = (getattr(head, name, None) for name in ("weight", "bias"))
+                if isinstance(weight, Tensor) and is_plain(weight):
+                    tokens = tokens.to(weight.device)
+                    rows = weight.detach()[tokens]
+                else:
+                    width = head.in_features
+                    parts = torch.eye(width, device=tokens.device).split(AT_ONCE)
+                    made = [linear_logits(self.model, part).to(tokens.device) for part in parts]
+                    rows = torch.cat([part[:, tokens] for part in made]).T.contiguous()
+                own = None if bias is None else bias.detach()[tokens.to(bias.device)]
+                return _Rows(tokens, rows, own)
 
         self._made = made_once(self._tokens, (weight, bias), make)
         return self._made

@@ -29,6 +29,7 @@ from hf_spec.model.hidden_states import Head, model_logits, output_logits, state
 from hf_spec.model.sequences import future_labels, token_hidden
 from modeling_patches.low_rank import features
 from modeling_patches.narrow_products import product
+from modeling_patches.weights import loaded
 
 PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
 #: Names of the parameters: blocks' weights and biases, and the projections of heads with own ones.
@@ -98,7 +99,8 @@ class HeadsAdapter(SpecAdapterLayer):
             if config.inference_mode:  # the weights are loaded later
                 tensors[PROJECTION] = torch.zeros(heads, vocab, hidden)
             else:
-                tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
+                with loaded(embeddings):
+                    tensors[PROJECTION] = embeddings.weight.detach().expand(heads, -1, -1)
         return {**tensors, **config.fresh_shared(model, heads)}
 
 
@@ -153,8 +155,10 @@ def head_logits(
 
 def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
     """Own projections of ``states`` (..., heads, hidden), with the model's bias if it has one."""
-    bias = getattr(model.get_output_embeddings(), "bias", None)
-    bias = None if bias is None else bias.to(states)
+    embeddings = model.get_output_embeddings()
+    with loaded(embeddings):
+        bias = getattr(embeddings, "bias", None)
+        bias = None if bias is None else bias.to(states)
     each = zip(states.unbind(-2), projections)
     return torch.stack([product(x, weight, bias) for x, weight in each], dim=-2)
 

@@ -26,6 +26,7 @@ from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
 from hf_spec.drafting.made_once import made_once
 from hf_spec.drafting.root_correction import unit_embeddings
 from hf_spec.model.hidden_states import linear_logits
+from modeling_patches.weights import placement
 
 #: Tokens whose embeddings are projected at once.
 AT_ONCE = 8192
@@ -113,7 +114,7 @@ class Transition:
         others = self.after, embeddings.weight, getattr(head, "weight", None)
 
         def make() -> _Tables:
-            ids = torch.arange(embeddings.weight.shape[0]).split(AT_ONCE)
+            ids = torch.arange(embeddings.weight.shape[0], device=placement(self.model).device).split(AT_ONCE)
             before = torch.cat([self._embedded(some) for some in ids])
             return _Tables(
                 before, linear_logits(self.model, self.after.T).T.to(before).contiguous()

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
-from hf_spec.adapters.layer import placement
 from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import CONFIG, attached, read_json, save_adapter, staging
 from hf_spec.methods.registry import Export, Method, Published, methods
+from modeling_patches.weights import placement
 
 #: Suffix of files that map tensors to checkpoint files.
 INDEX = ".index.json"

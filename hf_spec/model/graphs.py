@@ -30,6 +30,7 @@ from hf_spec.core.cache import zeros
 from hf_spec.core.checks import first_line
 from modeling_patches.contents import contents
 from modeling_patches.per_call import foreign_hooks
+from modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Graphs:
         options = repr(sorted(self._options.items(), key=repr))
         self._kind = kind, _state(model), options, self._frozen
         # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
-        self._shares_memory = next(model.parameters()).device.type != "cpu"
+        self._shares_memory = placement(model).device.type != "cpu"
         self.made = 0
         self.tell: Callable[[int], Any] | None = None
         self.obstacle = _obstacle(model)
@@ -323,7 +324,7 @@ def _state(model: Any) -> Hashable:
     )  # fmt: skip
     training = model.training and any(module.training for module in model.modules())
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    kind = model.device.type
+    kind = placement(model).device.type
     casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     # Wrappers of the forward may change its arithmetic, as accelerate's mixed precision does.
     wrapper = getattr(vars(model).get("forward"), "own", vars(model).get("forward"))
@@ -333,8 +334,7 @@ def _state(model: Any) -> Hashable:
 
 def _obstacle(model: Any) -> str | None:
     """Why a model cannot be compiled at all; None if no reason is known."""
-    places = set((getattr(model, "hf_device_map", None) or {}).values())
-    if {"cpu", "disk"} & places and len(places) > 1:
+    if any(parameter.is_meta for parameter in model.parameters()):
         return "some of its weights are offloaded"
     hooks = foreign_hooks(model)
     if hooks:

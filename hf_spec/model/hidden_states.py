@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from modeling_patches.narrow_products import narrow_products
 from modeling_patches.per_call import Changes, step_aside
+from modeling_patches.weights import loaded, placement
 
 #: Replaces output embeddings: from hidden states (..., hidden) to logits.
 Head = Callable[[Tensor], Tensor]
@@ -47,9 +48,10 @@ def linear_logits(model: Any, hidden: Tensor) -> Tensor:
     """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
     have another floating-point type."""
     head = model.get_output_embeddings()
-    bias = getattr(head, "bias", None)
     logits = output_logits(model, hidden)
-    return logits if bias is None else logits - bias
+    with loaded(head):
+        bias = getattr(head, "bias", None)
+        return logits if bias is None else logits - bias
 
 
 def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
@@ -116,9 +118,10 @@ def shapes_logits(model: Any) -> bool:
     """
     if model not in _SHAPES:
         step_aside(model)
-        weight = model.get_input_embeddings().weight
-        width = getattr(model.get_output_embeddings(), "in_features", weight.shape[1])
-        state = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
+        width = model.get_input_embeddings().weight.shape[1]
+        width = getattr(model.get_output_embeddings(), "in_features", width)
+        device, dtype = placement(model)
+        state = torch.ones(1, 1, width, dtype=dtype, device=device)
         state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
         plain, own = output_logits(model, state), model_logits(model, state)
         # Logits that differ by one rounding of bfloat16 count as equal.

@@ -24,6 +24,7 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
+from modeling_patches.weights import placement
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
 IGNORED = -100
@@ -110,7 +111,7 @@ class _Run:
     ):
         self.model, self.attention, self.inputs = model, attention, inputs
         self.embed = model.get_input_embeddings()
-        self.dtype, self.device = self.embed.weight.dtype, self.embed.weight.device
+        self.device, self.dtype = placement(model)
         self.input_ids, self.real = input_ids.to(self.device), real.to(self.device)
         self.anchors = anchors = anchors.to(self.device)
         self.batch, self.seq = input_ids.shape
@@ -240,7 +241,7 @@ def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = 
         input_ids: ``(batch, seq)``.
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
     """
-    device = model.get_input_embeddings().weight.device
+    device = placement(model).device
     input_ids = input_ids.to(device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -274,7 +275,7 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     Gradients flow to the embeddings. Each result: ``(kv_heads, tokens, head_dim)``.
     """
     cache = DynamicCache()
-    dtype = model.get_input_embeddings().weight.dtype
+    dtype = placement(model).dtype
     tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
     model(
         **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache}, use_cache=True,

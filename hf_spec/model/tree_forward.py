@@ -36,6 +36,7 @@ from modeling_patches.low_rank import LowRank
 from modeling_patches.narrow_products import narrow_products
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
+from modeling_patches.weights import placement
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,7 @@ class TreeForward:
         self.position_shift = position_shift[:, None]
         self.model_kwargs = model_kwargs or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
-        self.dtype = model.get_input_embeddings().weight.dtype
-        self.device = model.get_input_embeddings().weight.device
+        self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.wants_hidden = wants_hidden

@@ -139,7 +139,7 @@ def grow(
 @lru_cache(maxsize=256)
 def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
     """Level of each node, with nodes ordered by level."""
-    levels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    levels = [level for level, size in enumerate(sizes) for _ in range(size)]
     return levels.to(device)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import BEFORE, ROOT_BEFORE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from modeling_patches.weights import loaded
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def vllm_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict
         ValueError: the model's output embeddings have a bias, or are quantised; vLLM's are not.
     """
     output = model.get_output_embeddings()
-    weight = output.weight
+    with loaded(output):
+        weight = output.weight
     if getattr(output, "bias", None) is not None or not weight.is_floating_point():
         raise ValueError(
             f"{type(model).__name__} has output embeddings with a bias or quantised ones: vLLM's "

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.ppd.config import PPDConfig
+from modeling_patches.weights import placement
 
 #: Standard deviation of initial prefix tokens, which are not initialised from text.
 INIT_STD = 0.02
@@ -54,8 +55,8 @@ class PPDAdapter(SpecAdapterLayer):
 def _text_embeddings(model: Any, count: int) -> Tensor:
     """Input embeddings of random tokens, ``(count, hidden)``."""
     embed = model.get_input_embeddings()
-    ids = torch.randint(embed.weight.shape[0], (count,))
-    if ids.is_meta or embed.weight.is_meta:  # only shapes are needed, or weights are offloaded
+    ids, device = torch.randint(embed.weight.shape[0], (count,)), placement(model).device
+    if ids.is_meta or device.type == "meta":  # only shapes are needed
         return torch.randn(count, embed.weight.shape[1]) * INIT_STD
     with torch.no_grad():
-        return embed(ids.to(embed.weight.device)).float()
+        return embed(ids.to(device)).float()

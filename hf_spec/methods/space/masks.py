@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.model.tree_forward import ProbeInputs
+from modeling_patches.weights import placement
 
 
 def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
@@ -29,7 +30,7 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
             noise = random_tokens(model, 0, config.num_mask_tokens)
         embed = model.get_input_embeddings()
         with torch.no_grad():
-            embeddings = embed(noise.to(embed.weight.device))
+            embeddings = embed(noise.to(placement(model).device))
     else:
         embeddings = adapter.weights()["masks"].expand(config.num_mask_tokens, -1)
     return ProbeInputs(embeddings, update=update)
@@ -37,5 +38,6 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
 
 def random_tokens(model: Any, seed: int, *shape: int) -> Tensor:
     """Uniformly random tokens of the model's vocabulary: int64 of this shape, on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.get_input_embeddings().weight.shape[0], shape, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    known = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(known, shape, generator=generator, device="cpu")
