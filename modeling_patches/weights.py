@@ -31,7 +31,9 @@ def placement(model: Any) -> Placement:
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     weight = getattr(embeddings, "weight", None)
     if weight is None:
-        weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
+        weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return Placement(torch.device("cpu"), torch.get_default_dtype())
     return Placement(_device(embeddings, weight), weight.dtype)
 
 

@@ -218,7 +218,7 @@ def _token_ids(prompt: Any) -> Tensor:
         ValueError: it is none of whole numbers.
     """
     try:
-        ids = torch.as_tensor(prompt, device=None if isinstance(prompt, Tensor) else "cpu")
+        ids = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"a prompt of type {type(prompt).__name__}: give the token ids of one prompt, such as "

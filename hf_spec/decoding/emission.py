@@ -171,7 +171,8 @@ class Emission:
         scores = None
         if self.scores is not None:
             scores = tuple(one[None] for one in self.scores[row])
-        return any(bool(torch.as_tensor(one(prefix, scores)).any()) for one in self._by_row)
+        told = (torch.as_tensor(one(prefix, scores), device="cpu") for one in self._by_row)
+        return any(bool(one.any()) for one in told)
 
     def end_step(self) -> None:
         """Ask the criteria that look at the whole batch; pass finished columns to the streamer."""
@@ -199,7 +200,7 @@ class Emission:
         scores = None if self.scores is None else tuple(self._asked_scores)
         found = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         for criterion in self._by_column:
-            found |= torch.as_tensor(criterion(shown, scores)).cpu().bool()
+            found |= torch.as_tensor(criterion(shown, scores), device="cpu").bool()
         for row in running:
             if found[row]:
                 self._stops[row] = column

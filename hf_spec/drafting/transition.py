@@ -114,8 +114,9 @@ class Transition:
         others = self.after, embeddings.weight, getattr(head, "weight", None)
 
         def make() -> _Tables:
-            ids = torch.arange(embeddings.weight.shape[0], device=placement(self.model).device).split(AT_ONCE)
-            before = torch.cat([self._embedded(some) for some in ids])
+            device = placement(self.model).device
+            ids = torch.arange(embeddings.weight.shape[0], device=device)
+            before = torch.cat([self._embedded(some) for some in ids.split(AT_ONCE)])
             return _Tables(
                 before, linear_logits(self.model, self.after.T).T.to(before).contiguous()
             )

@@ -140,7 +140,7 @@ def grow(
 def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
     """Level of each node, with nodes ordered by level."""
     levels = [level for level, size in enumerate(sizes) for _ in range(size)]
-    return levels.to(device)
+    return torch.tensor(levels, device=device)
 
 
 class Proposal(NamedTuple):

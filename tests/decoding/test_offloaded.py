@@ -92,8 +92,8 @@ def test_an_adapter_on_an_offloaded_model(shallow: Make, tmp_path: Path, name: s
     plain = generate(model, ragged((12, 5))).sequences
     want = generate(model, ragged((12, 5)), **strategy(name))
     model.save_pretrained(tmp_path / "adapter")
-    places = {name: "cpu" for name in ("model.layers", "model.norm", "model.rotary_emb")}
-    places |= {name: "disk" for name in ("model.embed_tokens", "lm_head")}
+    places = dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb"), "cpu")
+    places |= dict.fromkeys(("model.embed_tokens", "lm_head"), "disk")
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "off")
     )
