@@ -94,9 +94,12 @@ def check_tree_forward(
             f"{type(raised).__name__}: {raised} Choose another strategy, or none."
         ) from raised
     if not error <= trial.tolerance:
+        if model.training:
+            problem = f"is in training mode, in which dropout may differ, or {problem}"
         raise ValueError(
             f"{type(model).__name__} does not work with {name}: it {problem} (relative error "
             f"{error:.2g} in a trial{' with padding' * trial.padded} at position {trial.start})."
+            f"{' Call model.eval() first.' * model.training}"
         )
     _checked[model].add(kind)
 

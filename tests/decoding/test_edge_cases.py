@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
+from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
 from modeling_patches import attention_masks
 from modeling_patches.cache_name import CACHE
@@ -230,6 +231,46 @@ def test_model_in_training_mode(fresh: Tiny, spec: Spec) -> None:
     model = fresh().train()
     check_same(model, spec, **ragged())
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [*((name, "llama") for name in methods()), ("layer_skip", "gpt2"), ("medusa", "gpt2")],
+)
+def test_gradient_checkpointing(shallow: Any, name: str, architecture: str) -> None:
+    """As in evaluation where the cache is kept without gradients, else refused by name."""
+    model = adapt(shallow(architecture, layers=2), name)
+    plain = model.generate(**ragged((12, 5)), **GREEDY)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable()
+    if torch.equal(model.generate(**ragged((12, 5)), **GREEDY), plain):
+        ours = model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
+        assert torch.equal(ours, plain)
+    else:  # each token from the one before it alone
+        message = f"{type(model).__name__} is in training mode with gradient check.* model.eval"
+        with pytest.raises(ValueError, match=message):
+            model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
+    for change in (model.eval, model.gradient_checkpointing_disable):
+        change()
+        ours = model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
+        assert torch.equal(ours, plain)
+        model.train()
+
+
+def test_dropout(fresh: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It applies as in plain generation; a model that is checked is told to leave that mode."""
+    model: Any = fresh().train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    found = [model.generate(**ragged(), **GREEDY, **spec) for _ in range(2)]
+    assert found[0].shape == found[1].shape and not torch.equal(*found)
+    monkeypatch.setattr(selfcheck, "VERIFIED", frozenset())
+    with pytest.raises(ValueError, match="is in training mode, in which dropout.*model.eval"):
+        model.generate(**ragged(), **GREEDY, **spec)
+    check_same(model.eval(), spec, **ragged())
 
 
 def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
