@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches import alibi, local_attention
-from modeling_patches.per_call import Changes, refuse_compiled, replaced
+from modeling_patches.per_call import Changes, replaced, step_aside
 from modeling_patches.support import sliding_windows
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class TreeAttention:
     """
 
     def __init__(self, model: Any, checkpointing: bool = False) -> None:
+        step_aside(model)
         self.windows = mask_kinds(model, sliding_windows(model))
         self.changes = Changes()
         current = model.config.get_text_config(decoder=True)._attn_implementation
@@ -121,8 +122,6 @@ class TreeAttention:
                 )
         elif current not in ("eager", "flex_attention"):
             self._take_over(model, current)
-        if patches:
-            refuse_compiled(model, f"{patches[0].__name__.rpartition('.')[2]} for tree masks")
         self._setters = [patch.tree_positions(model, self.changes) for patch in patches]
         self.wants_positions = bool(self._setters)
 

@@ -161,8 +161,9 @@ class _Frozen:
     def _answer(self, reach: int, kind: str | None) -> list[Tensor]:
         """The rotation of two positions, computed on the CPU to avoid a synchronisation."""
         if (kind, reach) not in self._answers:
-            ids = torch.tensor([[0, 1]])
-            given: dict[str, Any] = {self.names[0]: torch.zeros(1, 1, 2, 8), "position_ids": ids}
+            ids = torch.tensor([[0, 1]], device="cpu")
+            like = torch.zeros(1, 1, 2, 8, device="cpu")
+            given: dict[str, Any] = {self.names[0]: like, "position_ids": ids}
             if kind is not None:
                 given["layer_type"] = kind
             made = _Frozen(self._module, "cpu").run(reach, given)
@@ -261,9 +262,9 @@ def forgets_at(model: Any) -> int | None:
         return None
     cache = _Filled(config=text)
     cache.filled = length
-    ids = torch.zeros(1, length + 1, dtype=torch.long)
+    ids = torch.zeros(1, length + 1, dtype=torch.long, device="cpu")
     inputs = model.prepare_inputs_for_generation(
         ids, attention_mask=torch.ones_like(ids), next_sequence_length=1,
-        position_ids=torch.arange(length + 1)[None], **{CACHE: cache},
+        position_ids=torch.arange(length + 1, device="cpu")[None], **{CACHE: cache},
     )  # fmt: skip
     return length if cache_in(inputs) is None else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modeling_patches.attention_masks import narrowed_block_mask
 from modeling_patches.layer_skip import decoder_layers
-from modeling_patches.per_call import Changes, refuse_compiled
+from modeling_patches.per_call import Changes, step_aside
 
 #: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.
 Choose = Callable[[Tensor], Tensor | None]
@@ -34,7 +34,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
         choose: called with the hidden states before that layer, once per forward.
 
     Raises:
-        ValueError: if the model has no such layer after its first, or if layers are compiled.
+        ValueError: if the model has no such layer after its first.
     """
     layers = decoder_layers(model)
     if not 1 <= layer < len(layers):
@@ -42,7 +42,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
             f"layer={layer}: the model has {len(layers)} layers, so rows can be dropped after 1 to "
             f"{len(layers) - 1} of them."
         )
-    refuse_compiled(model, "early pruning")
+    step_aside(model)
     narrowing = _Narrowing()
 
     def decide(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling_patches.layer_skip import decoder_layers
-from modeling_patches.per_call import Changes, refuse_compiled
+from modeling_patches.per_call import Changes, step_aside
 
 
 def averaged_exits(
@@ -25,13 +25,10 @@ def averaged_exits(
         changes: the changes that this is added to.
         count: number of layers; 1 changes nothing.
         first: index of the first averaged query token; called in the last layers.
-
-    Raises:
-        ValueError: if layers are compiled.
     """
     if count == 1:
         return
-    refuse_compiled(model, "the average of its last layers")
+    step_aside(model)
     *before, last = decoder_layers(model)[-count:]
     seen: list[Tensor] = []
 

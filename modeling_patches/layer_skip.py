@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modeling_patches.per_call import Changes, refuse_compiled
+from modeling_patches.per_call import Changes, step_aside
 
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 # Several of them in one layer (shared experts beside routed ones) form one sublayer.
@@ -141,7 +141,7 @@ class LayerSkipper:
 
     Raises:
         ValueError: an index is duplicate or not an integer in `0 .. num_layers - 1`, or the layers
-            or sublayers cannot be found, or are compiled.
+            or sublayers cannot be found.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class LayerSkipper:
         self.skip_mlp = _checked("skip_mlp", skip_mlp, self.num_layers)
         if self.skip_attention:
             _refuse_shared_cache(_unwrap(model))
-        refuse_compiled(_unwrap(model), "the skipping of layers")
+        step_aside(_unwrap(model))
 
         self.replaced: list[nn.Module] = []
         self._stubs: list[tuple[nn.Module, _Stub]] = []

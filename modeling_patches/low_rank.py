@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.contents import contents
-from modeling_patches.embeddings import features, in_use
 from modeling_patches.layer_skip import decoder_layers, sublayers
 from modeling_patches.narrow_products import product
 from modeling_patches.per_call import Changes, plain
 from modeling_patches.ranks import own_share, summed
+from modeling_patches.weights import features, in_use
 
 #: PEFT's name for the linear modules of all decoder layers.
 ALL_LINEAR = "all-linear"
@@ -431,7 +431,7 @@ class _Gated:
             return output
         down, up = self._ready
         inner = inputs.to(down.dtype) @ down
-        if up.dtype != output.dtype:
+        if not inner.dtype == up.dtype == output.dtype:  # autocast may have cast the inner one
             tail.add_(inner @ up)
         elif len(tail) == 1:
             tail[0].addmm_(inner[0], up)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.per_call import Changes
+from modeling_patches.per_call import Changes, plain
 
 #: From inputs (rows, in_features), a weight and a bias to outputs (rows, out_features).
 Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -100,8 +100,8 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """``functional.linear`` by the fastest way.
 
     That is the stock way, without timing, unless the weight is a plain float32 tensor on a CPU, the
-    number of tokens is from 2 to :data:`MOST`, and neither gradients nor other processes, which
-    would have to choose the same way, are involved.
+    number of tokens is from 2 to :data:`MOST`, and neither autocast, gradients nor other processes,
+    which would have to choose the same way, are involved.
 
     Args:
         inputs: ``(..., in_features)``.
@@ -125,7 +125,8 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def narrow_products(model: nn.Module, changes: Changes) -> None:
     """Let the linear modules of a model compute their outputs by :func:`product`."""
     for module in model.modules():
-        if type(module) in _FORWARDS and _concerned(module.weight):
+        own = getattr(plain(module, "forward"), "__func__", None)  # not that of a wrapper
+        if type(module) in _FORWARDS and own is type(module).forward and _concerned(module.weight):
             changes.instead(module, "forward", partial(_FORWARDS[type(module)], module))
 
 
@@ -148,5 +149,6 @@ def _concerned(weight: Any) -> bool:
         and weight.dtype == torch.float32
         and weight.numel() >= LEAST
         and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
         and not (distributed.is_available() and distributed.is_initialized())
     )

@@ -5,11 +5,13 @@ interrupt would leave them behind. Instead, a module gets permanent *dispatchers
 method of the instance, that asks the running call's :class:`Changes` what to do. The running call
 is in a context variable. In all other calls, also in other threads, there is none, and dispatchers
 do what the module does without them. They stay on the model when it is copied or pickled. Code that
-``torch.compile`` traces skips them.
+``torch.compile`` traces skips them, so in calls with changes a model's compiled parts run
+uncompiled (:func:`step_aside`).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
@@ -23,6 +25,8 @@ from torch import nn
 Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
 #: ``hook(args, kwargs, output)`` returns another output, or None to keep it.
 After = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+
+logger = logging.getLogger(__name__)
 
 _installing = threading.Lock()
 
@@ -116,28 +120,64 @@ def plain(module: nn.Module, method: str) -> Callable[..., Any]:
     return found
 
 
-def eager(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward that runs dispatchers, even after ``model.compile()``."""
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
-    return model._call_impl if compiled else model
+def step_aside(model: nn.Module) -> None:
+    """Let the model's compiled parts run as they were before, in calls with changes.
 
-
-def refuse_compiled(model: nn.Module, what: str) -> None:
-    """Check that the modules inside a model run dispatchers.
-
-    Args:
-        model: the model.
-        what: the feature that needs them, for the error.
+    Parts are compiled by ``torch.compile`` of a module, its ``forward`` or the model, or by
+    ``module.compile()``. This warns of what was compiled since the last time.
 
     Raises:
-        ValueError: some modules are compiled separately.
+        ValueError: a module's ``forward`` is compiled inside a wrapper of other code.
     """
-    for name, module in model.named_modules():
-        if name and getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"{name} of this {type(model).__name__} is compiled, and compiled code leaves out "
-                f"{what}: use the model without compiling its layers."
-            )
+    found = []
+    with _installing:
+        for name, module in model.named_modules():
+            for attribute, eager in (("forward", None), ("_compiled_call_impl", module._call_impl)):
+                code = vars(module).get(attribute)
+                if isinstance(code, _Method):
+                    code = code.own
+                if code is None or isinstance(code, _Compiled):
+                    continue
+                inner = _uncompiled(code)
+                if inner is None:
+                    continue
+                if inner is code:
+                    raise ValueError(
+                        f"{name or 'forward'} of this {type(model).__name__} is compiled and then "
+                        "wrapped, and compiled code leaves out what strategies change: compile it "
+                        "after wrapping (accelerate's prepare(), for example), or not at all."
+                    )
+                _put(module, attribute, _Compiled(code, eager or inner))
+                found.append(name or "it")
+    if found:
+        more = f" and {len(found) - 3} more" * (len(found) > 3)
+        logger.warning(
+            "%s: %s%s is compiled by torch.compile; forwards of strategies run it uncompiled. For "
+            "compiled steps, give cache_implementation='static' instead.",
+            type(model).__name__, ", ".join(found[:3]), more,
+        )  # fmt: skip
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What a compiled function was made of; the function itself if it is only wrapped around
+    compiled code, and None if there is none."""
+    wrapped: Any = function
+    while wrapped is not None:
+        if getattr(wrapped, "_torchdynamo_orig_callable", None) is not None:
+            # functools.wraps copies attributes to wrappers, this one's mark is then another's.
+            inner: Callable[..., Any] = torch._dynamo.eval_frame.innermost_fn(wrapped)
+            if inner is not wrapped:
+                return inner if wrapped is function else function
+        wrapped = getattr(wrapped, "__func__", None) or getattr(wrapped, "__wrapped__", None)
+    return None
+
+
+def _put(module: nn.Module, attribute: str, code: _Compiled) -> None:
+    dispatcher = vars(module).get(attribute)
+    if isinstance(dispatcher, _Method):
+        dispatcher.own = code
+    else:
+        setattr(module, attribute, code)
 
 
 def foreign_hooks(model: nn.Module) -> set[str]:
@@ -210,5 +250,26 @@ class _Method:
         method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
         return method
 
+    #: For `inspect.signature`, which tells what a forward takes.
+    __wrapped__ = plain
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (replaced(self.module, self.name) or self.plain)(*args, **kwargs)
+
+
+class _Compiled:
+    """Compiled code of a module; in calls with changes, the code that it was made of.
+
+    Args:
+        code: the compiled code.
+        eager: what it was made of.
+    """
+
+    def __init__(self, code: Callable[..., Any], eager: Callable[..., Any]):
+        self.code, self.eager = code, eager
+        self.__wrapped__ = eager  # for `inspect.signature`, which tells what a forward takes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and _running.get():
+            return self.eager(*args, **kwargs)
+        return self.code(*args, **kwargs)

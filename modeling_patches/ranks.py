@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from modeling_patches.embeddings import input_weight
 from modeling_patches.random_state import random_state, set_random_state
+from modeling_patches.weights import placement
 
 
 class Ranks:
@@ -28,7 +28,7 @@ class Ranks:
 
     def __init__(self, model: Any):
         self.size = tensor_parallel_size(model)
-        self._device = input_weight(model).device
+        self._device = placement(model).device
         self._group: Any = None
         if self.size > 1:
             mesh = getattr(model, "_device_mesh", None)

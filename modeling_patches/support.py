@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from modeling_patches import alibi
 from modeling_patches.cache_name import CACHE
-from modeling_patches.embeddings import input_weight
 from modeling_patches.ranks import tensor_parallel_size
+from modeling_patches.weights import placement
 
 #: Architectures whose tree forward is tested against plain generation.
 VERIFIED = frozenset(
@@ -116,6 +116,35 @@ def check_length(model: Any, length: int) -> None:
 
 
 @torch.no_grad()
+def check_cache_stays(model: Any) -> None:
+    """Check that a model in training does not drop its cache for gradient checkpointing.
+
+    Transformers before 5.24 does so, and some models still do: plain generation then computes each
+    token from the one before it alone. One token is run to find out.
+
+    Raises:
+        ValueError: it does.
+    """
+    modules = model.modules()
+    if not any(getattr(one, "gradient_checkpointing", False) and one.training for one in modules):
+        return
+    if not _one_token(model).get_seq_length():
+        raise ValueError(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, in which it "
+            "drops its cache: each token would be computed from the one before it alone. Call "
+            "model.eval() or model.gradient_checkpointing_disable() before generating."
+        )
+
+
+def _one_token(model: Any) -> DynamicCache:
+    """The cache after a token has run."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    token = torch.zeros(1, 1, dtype=torch.long, device=placement(model).device)
+    model(input_ids=token, use_cache=True, **{CACHE: cache})
+    return cache
+
+
+@torch.no_grad()
 def kv_shape(model: Any) -> tuple[int, int, int]:
     """Layers, key-value heads and head dimension of the model's cache, found by running one token.
 
@@ -127,12 +156,10 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     """
     check_model(model)
     name = type(model).__name__
-    weight = input_weight(model)
-    if weight.is_meta and not all(one.is_meta for one in model.parameters()):
+    bare = placement(model).device.type == "meta"
+    if bare and not all(one.is_meta for one in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    token = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-    model(input_ids=token, use_cache=True, **{CACHE: cache})
+    cache = _one_token(model)
     without = [index for index, layer in enumerate(cache.layers) if layer.keys is None]
     if without:
         raise ValueError(

@@ -195,3 +195,56 @@ def test_rollouts_of_trl(strategy: dict[str, Any], tmp_path: Path) -> None:
     trainer.train()
     assert len(rollouts) == 3 and sum(drafted) > 0
     assert not torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[1], rollouts[2])
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa"])
+def test_rollouts_of_trl_with_its_defaults(name: str, tmp_path: Path) -> None:
+    """Mixed precision with bfloat16, gradient checkpointing, sampling.
+
+    In bfloat16, forwards over several tokens round differently. So the model is sure of each next
+    token: its logit is several times as large as all others.
+    """
+    trl = pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
+    from datasets import Dataset
+
+    model, tokenizer = make_model(), make_tokenizer()
+    size = len(model.lm_head.weight)
+    embeddings = model.model.embed_tokens.weight.data
+    embeddings *= 100  # what the layers add is small beside it
+    after = torch.arange(size)
+    after = torch.where(after % 3 == 2, after - 2, (after + 1).clamp(max=size - 1))
+    model.lm_head.weight.data[after] = 4 * torch.nn.functional.normalize(embeddings)
+    if name == "medusa":
+        model.add_adapter(hf_spec.MedusaConfig(num_heads=2, transition_rank=4))
+        model.requires_grad_(True)
+    generate, drafted = model.generate, []
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        ours = generate(*args, **kwargs)
+        stats = hf_spec.last_stats(model)
+        assert stats is not None
+        drafted.append(stats.num_drafted_tokens)
+        settings = kwargs["generation_config"]
+        strategy, settings.assistant_strategy = settings.assistant_strategy, None
+        assert torch.equal(generate(*args, **kwargs), ours)
+        settings.assistant_strategy = strategy
+        return ours
+
+    model.generate = both
+    trainer = trl.GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
+        train_dataset=Dataset.from_list([{"prompt": question} for question in QUESTIONS]),
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path), max_steps=2, num_generations=2, use_cpu=True,
+            per_device_train_batch_size=2, max_completion_length=12, report_to="none",
+            save_strategy="no", disable_tqdm=True,
+            generation_kwargs={
+                "assistant_strategy": name, "assistant_kwargs": {"fallback": False}
+            },
+        ),
+    )  # fmt: skip
+    assert trainer.args.bf16 and trainer.args.gradient_checkpointing
+    trainer.train()
+    assert len(drafted) == 2 and sum(drafted) > 0

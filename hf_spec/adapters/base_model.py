@@ -102,8 +102,9 @@ def _entries(parameter: Tensor) -> Tensor:
     size = parameter.numel()
     count = min(size, ENTRIES)
     # The middle of each of ``count`` equal stretches.
-    flat = torch.tensor([(2 * i + 1) * size // (2 * count) for i in range(count)], dtype=torch.long)
-    places = torch.unravel_index(flat.to(parameter.device), parameter.shape)
+    middles = [(2 * i + 1) * size // (2 * count) for i in range(count)]
+    flat = torch.tensor(middles, dtype=torch.long, device=parameter.device)
+    places = torch.unravel_index(flat, parameter.shape)
     return parameter.detach()[places].to(torch.bfloat16).cpu()
 
 

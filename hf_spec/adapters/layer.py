@@ -22,7 +22,7 @@ from hf_spec.adapters.checkpoint import (
     tensor_facts,
 )
 from hf_spec.adapters.config import SpecPeftConfig
-from modeling_patches.embeddings import in_use
+from modeling_patches.weights import held, placement
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"
@@ -61,7 +61,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         `model` is the base model; it may be read (to initialise from its weights) but not changed.
         Loading a saved adapter calls this as well, so shapes must follow from `config` and
         `model.config` alone. It is called twice: with torch's default device set to "meta", for the
-        shapes, and without.
+        shapes, and to "cpu".
         """
         return {}
 
@@ -70,7 +70,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         attributes = (*self.adapter_layer_names, *self.other_param_names)
         containers = ((n.removeprefix(self.prefix), getattr(self, n)) for n in attributes)
         return {
-            name: values[adapter_name]
+            name: held(values, adapter_name)
             for name, values in containers
             if name != "format" and adapter_name in values
         }
@@ -108,7 +108,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
                     f"{type(self).__name__}.build named a parameter {name!r}; names must be "
                     f"identifiers that do not contain {self.prefix!r}, nor 'format'. Rename it."
                 )
-        marker = torch.tensor([config.format_version])
+        marker = torch.tensor([config.format_version], device="cpu")
         device, dtype = placement(model)
         if source is not None:
             expected = tensor_facts(names_on_disk(self.prefix, shapes or {"format": marker}))
@@ -116,7 +116,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
             check_numbers(f"the {config.type_name} adapter {source}", source.tensors(), dtype)
         if not shapes:
             getattr(self, f"{self.prefix}format")[adapter_name] = marker
-        tensors = self.build(config, model)
+        with torch.device("cpu"):
+            tensors = self.build(config, model)
         self.configs[adapter_name] = config
         for name, tensor in tensors.items():
             attribute = f"{self.prefix}{name}"
@@ -202,15 +203,3 @@ def layers_of(base: Any) -> list[Any]:
 def names_on_disk(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of an adapter under their names on disk, without PEFT's prefix."""
     return {f"{CONTAINER}.{container_key(prefix)}.{prefix}{name}": t for name, t in tensors.items()}
-
-
-def placement(model: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of an adapter: those of the embeddings, which are never quantised."""
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    weight = getattr(in_use(embeddings), "weight", None)
-    if weight is None:
-        weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    device = weight.device
-    if device.type == "meta":  # offloaded by accelerate, which brings it here to compute
-        device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None) or device
-    return torch.device(device), weight.dtype

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_ALPHA, MAX_RANK
-from modeling_patches.embeddings import features
 from modeling_patches.low_rank import Factors, LowRank, compiled
+from modeling_patches.weights import features, held
 
 DOWN, UP = "down__", "up__"
 
@@ -111,7 +111,7 @@ class _AdapterFactors:
         if self.only_if_active and (layer.disable_adapters or adapter not in layer.active_adapters):
             return None
         down, up = self.containers[name]
-        return Factors(down[adapter], up[adapter], self.scale)
+        return Factors(held(down, adapter), held(up, adapter), self.scale)
 
 
 def _flat(part: str, name: str) -> str:

@@ -12,8 +12,8 @@ from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
-from modeling_patches.embeddings import input_weight, output_features
 from modeling_patches.support import kv_shape
+from modeling_patches.weights import input_features, output_features
 
 #: Fields that ``hf-spec train`` sets by default.
 TRAINED = {"transition_rank": 128}
@@ -142,7 +142,7 @@ class FrontConfig(PredictingConfig):
 
 def _low_rank(model: Any, leading: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Matrices from embeddings, to states (0 at first) and from states, with leading dimensions."""
-    embedding, hidden = input_weight(model).shape[1], output_features(model)[0]
+    embedding, hidden = input_features(model)[1], output_features(model)[0]
     return (
         torch.randn(*leading, rank, embedding) / embedding**0.5,
         torch.zeros(*leading, hidden, rank),

@@ -59,9 +59,9 @@ from hf_spec.adapters.layer import (
     base_of,
     container_key,
     layer_of,
-    placement,
 )
 from modeling_patches import peft_minimum
+from modeling_patches.weights import placement
 
 
 class TrainingBatch(NamedTuple):

@@ -98,6 +98,7 @@ class TreeLayer(CacheLayerMixin):
             slots, end = None, start + key_states.shape[-2]
             cache.reserve(end)
             self.appended += key_states.shape[-2]
+        self.widen(key_states.dtype, value_states.dtype)
         if slots is None:
             stop = start + key_states.shape[-2]
             _write_finite(self.keys[:, :, start:stop], key_states)
@@ -107,11 +108,22 @@ class TreeLayer(CacheLayerMixin):
                 view = self.with_front[name]
                 to = cache.flat(slots, view.shape[1], view.shape[2], view.device)
                 finite = states.nan_to_num(0.0, 0.0, 0.0).flatten(0, 2)
-                view.view(-1, view.shape[3]).index_copy_(0, to, finite)
+                view.view(-1, view.shape[3]).index_copy_(0, to, finite.to(view.dtype))
         if cache.block is not None and cache.shows_front:
             end += cache.front
             return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def widen(self, keys: torch.dtype, values: torch.dtype) -> None:
+        """Make sure that states of these dtypes can be written without loss.
+
+        What a model writes may change between calls, as with autocast. Like a ``DynamicCache``,
+        which concatenates them, the layer then holds all states in the wider dtype.
+        """
+        for name, dtype in (("keys", keys), ("values", values)):
+            have = self.with_front[name].dtype
+            if have != dtype and (wider := torch.promote_types(have, dtype)) != have:
+                self.cache.widen(self, name, wider)
 
     def get_seq_length(self) -> int:
         return self.cache.max_length + self.appended
@@ -298,7 +310,7 @@ class TreeCache(Cache):
         while made:
             (index, name), states = made.popitem()
             self.layers[index].with_front[name][:, :, : states.shape[2]] = states
-        self._learned = ()
+        self._learned, self._own = (), None
 
     def reserve(self, slots: int) -> None:
         """Make room for ``slots`` slots per row; grows by doubling, so that copies are rare."""
@@ -354,6 +366,20 @@ class TreeCache(Cache):
             grown[:, :, :, start:stop] = storage[:, :, :, self.front - kept :]
             groups.append((grown, members))
         self._groups, self.front, self.capacity = groups, front, capacity
+        self._attach()
+
+    def widen(self, layer: TreeLayer, name: str, dtype: torch.dtype) -> None:
+        """Hold a layer's ``keys`` or ``values``, and all that share its buffer, in this dtype."""
+        if self.is_empty:  # the layer's first block, not yet in a shared buffer
+            layer.attach(name, layer.with_front[name].to(dtype))
+            return
+        member, groups = (self.layers.index(layer), name), []
+        for storage, members in self._groups:
+            if member in members:
+                wide = self._new(tuple(storage.shape), dtype, storage.device)
+                storage = wide.copy_(storage)
+            groups.append((storage, members))
+        self._groups = groups
         self._attach()
 
     def set_front(self, states: Sequence[tuple[Tensor, Tensor]], own: Share | None = None) -> None:
@@ -537,6 +563,44 @@ class TreeCache(Cache):
         """Close the block and discard all of its nodes."""
         self.block = None
 
+    # -- copies ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the slots in use of each buffer, not the layers' views.
+
+        Pickled views would come back as tensors of their own, which do not see what is written
+        into the buffers.
+        """
+        self.count_appended()
+        self._finish_copying()
+        state = dict(vars(self))
+        for made_again in ("layers", "_groups", "_new", "_flat"):
+            del state[made_again]
+        used = self.capacity if self.block else max(self.host_lengths + self._parked_lengths)
+        state["_buffers"] = [
+            (storage[:, :, :, : self.front + used].clone(), list(members))
+            for storage, members in self._groups
+        ]
+        # An empty cache's first block is not in shared buffers yet.
+        state["_layers"] = [{} if self._groups else layer.with_front for layer in self.layers]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffers, layers = state.pop("_buffers"), state.pop("_layers")
+        self.__dict__.update(state)
+        self._new, self._flat, self._groups = zeros, None, []
+        self.layers = [TreeLayer(self) for _ in layers]
+        for layer, states in zip(self.layers, layers):
+            for name, with_front in states.items():
+                layer.attach(name, with_front.clone())
+        for part, members in buffers:
+            self.capacity = self._rounded(part.shape[3] - self.front)
+            shape = (*part.shape[:3], self.front + self.capacity, part.shape[4])
+            storage = zeros(shape, part.dtype, part.device)
+            storage[:, :, :, : part.shape[3]] = part
+            self._groups.append((storage, members))
+        self._attach()
+
     # -- rows of other caches ----------------------------------------------------------------
 
     @classmethod
@@ -558,9 +622,12 @@ class TreeCache(Cache):
         length = source.host_lengths[0]
         self.reserve(length)
         for index, layer in enumerate(source.layers):
+            if not layer.is_initialized:
+                continue
+            own = self.layers[index]
+            own.widen(layer.keys.dtype, layer.values.dtype)
             for name in layer.with_front:
-                states = getattr(layer, name)[0, :, :length]
-                getattr(self.layers[index], name)[row, :, :length] = states
+                getattr(own, name)[row, :, :length] = getattr(layer, name)[0, :, :length]
         self._floor = [*self._floor[:row], source._floor[0], *self._floor[row + 1 :]]
         lengths = list(self.host_lengths)
         lengths[row] = length
@@ -695,7 +762,7 @@ class TreeCache(Cache):
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(self.batch_size).repeat_interleave(repeats)
+        rows = torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats)
         self.batch_select_indices(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -745,7 +812,8 @@ def bounded(learned: Tensor) -> Tensor:
 
 
 def _write_finite(target: Tensor, states: Tensor) -> None:
-    if torch.compiler.is_compiling():  # it does not trace a view as `out`
+    # It does not trace a view as `out`, whose dtype must be that of the input.
+    if torch.compiler.is_compiling() or target.dtype != states.dtype:
         target.copy_(states.nan_to_num(0.0, 0.0, 0.0))
     else:  # in one pass, as cheap as the copy
         torch.nan_to_num(states, 0.0, 0.0, 0.0, out=target)

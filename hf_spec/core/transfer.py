@@ -14,4 +14,4 @@ def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = No
     A plain copy would wait for all work queued on the device.
     """
     # The memory is not pinned, so the host copies it before this returns.
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)

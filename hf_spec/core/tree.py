@@ -421,7 +421,7 @@ def _padded(tree: TokenTree, nodes: int, device: str) -> TreeBatch:
 @lru_cache(maxsize=4096)
 def _single(tree: TokenTree, device: str) -> TreeBatch:
     nodes = len(tree)
-    ancestors = torch.zeros(nodes, nodes, dtype=torch.bool)
+    ancestors = torch.zeros(nodes, nodes, dtype=torch.bool, device="cpu")
     for node, parent in enumerate(tree.parents):
         if parent >= 0:
             ancestors[node] = ancestors[parent]

@@ -18,6 +18,7 @@ from hf_spec.core.checks import check_count
 from hf_spec.core.tree import TokenTree
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.model.graphs import Graphs
+from modeling_patches.weights import placement
 
 #: Value of ``cache_implementation``.
 STATIC = "static"
@@ -117,8 +118,9 @@ def warm_up(
     while True:
         for batch_size in batch_sizes:
             # A prompt that needs buffers of exactly this size.
-            ids = torch.ones(batch_size, max(length // 2 - 8, 8), dtype=torch.long)
-            ids = (ids + torch.arange(ids.shape[1]) % 2).to(model.device)
+            device = placement(model).device
+            order = torch.arange(max(length // 2 - 8, 8), device=device)
+            ids = (1 + order % 2).repeat(batch_size, 1)
             output = model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=config, **given
             )

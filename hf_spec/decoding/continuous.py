@@ -17,9 +17,9 @@ from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.joining import Finished, Request, Running
 from hf_spec.decoding.scoring import Scorer
 from modeling_patches.cache_name import CACHE
-from modeling_patches.embeddings import input_tokens
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
+from modeling_patches.weights import input_features, placement
 
 #: Arguments of ``generate`` that only make sense for a single call, and why.
 _REFUSED = {
@@ -110,13 +110,13 @@ class Batch:
                 f"a prompt of shape {tuple(ids.shape)}: give the token ids of one prompt, at "
                 "least one token. Each prompt is added by itself."
             )
-        known = input_tokens(self.model)
-        if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        known, _ = input_features(self.model)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < known:
             raise ValueError(
                 f"a prompt with token ids from {int(ids.min())} to {int(ids.max())}: the model's "
                 f"are 0 to {known - 1}."
             )
-        self._waiting.append(self._prepared(ids.to(self.model.device), self._added))
+        self._waiting.append(self._prepared(ids.to(placement(self.model).device), self._added))
         self._added += 1
         self._last = False
         return self._added - 1
@@ -219,7 +219,7 @@ def _token_ids(prompt: Any) -> Tensor:
         ValueError: it is none of whole numbers.
     """
     try:
-        ids = torch.as_tensor(prompt)
+        ids = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"a prompt of type {type(prompt).__name__}: give the token ids of one prompt, such as "

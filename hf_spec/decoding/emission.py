@@ -126,7 +126,7 @@ class Emission:
             grown = self.ids.new_zeros((len(self.ids), 2 * end))
             grown[:, : self.ids.shape[1]] = self.ids
             self.ids = grown
-        self.ids[row, start:end] = torch.tensor(tokens)
+        self.ids[row, start:end] = torch.tensor(tokens, device="cpu")
 
     def shown(self, column: int) -> Tensor:
         """``(batch, column)`` the first columns as in plain generation, finished rows padded."""
@@ -179,7 +179,8 @@ class Emission:
         scores = None
         if self.scores is not None:
             scores = tuple(one[None] for one in self.scores[row])
-        return any(bool(torch.as_tensor(one(prefix, scores)).any()) for one in self._by_row)
+        told = (torch.as_tensor(one(prefix, scores), device="cpu") for one in self._by_row)
+        return any(bool(one.any()) for one in told)
 
     def end_step(self) -> None:
         """Ask the criteria that look at the whole batch; pass finished columns to the streamer."""
@@ -203,9 +204,9 @@ class Emission:
         if self.scores is not None:
             self._asked_scores.append(self._column(self.scores, column - self.width - 1))
         scores = None if self.scores is None else tuple(self._asked_scores)
-        found = torch.zeros(len(rows), dtype=torch.bool)
+        found = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         for criterion in self._by_column:
-            found |= torch.as_tensor(criterion(shown, scores)).cpu().bool()
+            found |= torch.as_tensor(criterion(shown, scores), device="cpu").bool()
         for row in running:
             if found[row]:
                 self._stops[row] = column

@@ -27,6 +27,7 @@ from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.cache_name import cache_in
 from modeling_patches.ranks import Ranks
+from modeling_patches.weights import placement
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Running:
     def _noise(self, rows: int) -> SamplingNoise | None:
         # A single place draws as calls in turn do.
         own = self.batch_size > 1
-        return noise_of(self.config, self.strategy.options, rows, self.model.device, own)
+        return noise_of(self.config, self.strategy.options, rows, placement(self.model).device, own)
 
     def _result(self, row: int) -> Finished:
         request, self.requests[row] = self.requests[row], None

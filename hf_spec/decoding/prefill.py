@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
-from modeling_patches.embeddings import input_weight, output_weight
 from modeling_patches.per_call import Changes
+from modeling_patches.weights import device_of
 
 #: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
 CHUNK = 256
@@ -53,8 +54,7 @@ class Prefilled:
     Attributes:
         forward: tree forward over ``forward.cache``.
         logits: ``(batch, vocab)`` after the last prompt token.
-        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not requested,
-            or if a compiled model does not expose it.
+        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not requested.
         probe_hidden: ``(batch, group, hidden)`` final hidden states of the probes under that token;
             None if there were none.
     """
@@ -146,12 +146,12 @@ def prefill(
     else:
         if given is not None:
             check_packable(given)
-        changes = Changes()
+        changes, run = Changes(), model._prefill
         seen = final_hidden(model, changes) if wants_hidden else []
-        outputs = changes.run(
-            model._prefill, input_ids, config, model_kwargs, is_first_iteration=True
-        )
-        # The last chunk's, if there are several. A model compiled as a whole exposes no states.
+        if wants_hidden:  # otherwise the model runs as it is, compiled if it is compiled
+            run = partial(changes.run, run)
+        outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
+        # The last chunk's, if there are several.
         end = _End(outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None)
         source = cache_in(outputs)
         check_packable(source)
@@ -183,8 +183,8 @@ def _rides(
         real = torch.ones_like(positions) if mask is None else mask
         if not bool(((positions == real.cumsum(-1) - 1) | (real == 0)).all()):
             return False
-    head = output_weight(model)
-    devices = {weight.device for weight in (input_weight(model), head) if weight is not None}
+    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
+    devices = {device_of(part) for part in embeddings if part is not None}
     text = model.config.get_text_config(decoder=True)
     return (
         0 < emission.width <= RIDING

@@ -29,12 +29,13 @@ from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.graphs import TOLERANCE
-from hf_spec.model.hidden_states import output_logits, taken
+from hf_spec.model.graphs import tolerance
+from hf_spec.model.hidden_states import decoder_of, output_logits, taken
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
-from modeling_patches.embeddings import input_weight
+from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
+from modeling_patches.weights import placement
 
 _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
@@ -93,9 +94,12 @@ def check_tree_forward(
             f"{type(raised).__name__}: {raised} Choose another strategy, or none."
         ) from raised
     if not error <= trial.tolerance:
+        if model.training:
+            problem = f"is in training mode, in which dropout may differ, or {problem}"
         raise ValueError(
             f"{type(model).__name__} does not work with {name}: it {problem} (relative error "
             f"{error:.2g} in a trial{' with padding' * trial.padded} at position {trial.start})."
+            f"{' Call model.eval() first.' * model.training}"
         )
     _checked[model].add(kind)
 
@@ -120,20 +124,31 @@ class _Trial:
     def __init__(self, model: Any, padded: bool, start: int = 0):
         self.model = model
         self.padded, self.start = padded, start
-        self.tolerance = TOLERANCE.get(model.dtype, 5e-2)
+        self._dtypes = {model.dtype}
         self.text_config = model.config.get_text_config(decoder=True)
-        self.device = input_weight(model).device
+        self.device = placement(model).device
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
         # A separate generator, so that the caller's seeded generator is not advanced.
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         size = (2, _PROMPT + len(_TREE))
-        ids = torch.randint(self.text_config.vocab_size, size, generator=generator)
+        vocab = self.text_config.vocab_size
+        ids = torch.randint(vocab, size, generator=generator, device="cpu")
         self.prompt, self.nodes = ids.to(self.device).split([_PROMPT, len(_TREE)], dim=1)
         self.mask = torch.ones_like(self.prompt)
         if padded:
             self.mask[1, :_PADDING] = 0
         self.limit = _PROMPT + len(_TREE)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error that rounding explains; known after :meth:`run`."""
+        return tolerance(self._dtypes)
+
+    def _note_dtype(self, args: Any, kwargs: Any) -> None:
+        """Before a forward: note the dtype of autocast, which may be on in the forward alone."""
+        if torch.is_autocast_enabled(self.device.type):
+            self._dtypes.add(torch.get_autocast_dtype(self.device.type))
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
         """The failure, if any, and the largest relative error.
@@ -182,7 +197,7 @@ class _Trial:
             forward.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
             root = forward(self.nodes[:, :1], TokenTree.chain(0).batch(2, self.device))
             errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
-        return _NO_TREE, float(torch.tensor(errors).max())  # NaN if any is
+        return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
     def _inputs(self) -> dict[str, Any]:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start
@@ -196,6 +211,8 @@ class _Trial:
     def _plain(self) -> dict[int, Tensor]:
         """Logits ``(2, vocab)`` after each node, and after the longest path and the root again."""
         found: dict[int, Tensor] = {}
+        changes = Changes()
+        changes.before(decoder_of(self.model), self._note_dtype)
         ancestors = _TREE.batch().ancestors[0]
         for leaf in (node for node in range(len(_TREE)) if int(ancestors[:, node].sum()) == 1):
             path = [node for node in range(len(_TREE)) if ancestors[leaf, node]]
@@ -204,9 +221,9 @@ class _Trial:
                 forced = torch.cat([forced, self.nodes[:, :1]], dim=1)
             length = _PROMPT + forced.shape[1] + 1
             with as_before(self.model):
-                output = GenerationMixin._sample(
-                    self.model, self.prompt, LogitsProcessorList([_force(forced)]),
-                    _until(length), self.config,
+                output = changes.run(
+                    GenerationMixin._sample, self.model, self.prompt,
+                    LogitsProcessorList([_force(forced)]), _until(length), self.config,
                     **self._inputs(),
                 )  # fmt: skip
             found |= dict(zip([*path, len(_TREE)], output.logits[1:]))

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.methods.registry import get_method
-from modeling_patches.support import check_model
+from modeling_patches.support import check_cache_stays, check_model
 
 #: Options of other decoding modes, with the values that turn them off.
 _OTHER_MODES = {
@@ -39,6 +39,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     options = method.parse_options(config.assistant_kwargs)
     warn_if_lossy(config.assistant_kwargs, options.lossless)
     check_model(model)
+    check_cache_stays(model)
 
     def refuse(option: str, value: Any, why: str, remedy: str) -> None:
         raise ValueError(f"{option}={value!r} with assistant_strategy={strategy!r}: {why} {remedy}")

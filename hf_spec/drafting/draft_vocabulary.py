@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
-from modeling_patches.embeddings import is_updated, output_bias, output_features, output_weight
 from modeling_patches.narrow_products import product
+from modeling_patches.weights import is_updated, output_bias, output_features, output_weight
 
 #: Columns of output embeddings, quantised or with adapters of PEFT, that are read at once.
 AT_ONCE = 64
@@ -99,7 +99,6 @@ class DraftVocabulary:
         if self._made is not None:
             return self._made
         head = self.model.get_output_embeddings()
-        weight, bias = output_weight(self.model), output_bias(self.model)
 
         def make() -> _Rows:
             tokens, known = self._tokens, vocab_size(self.model)
@@ -109,11 +108,12 @@ class DraftVocabulary:
                     f"this adapter predicts tokens {low} to {high}, the model has {known}: it was "
                     "made for another model, or its file is damaged. Load it on its own model."
                 )
+            weight, bias = output_weight(self.model), output_bias(self.model)
             if weight is not None and is_plain(weight) and not is_updated(head):
                 tokens = tokens.to(weight.device)
                 rows = weight.detach()[tokens]
             else:
-                width = output_features(self.model)[0]
+                width, _ = output_features(self.model)
                 parts = torch.eye(width, device=tokens.device).split(AT_ONCE)
                 made = [linear_logits(self.model, part).to(tokens.device) for part in parts]
                 rows = torch.cat([part[:, tokens] for part in made]).T.contiguous()

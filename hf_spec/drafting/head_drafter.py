@@ -12,7 +12,7 @@ from hf_spec.drafting.heads import HEAD_WEIGHTS, PROJECTION, WEIGHTS, head_logit
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import token_hidden
-from modeling_patches.embeddings import input_weight
+from modeling_patches.weights import placement
 
 
 class HeadDrafter(TreeDrafter):
@@ -30,7 +30,7 @@ class HeadDrafter(TreeDrafter):
 
     def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], source: TreeSource):
         super().__init__(model, options, source, weights)
-        dtype = input_weight(model).dtype  # of hidden states
+        dtype = placement(model).dtype  # of hidden states
         self.weights = {
             name: weights[name][: source.max_depth].detach().to(dtype)
             for name in HEAD_WEIGHTS

@@ -27,8 +27,8 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
-from modeling_patches.embeddings import output_bias, output_features, output_weight
 from modeling_patches.narrow_products import product
+from modeling_patches.weights import output_bias, output_dtype, output_features, output_weight
 
 PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
 #: Names of the parameters: blocks' weights and biases, and the projections of heads with own ones.
@@ -72,9 +72,8 @@ class HeadsConfig(PredictingConfig):
         """Raise ValueError if `model` has no output embeddings that the heads can start from."""
         super().check_base(model)
         output_features(model)
-        weight = output_weight(model)
-        plain = isinstance(weight, Tensor) and weight.is_floating_point()
-        if self.projection == "own" and not self.inference_mode and not plain:
+        quantised = output_dtype(model) is None
+        if self.projection == "own" and not self.inference_mode and quantised:
             raise ValueError(
                 "projection='own' starts from the output embeddings, which are quantised here: "
                 "choose projection='shared', or load the model without quantisation."

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from modeling_patches.contents import contents
-from modeling_patches.embeddings import made_of
+from modeling_patches.weights import made_of
 
 Made = TypeVar("Made")
 
@@ -37,7 +38,8 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
     known = _KNOWN.get(owner)
     if known is None or known[0] != key:
         # The key's tensors must not be freed, or another tensor could get their address.
-        known = _KNOWN[owner] = (key, inputs, make())
+        with torch.autocast(owner.device.type, enabled=False):  # later calls may run without
+            known = _KNOWN[owner] = (key, inputs, make())
     made: Made = known[2]
     return made
 

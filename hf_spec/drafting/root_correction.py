@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.predicting import ROOT, ROOT_AFTER, ROOT_BEFORE, ROOT_STATE
-from modeling_patches.embeddings import input_weight
+from modeling_patches.weights import placement
 
 
 class RootCorrection:
@@ -78,6 +78,6 @@ def unit_embeddings(model: Any, tokens: Tensor) -> Tensor:
     embedding)``, in float32 at least and without gradients."""
     embeddings = model.get_input_embeddings()
     with torch.no_grad():
-        made = embeddings(tokens.to(input_weight(model).device))
+        made = embeddings(tokens.to(placement(model).device))
         made = made.to(torch.promote_types(made.dtype, torch.float32))
         return functional.rms_norm(made, made.shape[-1:], eps=1e-12)

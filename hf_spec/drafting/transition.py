@@ -26,7 +26,7 @@ from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
 from hf_spec.drafting.made_once import made_once
 from hf_spec.drafting.root_correction import unit_embeddings
 from hf_spec.model.hidden_states import linear_logits
-from modeling_patches.embeddings import input_weight
+from modeling_patches.weights import input_features, placement
 
 #: Tokens whose embeddings are projected at once.
 AT_ONCE = 8192
@@ -113,8 +113,9 @@ class Transition:
         modules = self.model.get_input_embeddings(), self.model.get_output_embeddings()
 
         def make() -> _Tables:
-            ids = torch.arange(input_weight(self.model).shape[0]).split(AT_ONCE)
-            before = torch.cat([self._embedded(some) for some in ids])
+            (known, _), device = input_features(self.model), placement(self.model).device
+            ids = torch.arange(known, device=device)
+            before = torch.cat([self._embedded(some) for some in ids.split(AT_ONCE)])
             return _Tables(
                 before, linear_logits(self.model, self.after.T).T.to(before).contiguous()
             )

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
-from hf_spec.adapters.layer import placement
 from hf_spec.core.checks import first_line
 from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
@@ -32,6 +31,7 @@ from hf_spec.hub.folder import (
     staging,
 )
 from hf_spec.methods.registry import Export, Method, Published, methods
+from modeling_patches.weights import placement
 
 #: Suffix of files that map tensors to checkpoint files.
 INDEX = ".index.json"

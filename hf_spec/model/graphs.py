@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -30,11 +30,12 @@ from hf_spec.core.cache import zeros
 from hf_spec.core.checks import first_line
 from modeling_patches.contents import contents
 from modeling_patches.per_call import foreign_hooks
+from modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
 
 #: Largest relative error of logits and states that rounding explains, by the least precise dtype
-#: among inputs and results; a wrong mask or position gives far larger ones (0.1 and more in the
+#: that is computed with; a wrong mask or position gives far larger ones (0.1 and more in the
 #: tests' models).
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -54,10 +55,12 @@ class Graph:
     Attributes:
         code: the compiled function.
         baked: the model's tensors that it contains.
+        tolerance: largest relative error that rounding explains.
     """
 
     code: Function
     baked: frozenset[Hashable]
+    tolerance: float
 
 
 class _Kept:
@@ -103,7 +106,7 @@ class Graphs:
         options = repr(sorted(self._options.items(), key=repr))
         self._kind = kind, _state(model), options, self._frozen
         # CUDA graphs keep inputs and results in memory that every run overwrites, of any graph.
-        self._shares_memory = next(model.parameters()).device.type != "cpu"
+        self._shares_memory = placement(model).device.type != "cpu"
         self.made = 0
         self.tell: Callable[[int], Any] | None = None
         self.obstacle = _obstacle(model)
@@ -183,7 +186,7 @@ class Graphs:
                 with torch._inductor.config.patch(freezing=self._frozen):
                     graph = self._compile(function, inputs, static)
                     found = self._call(graph, inputs, cut)[: len(expected)]
-                problem = _difference(inputs, expected, found)
+                problem = _difference(graph.tolerance, expected, found)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a model, tracer or compiler may raise anything
@@ -209,7 +212,7 @@ class Graphs:
             return [result.clone() for result in cut(graph.code(*inputs))]
 
     def _compile(self, function: Function, inputs: Sequence[Tensor], static: int) -> Graph:
-        with _quiet():
+        with _capturing():
             tracer = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
             captured: Any = tracer(*inputs)
         constants = {
@@ -226,6 +229,8 @@ class Graphs:
                     f"it reads numbers {tuple(x.shape)} that are neither its inputs nor the "
                     "model's, and may change"
                 )
+        values = [node.meta.get("val") for node in captured.graph.nodes]
+        dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
         code, backend = captured, self._options["backend"]
         if backend != "eager":  # "eager" runs the captured graph as it is
             for tensor in inputs[:static]:
@@ -234,7 +239,7 @@ class Graphs:
             code = torch.compile(
                 captured, fullgraph=True, dynamic=False, backend=backend, options=options
             )
-        return Graph(code, frozenset(baked & self._tensors))
+        return Graph(code, frozenset(baked & self._tensors), tolerance(dtypes))
 
     def _warn(self, why: str) -> None:
         if why not in self._kept.warned:
@@ -254,14 +259,19 @@ def _options(config: CompileConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's log of operations that cannot be captured; the error reports them."""
+def _capturing() -> Iterator[None]:
+    """Silence torch's log of operations that cannot be captured, as the error reports them.
+
+    Weights that autocast has cast must not get into captured code, nor out of it.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
+    torch.clear_autocast_cache()
     try:
         yield
     finally:
         log.disabled = disabled
+        torch.clear_autocast_cache()
 
 
 def _no_guards(entries: Sequence[Any]) -> list[bool]:
@@ -314,15 +324,17 @@ def _state(model: Any) -> Hashable:
     )  # fmt: skip
     training = model.training and any(module.training for module in model.modules())
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    kind = model.device.type
+    kind = placement(model).device.type
     casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return adapters, training, attention, casts, torch.is_inference_mode_enabled()
+    # Wrappers of the forward may change its arithmetic, as accelerate's mixed precision does.
+    wrapper = getattr(vars(model).get("forward"), "own", vars(model).get("forward"))
+    wrapped = None if wrapper is None else ref(wrapper)
+    return adapters, training, attention, casts, wrapped, torch.is_inference_mode_enabled()
 
 
 def _obstacle(model: Any) -> str | None:
     """Why a model cannot be compiled at all; None if no reason is known."""
-    places = set((getattr(model, "hf_device_map", None) or {}).values())
-    if {"cpu", "disk"} & places and len(places) > 1:
+    if any(parameter.is_meta for parameter in model.parameters()):
         return "some of its weights are offloaded"
     hooks = foreign_hooks(model)
     if hooks:
@@ -335,17 +347,19 @@ def _obstacle(model: Any) -> str | None:
     return None
 
 
-def _difference(
-    inputs: Sequence[Tensor], expected: Sequence[Tensor], found: Sequence[Tensor]
-) -> str | None:
-    """How two results differ by more than rounding; None if they do not."""
-    given = [TOLERANCE[x.dtype] for x in inputs if x.dtype in TOLERANCE]
+def tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """The tolerance of what is computed with these dtypes, see :data:`TOLERANCE`."""
+    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=5e-2)
+
+
+def _difference(most: float, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+    """How two results differ by more than this relative error; None if they do not."""
     for one, other in zip(expected, found, strict=True):
         if not one.is_floating_point():
             continue  # a choice between numbers that may be equal
         scale = one.masked_fill(one.isinf(), 0).abs().max().clamp(min=1e-6)
         apart = torch.where(one == other, 0, one - other)  # of infinities, too
         error = float((apart.abs().max() / scale).nan_to_num(torch.inf))
-        if not error <= max([TOLERANCE[one.dtype], *given]):
+        if not error <= most:
             return f"compiled code gives something else (relative error {error:.2g})"
     return None

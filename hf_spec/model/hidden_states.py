@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from modeling_patches.embeddings import (
+from modeling_patches.narrow_products import narrow_products
+from modeling_patches.per_call import Changes, step_aside
+from modeling_patches.weights import (
     features,
     in_use,
-    input_weight,
+    input_features,
     output_bias,
-    output_weight,
+    output_dtype,
+    placement,
 )
-from modeling_patches.narrow_products import narrow_products
-from modeling_patches.per_call import Changes
 
 #: Replaces output embeddings: from hidden states (..., hidden) to logits.
 Head = Callable[[Tensor], Tensor]
@@ -32,6 +33,8 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     the order of draft tokens.
 
     Args:
+        hidden: ``(..., hidden)``. Autocast within the model's forward may give them another
+            floating-point dtype than that of its weights.
         head: replaces the output embeddings.
     """
     # Flat: on CPUs, the matrix product of a slice (non-contiguous) is ten times slower.
@@ -41,17 +44,14 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     else:
         changes = Changes()
         narrow_products(module, changes)
-        flat = changes.run(module, flat)
+        flat = changes.run(module, flat.to(output_dtype(model) or flat.dtype))
     return flat.unflatten(0, hidden.shape[:-1])
 
 
 def linear_logits(model: Any, hidden: Tensor) -> Tensor:
     """:func:`output_logits` without the output embeddings' bias, so linear in ``hidden``, which may
     have another floating-point type."""
-    bias, weight = output_bias(model), output_weight(model)
-    if weight is not None and weight.is_floating_point():
-        hidden = hidden.to(weight.dtype)
-    logits = output_logits(model, hidden)
+    logits, bias = output_logits(model, hidden), output_bias(model)
     return logits if bias is None else logits - bias
 
 
@@ -118,9 +118,10 @@ def shapes_logits(model: Any) -> bool:
     Determined once per model, on a constant state whose largest logit is large enough for caps.
     """
     if model not in _SHAPES:
-        weight = input_weight(model)
-        width, _ = features(in_use(model.get_output_embeddings())) or (weight.shape[1], 0)
-        state = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
+        step_aside(model)
+        width, _ = features(in_use(model.get_output_embeddings())) or input_features(model)[::-1]
+        device, dtype = placement(model)
+        state = torch.ones(1, 1, width, dtype=dtype, device=device)
         state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
         plain, own = output_logits(model, state), model_logits(model, state)
         # Logits that differ by one rounding of bfloat16 count as equal.
@@ -170,6 +171,7 @@ def final_hidden(
         wanted: selects the states ``(batch, n, hidden)`` to compute logits from, after the decoder.
             None for all.
     """
+    step_aside(model)
     seen: list[Tensor] = []
 
     def note(args: Any, kwargs: Any, output: Any) -> Any:

@@ -21,10 +21,10 @@ from hf_spec.model.hidden_states import embedded, final_hidden, taken
 from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
-from modeling_patches.embeddings import input_weight
 from modeling_patches.exits import averaged_exits
-from modeling_patches.per_call import Changes, eager
+from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
+from modeling_patches.weights import placement
 
 #: Label of tokens that are not predicted, as everywhere in Transformers.
 IGNORED = -100
@@ -111,8 +111,7 @@ class _Run:
     ):
         self.model, self.attention, self.inputs = model, attention, inputs
         self.embed = model.get_input_embeddings()
-        weight = input_weight(model)
-        self.dtype, self.device = weight.dtype, weight.device
+        self.device, self.dtype = placement(model)
         self.input_ids, self.real = input_ids.to(self.device), real.to(self.device)
         self.anchors = anchors = anchors.to(self.device)
         self.batch, self.seq = input_ids.shape
@@ -169,7 +168,7 @@ class _Run:
             changes = Changes().update(self.attention.changes)
             seen = final_hidden(self.model, changes)
             changes.run(
-                eager(self.model),
+                self.model,
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
                 use_cache=True, **{CACHE: cache}, **self._given(self.positions),
             )  # fmt: skip
@@ -196,7 +195,7 @@ class _Run:
             self.inputs.update.add_to(changes)
         seen = final_hidden(self.model, changes)
         changes.run(
-            eager(self.model),
+            self.model,
             **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
             attention_mask=self._mask(self._probe_rows(), self.probe_positions, front),
             use_cache=True, **{CACHE: full}, **self._given(self.probe_positions),
@@ -217,7 +216,7 @@ class _Run:
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
         seen = final_hidden(self.model, changes)
         changes.run(
-            eager(self.model), **embedded(self.model, embeddings, self.input_ids),
+            self.model, **embedded(self.model, embeddings, self.input_ids),
             attention_mask=self._mask(visible, positions, 0),
             use_cache=False, **self._given(positions),
         )  # fmt: skip
@@ -242,7 +241,7 @@ def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = 
         input_ids: ``(batch, seq)``.
         attention_mask: ``(batch, seq)``, 0 for padding, on either side; None if there is none.
     """
-    device = input_weight(model).device
+    device = placement(model).device
     input_ids = input_ids.to(device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -250,7 +249,7 @@ def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = 
     seen = final_hidden(model, changes)
     with torch.no_grad(), _evaluating(model):
         changes.run(
-            eager(model), input_ids=input_ids, attention_mask=mask, use_cache=False,
+            model, input_ids=input_ids, attention_mask=mask, use_cache=False,
             **taken(model, position_ids=positions, logits_to_keep=1),
         )  # fmt: skip
         return seen[0]
@@ -276,7 +275,7 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     Gradients flow to the embeddings. Each result: ``(kv_heads, tokens, head_dim)``.
     """
     cache = DynamicCache()
-    dtype = input_weight(model).dtype
+    dtype = placement(model).dtype
     tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
     model(
         **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache}, use_cache=True,

@@ -66,7 +66,8 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         rows, slots = self.rows.to(self.keys.device), self.slots.to(self.keys.device)
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
-            kept[rows, :, slots] = states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+            finite = states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+            kept[rows, :, slots] = finite.to(kept.dtype)  # as wide: see TreeLayer.widen
         return self.keys[:, :, self.hidden :], self.values[:, :, self.hidden :]
 
     def get_seq_length(self) -> int:

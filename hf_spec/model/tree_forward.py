@@ -31,12 +31,12 @@ from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
-from modeling_patches.embeddings import input_weight
 from modeling_patches.exits import averaged_exits
 from modeling_patches.low_rank import LowRank
 from modeling_patches.narrow_products import narrow_products
-from modeling_patches.per_call import Changes, eager
+from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
+from modeling_patches.weights import placement
 
 
 @dataclass(frozen=True)
@@ -219,15 +219,14 @@ class TreeForward:
         self.position_shift = position_shift[:, None]
         self.model_kwargs = model_kwargs or {}
         self.takes_positions = "position_ids" in taken(model, position_ids=True)
-        weight = input_weight(model)
-        self.dtype, self.device = weight.dtype, weight.device
+        self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs
         self.num_front = 0
         self.wants_hidden = wants_hidden
         self.reach: Reach | None = None
         if graphs is not None:
             cache.use_buckets()
-        self._changes, self._call = self.attention.changes, eager(model)
+        self._changes = self.attention.changes
         self._narrow = Changes()
         narrow_products(model, self._narrow)
         #: The same, with the changes that read hidden states and prune; created on first use.
@@ -446,12 +445,12 @@ class TreeForward:
     ) -> Callable[..., Any]:
         """The model's call, with the tokens' reach if its rotary frequencies depend on it."""
         if self.reach is None:
-            return self._call
+            return self.model
         depths, deepest = tree.depths, tree.max_depth
         if probes is not None:
             depths, deepest = probes.depths, deepest + max(probes.group.offsets, default=0)
         lengths = self.cache.host_lengths
-        return partial(self.reach.run, self._call, lengths, depths[:, first:], deepest)
+        return partial(self.reach.run, self.model, lengths, depths[:, first:], deepest)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the cache, whose row ``i`` is now the former ``rows[i]``.

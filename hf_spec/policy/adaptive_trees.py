@@ -139,8 +139,8 @@ def grow(
 @lru_cache(maxsize=256)
 def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
     """Level of each node, with nodes ordered by level."""
-    levels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return levels.to(device)
+    levels = [level for level, size in enumerate(sizes) for _ in range(size)]
+    return torch.tensor(levels, device=device)
 
 
 class Proposal(NamedTuple):

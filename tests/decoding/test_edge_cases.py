@@ -10,10 +10,13 @@ import pytest
 import torch
 from conftest import PAD, plainly, prompt, ragged
 from running import drafting, fingerprint
+from test_compiled import adapt, strategy
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
+from hf_spec.decoding import selfcheck
+from hf_spec.methods.registry import methods
 from modeling_patches import attention_masks
 from modeling_patches.cache_name import CACHE
 
@@ -148,21 +151,61 @@ def test_half_precision(tiny: Tiny, spec: Spec, architecture: str, dtype: torch.
 # -- models that are wrapped, compiled or dispatched -----------------------------------------
 
 
-def test_compiled_in_place(fresh: Tiny, spec: Spec) -> None:
-    model = fresh()
-    settings = {"max_new_tokens": 6, "do_sample": False}  # each new shape is traced again
-    plain = model.generate(prompt(), **settings)
-    model.compile(backend="eager", dynamic=True)
-    assert model.generate(prompt(), **settings, **spec).tolist() == plain.tolist()
-    torch._dynamo.reset()
+def compile_forward(model: Any, **how: Any) -> Any:
+    """As Transformers' guide does."""
+    model.forward = torch.compile(model.forward, **how)
+    return model
 
 
-def test_compiled_wrapper(fresh: Tiny, spec: Spec) -> None:
-    model = fresh()
-    plain = model.generate(prompt(), **GREEDY)
-    compiled = torch.compile(model, backend="eager")
-    assert compiled.generate(prompt(), **GREEDY, **spec).tolist() == plain.tolist()
-    assert hf_spec.last_stats(compiled) is hf_spec.last_stats(model) is not None
+def compile_in_place(model: Any, **how: Any) -> Any:
+    model.compile(**how)
+    return model
+
+
+def compile_wrapper(model: Any, **how: Any) -> Any:
+    return torch.compile(model, **how)
+
+
+def compile_decoder(model: Any, **how: Any) -> Any:
+    model.model.forward = torch.compile(model.model.forward, **how)
+    return model
+
+
+def compile_decoder_wrapper(model: Any, **how: Any) -> Any:
+    model.model = torch.compile(model.model, **how)
+    return model
+
+
+def compile_layers(model: Any, **how: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(**how)
+    return model
+
+
+COMPILE = (
+    compile_forward, compile_in_place, compile_wrapper, compile_decoder, compile_decoder_wrapper,
+    compile_layers,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [(name, compile_forward) for name in methods()]
+    + [(name, compiled) for compiled in COMPILE[1:] for name in ("layer_skip", "medusa")],
+)
+def test_compiled_models(
+    shallow: Any, name: str, compiled: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps are not compiled, of which one warning tells."""
+    model = adapt(shallow(layers=2), name)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(**ragged((12, 5)), **settings)
+    model = compiled(model, backend="eager", dynamic=True)
+    for _ in range(2):
+        ours = model.generate(**ragged((12, 5)), **settings, **strategy(name))
+        assert ours.tolist() == plain.tolist()
+    assert caplog.text.count("is compiled by torch.compile") == (compiled is not compile_wrapper)
+    assert hf_spec.last_stats(model) is not None
     torch._dynamo.reset()
 
 
@@ -188,6 +231,46 @@ def test_model_in_training_mode(fresh: Tiny, spec: Spec) -> None:
     model = fresh().train()
     check_same(model, spec, **ragged())
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [*((name, "llama") for name in methods()), ("layer_skip", "gpt2"), ("medusa", "gpt2")],
+)
+def test_gradient_checkpointing(shallow: Any, name: str, architecture: str) -> None:
+    """As in evaluation where the cache is kept without gradients, else refused by name."""
+    model = adapt(shallow(architecture, layers=2), name)
+    plain = model.generate(**ragged((12, 5)), **GREEDY)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable()
+    if torch.equal(model.generate(**ragged((12, 5)), **GREEDY), plain):
+        ours = model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
+        assert torch.equal(ours, plain)
+    else:  # each token from the one before it alone
+        message = f"{type(model).__name__} is in training mode with gradient check.* model.eval"
+        with pytest.raises(ValueError, match=message):
+            model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
+    for change in (model.eval, model.gradient_checkpointing_disable):
+        change()
+        ours = model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
+        assert torch.equal(ours, plain)
+        model.train()
+
+
+def test_dropout(fresh: Tiny, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It applies as in plain generation; a model that is checked is told to leave that mode."""
+    model: Any = fresh().train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    found = [model.generate(**ragged(), **GREEDY, **spec) for _ in range(2)]
+    assert found[0].shape == found[1].shape and not torch.equal(*found)
+    monkeypatch.setattr(selfcheck, "VERIFIED", frozenset())
+    with pytest.raises(ValueError, match="is in training mode, in which dropout.*model.eval"):
+        model.generate(**ragged(), **GREEDY, **spec)
+    check_same(model.eval(), spec, **ragged())
 
 
 def test_inference_mode(tiny: Tiny, spec: Spec) -> None:

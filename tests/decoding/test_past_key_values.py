@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from itertools import product
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from covering import EVERY_CASE, covering
 from running import drafting
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_spec.core.cache import TreeCache
@@ -395,3 +398,67 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
         model.generate(prompt(), **given, **spec, **{CACHE: DynamicCache(config=model.config)})
     assert out.sequences.tolist() == plain.tolist()
     assert largest.size < 2**20  # of 512 slots ahead in 3 layers it is the cache
+
+
+# -- copies ----------------------------------------------------------------------------------
+
+
+def saved(cache: TreeCache) -> TreeCache:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(cache: TreeCache) -> TreeCache:
+    return pickle.loads(pickle.dumps(cache))
+
+
+def queued(cache: TreeCache) -> TreeCache:
+    """What a queue between processes does at both ends."""
+    data = ForkingPickler.dumps(cache)
+    return ForkingPickler.loads(data)
+
+
+def dumped(cache: TreeCache) -> TreeCache:
+    joblib: Any = pytest.importorskip("joblib")
+    file = io.BytesIO()
+    joblib.dump(cache, file)
+    file.seek(0)
+    return joblib.load(file)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled, saved, queued, dumped])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_copies_go_on(tiny: Tiny, architecture: str, copied: Any) -> None:
+    """Each by itself: what is written into one is not in the other."""
+    model, spec, settings = tiny(architecture), STRATEGIES["prompt_lookup"], {**GREEDY}
+    settings["max_new_tokens"] = 8
+    inputs = ragged((12, 5))
+    out = model.generate(**inputs, **settings, **spec, return_dict_in_generate=True)
+    cache = out[CACHE]
+    other = copied(cache)
+    assert other.tokens == cache.tokens
+    for number, one in enumerate((cache, other)):
+        ids = torch.cat([out.sequences, turn(number, rows=2)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 12:])], dim=1)
+        expected = plainly(model, input_ids=ids, attention_mask=mask, **settings)
+        ours = model.generate(ids, attention_mask=mask, **{CACHE: one}, **settings, **spec)
+        assert ours.tolist() == expected.tolist()
+
+
+def test_a_copy_of_a_compiled_call_does_not_hold_the_model(shallow: Tiny) -> None:
+    """Nor slots that are not in use: a pickle is as large as the states."""
+    model = shallow()
+    compiled = {
+        "cache_implementation": "static", "compile_config": CompileConfig(backend="eager"),
+        "return_dict_in_generate": True, **drafting("prompt_lookup"), **GREEDY,
+    }  # fmt: skip
+    out = model.generate(prompt(), **compiled)
+    assert out[CACHE].capacity == 256
+    data = pickle.dumps(out[CACHE])
+    states = 2 * 27 * 2 * 8 * 4  # keys and values, tokens, heads, dim, bytes
+    assert states < len(data) < states + 10_000
+    ids = torch.cat([out.sequences, turn(0)], dim=1)
+    ours = model.generate(ids, **{CACHE: pickle.loads(data)}, **compiled)
+    assert ours.sequences.tolist() == plainly(model, inputs=ids, **GREEDY).tolist()

@@ -292,7 +292,7 @@ def test_no_step_is_lost_to_priming(fresh: Callable[..., PreTrainedModel]) -> No
 
 
 def test_a_model_that_is_compiled_as_a_whole(fresh: Callable[..., PreTrainedModel]) -> None:
-    """Its prefill tells no hidden state: a first step without candidates, then steps as usual."""
+    """Its steps run uncompiled, and its prefill, which the heads read."""
     model = fresh()
     expected = run(model)
     trained_like(model)
@@ -301,7 +301,7 @@ def test_a_model_that_is_compiled_as_a_whole(fresh: Callable[..., PreTrainedMode
     first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
     model.compile(backend="eager")
     assert run(model, assistant_strategy="medusa") == expected
-    assert rows[:3] == [12, 1, 1 + 8]  # the prompt, a plain step, a step
+    assert rows[:3] == [12, 1 + 8, 1 + 8]  # the prompt, and steps
     assert len(rows) == hf_spec.last_stats(model).num_steps  # the prompt is one
 
 

@@ -189,12 +189,16 @@ def test_a_layer_that_is_not_there(tiny: Callable[..., PreTrainedModel]) -> None
             early_pruning(tiny("llama"), Changes(), layer, lambda hidden: None)
 
 
-def test_compiled_layers_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh("llama")
-    model.model.layers[0].compile()
-    message = r"layers\.0 of this LlamaFor.* is compiled.*leaves out early pruning: use the model"
-    with pytest.raises(ValueError, match=message):
-        early_pruning(model, Changes(), 1, lambda hidden: None)
+@torch.no_grad()
+def test_compiled_layers_run_uncompiled(fresh: Callable[..., PreTrainedModel]) -> None:
+    model, ids = fresh("llama"), prompt(6)
+    keep = torch.tensor([[0, 1, 5]])
+    with added(early_pruning, model, 1, lambda hidden: keep):
+        expected = model(ids, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    with added(early_pruning, model, 1, lambda hidden: keep):
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from modeling_patches.exits import averaged_exits
 from modeling_patches.layer_skip import decoder_layers
-from modeling_patches.per_call import Changes
 
 #: The module that runs on what the layers give, before the output embeddings.
 NORMS = {"llama": "norm", "gpt2": "ln_f", "falcon_alibi": "ln_f", "gpt_neo": "ln_f"}
@@ -54,13 +53,15 @@ def test_rows_leave_the_layers_as_a_mean(
     assert torch.equal(model(ids).logits, plain)
 
 
-def test_compiled_layers_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh("llama")
-    model.model.layers[2].compile()
-    averaged_exits(model, Changes(), 1)  # changes nothing
-    message = r"layers\.2 of this LlamaFor.* is compiled.*leaves out the average of its last layers"
-    with pytest.raises(ValueError, match=message):
-        averaged_exits(model, Changes(), 2)
+@torch.no_grad()
+def test_compiled_layers_run_uncompiled(fresh: Callable[..., PreTrainedModel]) -> None:
+    model, ids = fresh("llama"), prompt(6)
+    with added(averaged_exits, model, 2):
+        expected = model(ids).logits
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    with added(averaged_exits, model, 2):
+        assert torch.equal(model(ids).logits, expected)
 
 
 @torch.no_grad()

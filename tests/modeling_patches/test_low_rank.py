@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches import low_rank
-from modeling_patches.embeddings import features
 from modeling_patches.layer_skip import decoder_layers
 from modeling_patches.low_rank import (
     Factors,
@@ -32,6 +31,7 @@ from modeling_patches.low_rank import (
     linear_modules,
     output_projections,
 )
+from modeling_patches.weights import features
 
 Tiny = Callable[..., PreTrainedModel]
 RANK, SCALE = 3, 0.7

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import pickle
 import sys
 import threading
@@ -18,7 +20,7 @@ from running import fingerprint
 from torch import Tensor, nn
 
 from modeling_patches import per_call
-from modeling_patches.per_call import Changes, eager, plain, refuse_compiled, replaced
+from modeling_patches.per_call import Changes, plain, replaced, step_aside
 
 
 class Block(nn.Module):
@@ -342,7 +344,7 @@ def test_compiled_code_is_stock() -> None:
     assert [value(wrapper), value(model)] == [4, 4]
     torch.compiler.reset()
     assert [value(wrapper), value(model)] == [4, 4]
-    assert value(wrapper, changes) == 4, "hence `eager`"
+    assert value(wrapper, changes) == 4, "hence `step_aside`"
 
 
 def test_what_is_run_with_changes_is_not_compiled() -> None:
@@ -361,20 +363,59 @@ def test_what_is_run_with_changes_is_not_compiled() -> None:
         torch.compile(step, backend="eager", fullgraph=True)(ONE)
 
 
-def test_eager_is_the_forward_that_is_not_compiled() -> None:
-    model = Model()
+def compile_forward(model: Any, **how: Any) -> None:
+    model.forward = torch.compile(model.forward, **how)
+
+
+def compile_module(model: Any, **how: Any) -> None:
+    model.compile(**how)
+
+
+def compile_inside(model: Any, **how: Any) -> None:
+    model.first = torch.compile(model.first, **how)
+    model.second.compile(**how)
+    compile_forward(model.second, **how)
+
+
+@pytest.mark.parametrize("compiled", [compile_forward, compile_module, compile_inside])
+@pytest.mark.parametrize("before", [False, True], ids=["dispatchers after", "dispatchers before"])
+def test_what_is_compiled_steps_aside(
+    compiled: Callable[..., None], before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = Model()
+    if before:
+        changes = everything(model)
+        changes.instead(model, "forward", model.forward)
+        changes.instead(model.second, "forward", model.second.forward)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled(model, backend=backend)
     changes = everything(model)
-    assert eager(model) is model
-    model.compile(backend="eager")
-    assert value(model, changes) == 4
-    assert int(changes.run(eager(model), ONE)) == 27
+    for _ in range(2):
+        step_aside(model)
+        assert value(model, changes) == 27 and not graphs
+        assert [*inspect.signature(model.second.forward).parameters] == ["x", "shift"]
+    assert caplog.text.count("is compiled by torch.compile") == 1
+    assert value(model) == 4 and graphs, "compiled where nothing is changed"
+    torch.compiler.reset()
+    outer = torch.compile(model, backend="eager")
+    assert value(outer) == 4
+    torch.compiler.reset()
 
 
-def test_compiled_modules_are_refused() -> None:
-    model = Model()
-    model.compile(backend="eager")
-    refuse_compiled(model, "this")
-    model.second.compile(backend="eager")
-    message = "second of this Model is compiled, .* leaves out this: use the model without compil"
-    with pytest.raises(ValueError, match=message):
-        refuse_compiled(model, "this")
+def test_code_that_is_wrapped_around_compiled_code_is_refused() -> None:
+    model: Any = Model()
+    step_aside(model)
+    inner = torch.compile(model.second.forward, backend="eager")
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs) * 1
+
+    model.second.forward = wrapper
+    with pytest.raises(ValueError, match="second of this Model is compiled and then wrapped"):
+        step_aside(model)

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.bita.config import BitaConfig
-from modeling_patches.embeddings import input_weight
+from modeling_patches.weights import input_features
 
 #: Standard deviation of initial embeddings (section 4.1).
 INIT_STD = 0.02
@@ -24,7 +24,7 @@ class BitaAdapter(SpecAdapterLayer):
 
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
         assert isinstance(config, BitaConfig) and config.num_mask_tokens is not None
-        hidden = input_weight(model).shape[1]
+        _, hidden = input_features(model)
         count = config.num_prompt_tokens
         tensors = {"masks": torch.randn(config.num_mask_tokens, hidden) * INIT_STD}
         if config.prompt_depth == "shallow":

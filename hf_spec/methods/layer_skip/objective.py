@@ -19,8 +19,8 @@ from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
-from modeling_patches.embeddings import input_weight
 from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.weights import placement
 
 #: Tokens of a piece, about as many as a step drafts.
 PIECE = 4
@@ -50,7 +50,7 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     places = (anchors[:, :, None] + offsets).clamp(max=input_ids.shape[1] - 1).flatten(1)
     with torch.no_grad():
         embed = model.get_input_embeddings()
-        tokens = input_ids.gather(1, places).to(input_weight(model).device)
+        tokens = input_ids.gather(1, places).to(placement(model).device)
         pieces = ProbeInputs(embed(tokens).unflatten(1, (-1, PIECE)))
     hidden = probe_sequences(
         model, input_ids, attention_mask, anchors, group, pieces, while_probing=drafting

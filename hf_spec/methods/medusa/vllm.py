@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import BEFORE, ROOT_BEFORE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
-from modeling_patches.embeddings import output_bias, output_weight
+from modeling_patches.weights import output_bias, output_weight
 
 logger = logging.getLogger(__name__)
 

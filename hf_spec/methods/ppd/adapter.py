@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.methods.ppd.config import PPDConfig
-from modeling_patches.embeddings import input_weight, output_features
+from modeling_patches.weights import input_features, output_features, placement
 
 #: Standard deviation of initial prefix tokens, which are not initialised from text.
 INIT_STD = 0.02
@@ -53,9 +53,9 @@ class PPDAdapter(SpecAdapterLayer):
 
 def _text_embeddings(model: Any, count: int) -> Tensor:
     """Input embeddings of random tokens, ``(count, hidden)``."""
-    embed, weight = model.get_input_embeddings(), input_weight(model)
-    ids = torch.randint(weight.shape[0], (count,))
-    if ids.is_meta or weight.is_meta:  # only shapes are needed, or weights are offloaded
-        return torch.randn(count, weight.shape[1]) * INIT_STD
+    (tokens, width), device = input_features(model), placement(model).device
+    ids = torch.randint(tokens, (count,))
+    if ids.is_meta or device.type == "meta":  # only shapes are needed
+        return torch.randn(count, width) * INIT_STD
     with torch.no_grad():
-        return embed(ids.to(weight.device)).float()
+        return model.get_input_embeddings()(ids.to(device)).float()

@@ -20,7 +20,7 @@ from hf_spec.core.pruning import connected
 from hf_spec.core.tree import TreeBatch
 from hf_spec.methods.propd.options import ProPDOptions
 from hf_spec.model.hidden_states import model_logits, states_at
-from modeling_patches.embeddings import input_weight
+from modeling_patches.weights import placement
 
 #: Names of the head's parameters: A (hidden, hidden), b (hidden,) and gain (hidden,).
 MATRIX, BIAS, GAIN = "early_matrix", "early_bias", "early_gain"
@@ -51,7 +51,7 @@ class EarlyPruning:
         self, model: Any, weights: Mapping[str, Tensor], layer: int, top_k: int,
         options: ProPDOptions,
     ):  # fmt: skip
-        dtype = input_weight(model).dtype  # of hidden states
+        dtype = placement(model).dtype  # of hidden states
         names = (MATRIX, BIAS, GAIN)
         self.model = model
         self.weights = {name: weights[name].detach().to(dtype) for name in names}

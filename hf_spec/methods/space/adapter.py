@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.low_rank import LowRankLayer, fresh_factors
 from hf_spec.methods.space.config import SpaceConfig
-from modeling_patches.embeddings import input_weight
 from modeling_patches.support import check_unquantised
+from modeling_patches.weights import input_features
 
 #: Standard deviation of initial mask tokens ("normal distribution", section 4.1).
 INIT_STD = 0.02
@@ -29,7 +29,7 @@ class SpaceAdapter(LowRankLayer):
     def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
         assert isinstance(config, SpaceConfig)
         count = 1 if config.shared_mask else config.num_mask_tokens
-        hidden = input_weight(model).shape[1]
+        _, hidden = input_features(model)
         factors = fresh_factors(config.modules(model), config.rank)
         learned = config.masks == "learned"
         masks = {"masks": torch.randn(count, hidden) * INIT_STD} if learned else {}

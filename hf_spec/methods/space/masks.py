@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.model.tree_forward import ProbeInputs
-from modeling_patches.embeddings import input_weight
+from modeling_patches.weights import input_features, placement
 
 
 def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
@@ -30,7 +30,7 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
             noise = random_tokens(model, 0, config.num_mask_tokens)
         embed = model.get_input_embeddings()
         with torch.no_grad():
-            embeddings = embed(noise.to(input_weight(model).device))
+            embeddings = embed(noise.to(placement(model).device))
     else:
         embeddings = adapter.weights()["masks"].expand(config.num_mask_tokens, -1)
     return ProbeInputs(embeddings, update=update)
@@ -38,5 +38,6 @@ def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None)
 
 def random_tokens(model: Any, seed: int, *shape: int) -> Tensor:
     """Uniformly random tokens of the model's vocabulary: int64 of this shape, on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(input_weight(model).shape[0], shape, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    known, _ = input_features(model)
+    return torch.randint(known, shape, generator=generator, device="cpu")

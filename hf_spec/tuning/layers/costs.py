@@ -21,8 +21,8 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.cache_name import cache_in
-from modeling_patches.embeddings import input_weight
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
+from modeling_patches.weights import placement
 
 #: Node counts that are measured; those between are interpolated.
 NODE_COUNTS = (1, 2, 3, 4, 6, 8, 10, 13, 16, 24, 32, 48, 64)
@@ -159,7 +159,7 @@ class ForwardTimer:
 
     @torch.no_grad()
     def __init__(self, model: Any, context: Sequence[int], max_nodes: int, sublayers: Sublayers):
-        device = input_weight(model).device
+        device = placement(model).device
         ids = torch.tensor([list(context)], device=device)
         past = cache_in(model(input_ids=ids, use_cache=True))
         self.model = model

@@ -25,7 +25,7 @@ from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.cache_name import cache_in
-from modeling_patches.embeddings import input_weight
+from modeling_patches.weights import placement
 
 #: Fewest and most rounds over all sizes, and seconds after which no further round starts.
 FEWEST, MOST, PATIENCE = 5, 40, 20.0
@@ -82,7 +82,7 @@ class StepTimer:
         states: Mapping[int, TreeState],
     ):
         self.model, self.drafter = model, drafter
-        device = input_weight(model).device
+        device = placement(model).device
         ids = torch.tensor([list(context)], device=device).expand(batch_size, -1)
         past = cache_in(model(input_ids=ids, use_cache=True))
         most = max(states)

@@ -1,0 +1,114 @@
+"""Nothing is on torch's default device, which need not be the model's.
+
+With "meta" as the default, a tensor that was made without naming a device has no data: what is
+computed from it fails, or has none either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import EOS, prompt, ragged
+from test_compiled import ADAPTERS, CAPTURED, OPTIONS, generate, strategy
+
+import hf_spec
+from hf_spec.core.tree import _batch
+from hf_spec.decoding import selfcheck
+from hf_spec.methods.registry import methods
+from modeling_patches.cache_name import CACHE
+
+Make = Callable[..., Any]
+#: Fields of adapters' configs under which they compute all that they can.
+ALL = {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 20}
+ONE, SEVERAL = ragged((12,)), ragged((12, 5, 9))
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached() -> None:
+    """Small tensors that calls share are made anew."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("hf_spec.")]
+    for module in modules:
+        for value in vars(module).values():
+            if type(value) is type(_batch):
+                value.cache_clear()
+
+
+def add_adapter(model: Any, name: str) -> None:
+    config = methods()[name].adapter_config
+    if name in ADAPTERS and config is not None:
+        with torch.device("meta"):
+            model.add_adapter(config(**{**ADAPTERS[name], **ALL}), "one")
+        randomise(model, config.type_name)
+
+
+@pytest.mark.parametrize("name", methods())
+def test_every_strategy(shallow: Make, name: str) -> None:
+    model = shallow(layers=2)
+    add_adapter(model, name)
+    kinds: tuple[dict[str, Any], ...] = (
+        {}, {"do_sample": True}, {"eos_token_id": [EOS, 20, 41]}, {"output_scores": True},
+    )  # fmt: skip
+    for inputs in (ONE, SEVERAL):
+        for settings in kinds:
+            found = []
+            for device in ("cpu", "meta"):
+                torch.manual_seed(3)
+                with torch.device(device):
+                    found.append(generate(model, inputs, **settings, **strategy(name)))
+            assert torch.equal(found[0].sequences, found[1].sequences)
+    options = {**OPTIONS.get(name, {}), "fallback": "auto"}
+    with torch.device("meta"):
+        ours = generate(model, ONE["input_ids"], assistant_strategy=name, assistant_kwargs=options)
+        ids = torch.cat([ours.sequences, ONE["input_ids"]], dim=1)
+        ours = generate(model, ids, **{CACHE: ours[CACHE]}, **strategy(name))
+    assert torch.equal(ours.sequences, generate(model, ids).sequences)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "medusa"])
+def test_compiled_steps(shallow: Make, name: str) -> None:
+    model = shallow()
+    add_adapter(model, name)
+    want = generate(model, SEVERAL).sequences
+    with torch.device("meta"):
+        ours = generate(model, SEVERAL, **strategy(name), **CAPTURED)
+    assert torch.equal(ours.sequences, want)
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_other_rules(shallow: Make, acceptance: str) -> None:
+    model, found = shallow(layers=2), []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            spec = strategy("layer_skip", acceptance=acceptance)
+            found.append(generate(model, SEVERAL, do_sample=True, **spec).sequences)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "bloom", "gpt_neo", "gpt2"])
+def test_masks_and_self_check(
+    shallow: Make, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shallow(architecture, layers=2)
+    want = generate(model, SEVERAL).sequences
+    monkeypatch.setattr(selfcheck, "VERIFIED", frozenset())
+    with torch.device("meta"):
+        ours = generate(model, SEVERAL, **strategy("prompt_lookup"))
+    assert torch.equal(ours.sequences, want)
+    ours[CACHE].batch_repeat_interleave(2)
+
+
+def test_a_batch_with_new_prompts(shallow: Make) -> None:
+    model = shallow()
+    prompts = [prompt(length, seed=length)[0].tolist() for length in (5, 9, 7)]
+    want = [generate(model, torch.tensor([ids])).sequences[0] for ids in prompts]
+    settings = {"max_new_tokens": 20, "do_sample": False, **strategy("prompt_lookup")}
+    with torch.device("meta"):
+        found = [*hf_spec.Batch(model, 2, **settings).generate(prompts)]
+    for done in found:
+        assert torch.equal(done.sequence, want[done.index])

@@ -1,0 +1,138 @@
+"""Autocast around a call or inside a model's forward, as Trainer, TRL and accelerate use it.
+
+Arithmetic is then bfloat16, and forwards over other numbers of tokens round differently. So the
+models here are sure of each next token: a token's logit is several times as large as all others.
+What follows a token is another one, whatever stands before it; the paths of masks and caches are
+compared elsewhere, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, prompt, ragged
+from test_compiled import CAPTURED, adapt, compiled, generate, strategy
+from transformers import DynamicCache
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.decoding import selfcheck
+from hf_spec.methods.registry import methods
+from modeling_patches.cache_name import CACHE
+
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def sure(shallow: Any) -> Callable[..., Any]:
+    """A model of two layers that continues token t by t + 1, or by t - 6 after every seventh."""
+
+    def make(architecture: str = "llama", name: str = "prompt_lookup") -> Any:
+        model = shallow(architecture, layers=2)
+        after = torch.arange(VOCAB)
+        after = torch.where(after % 7 == 6, after - 6, (after + 1).clamp(max=VOCAB - 1))
+        embeddings = model.get_input_embeddings().weight.data
+        embeddings *= 100  # what the layers add is small beside it
+        head = model.get_output_embeddings().weight.data
+        head.zero_()
+        head[after] = 4 * torch.nn.functional.normalize(embeddings)
+        return adapt(model, name)
+
+    return make
+
+
+@pytest.mark.parametrize("name", methods())
+def test_every_strategy_under_autocast(sure: Any, name: str) -> None:
+    model = sure(name=name)
+    for inputs in (ragged((12,)), ragged((12, 5))):
+        for settings in ({}, {"do_sample": True}):
+            with torch.autocast(**BF16):
+                torch.manual_seed(3)
+                plain = generate(model, inputs, **settings).sequences
+                torch.manual_seed(3)
+                ours = generate(model, inputs, **settings, **strategy(name)).sequences
+            assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bloom", "gpt_neox", "gemma3", "opt"])
+@pytest.mark.parametrize("name", ["prompt_lookup", "space"])
+def test_architectures(sure: Any, architecture: str, name: str) -> None:
+    """What is written to the cache in which dtype depends on them."""
+    model = sure(architecture, name)
+    with torch.autocast(**BF16):
+        plain = generate(model, ragged((12, 5)))
+        ours = generate(model, ragged((12, 5)), **strategy(name))
+    assert torch.equal(ours.sequences, plain.sequences)
+    for mine, theirs in zip(ours[CACHE].layers, plain[CACHE].layers):
+        for name in ("keys", "values"):  # some releases hold values in the keys' dtype
+            own, other = getattr(mine, name).dtype, getattr(theirs, name).dtype
+            assert torch.promote_types(own, other) == other
+
+
+@pytest.mark.parametrize("name", methods())
+def test_prepared_by_accelerate(sure: Any, name: str) -> None:
+    """Autocast is on in the forward alone, and its outputs are float32."""
+    accelerate = pytest.importorskip("accelerate")
+    model = sure(name=name)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    plain = generate(model, ragged((12, 5))).sequences
+    assert torch.equal(generate(model, ragged((12, 5)), **strategy(name)).sequences, plain)
+
+
+@pytest.mark.parametrize("kind", [TreeCache, DynamicCache])
+@pytest.mark.parametrize("cast_first", [True, False])
+@pytest.mark.parametrize("name", ["prompt_lookup", "bita"])
+def test_a_cache_goes_on_in_another_dtype(
+    sure: Any, name: str, cast_first: bool, kind: type
+) -> None:
+    """It then holds both, like a DynamicCache: in the wider dtype, without loss."""
+    model, turns = sure(name=name), []
+    for spec in ({}, strategy(name)):
+        cache, ids = DynamicCache(config=model.config), prompt(12)
+        given = {} if spec and kind is TreeCache else {CACHE: cache}
+        for cast in (cast_first, not cast_first, cast_first):
+            with torch.autocast(**BF16, enabled=cast):
+                found = generate(model, ids, **given, **spec)
+            given = {CACHE: found[CACHE]}
+            ids = torch.cat([found.sequences, prompt(4, seed=7)], dim=1)
+        turns.append(found)
+    assert torch.equal(turns[0].sequences, turns[1].sequences)
+    for plain, ours in zip(*(turn[CACHE].layers for turn in turns)):
+        assert plain.values.dtype == ours.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "wrapped"), [("prompt_lookup", True), ("medusa", False)])
+def test_compiled_steps(sure: Any, name: str, wrapped: bool) -> None:
+    """Code is for the dtypes that it was captured with."""
+    model, inputs = sure(name=name), ragged((12, 5))
+    first = generate(model, inputs, **strategy(name), **CAPTURED)
+    if wrapped:
+        model.forward = torch.autocast(**BF16)(model.forward)
+    with torch.autocast(**BF16, enabled=not wrapped):
+        plain = generate(model, inputs).sequences
+        ours = generate(model, inputs, **strategy(name), **CAPTURED)
+    assert torch.equal(ours.sequences, plain)
+    assert compiled(ours)["kept"] > compiled(first)["kept"] and not compiled(ours)["refused"]
+    if wrapped:
+        del model.forward
+    again = generate(model, inputs, **strategy(name), **CAPTURED)
+    assert torch.equal(again.sequences, first.sequences) and not compiled(again)["made"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["around", "inside"])
+def test_the_self_check_allows_for_rounding(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    """It does not compare bfloat16 arithmetic as if it were that of the float32 weights."""
+    model = fresh("qwen3")
+    monkeypatch.setattr(selfcheck, "VERIFIED", frozenset())
+    if wrapped:
+        model.forward = torch.autocast(**BF16)(model.forward)
+    trial = selfcheck._Trial(model, padded=True)
+    with torch.autocast(**BF16, enabled=not wrapped), torch.no_grad():
+        problem, error = trial.run(None, True)
+        assert trial.tolerance == 5e-2 and 1e-3 < error < trial.tolerance
+        generate(model, prompt(), **strategy("prompt_lookup"))

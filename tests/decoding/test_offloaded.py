@@ -1,0 +1,130 @@
+"""Models whose weights accelerate brings to the device that computes, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import randomise
+from conftest import ragged
+from test_compiled import CAPTURED, adapt, compiled, generate, strategy
+from transformers import AutoModelForCausalLM
+
+import hf_spec
+from hf_spec.methods.registry import methods
+from modeling_patches.weights import device_of, held, loaded, placement
+
+accelerate = pytest.importorskip("accelerate")
+
+Make = Callable[..., Any]
+
+
+def offloaded_parts(model: Any) -> list[str]:
+    return [name for name, one in model.named_parameters() if one.is_meta]
+
+
+def in_memory(model: Any, folder: Path) -> Any:
+    return accelerate.cpu_offload(model, execution_device="cpu")
+
+
+def on_disk(model: Any, folder: Path) -> Any:
+    return accelerate.disk_offload(model, str(folder), execution_device="cpu")
+
+
+def dispatched(model: Any, folder: Path) -> Any:
+    """The embeddings, the head and the adapters on the disk, the layers in memory."""
+    places = {name: "cpu" for name, _ in model.model.named_children()}
+    places = {f"model.{name}": place for name, place in places.items()}
+    places |= {name: "disk" for name, _ in model.named_children() if name != "model"}
+    places["model.embed_tokens"] = "disk"
+    return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [(name, in_memory) for name in methods()]
+    + [(name, offload) for offload in (on_disk, dispatched) for name in ("layer_skip", "medusa")],
+)
+def test_every_strategy(shallow: Make, tmp_path: Path, name: str, offload: Any) -> None:
+    model = adapt(shallow(layers=2), name)
+    plain = generate(model, ragged((12, 5))).sequences
+    model = offload(model, tmp_path)
+    gone, sampled = offloaded_parts(model), []
+    assert "model.embed_tokens.weight" in gone and placement(model) == (
+        torch.device("cpu"),
+        torch.float32,
+    )
+    assert torch.equal(generate(model, ragged((12, 5)), **strategy(name)).sequences, plain)
+    for spec in ({}, strategy(name)):
+        torch.manual_seed(3)
+        sampled.append(generate(model, ragged((12,)), do_sample=True, **spec).sequences)
+    assert torch.equal(*sampled)
+    assert offloaded_parts(model) == gone, "what was loaded is dropped again"
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "phi", "gpt2"])
+def test_heads_with_all_that_they_can_have(shallow: Make, architecture: str) -> None:
+    """A bias of the output embeddings, tied ones, and what is computed from them."""
+    model = shallow(architecture, layers=2)
+    settings = {"num_heads": 3, "projection": "own", "transition_rank": 4, "root_rank": 3}
+    for number, more in enumerate(({}, {"projection": "shared", "draft_vocab_size": 20})):
+        model.add_adapter(hf_spec.MedusaConfig(**{**settings, **more}), f"heads {number}")
+        model.set_adapter(f"heads {number}")
+        randomise(model, "MEDUSA")
+    plain = generate(model, ragged((12, 5))).sequences
+    before = generate(model, ragged((12, 5)), **strategy("medusa"))
+    accelerate.cpu_offload(model, execution_device="cpu")
+    ours = generate(model, ragged((12, 5)), **strategy("medusa"))
+    assert torch.equal(ours.sequences, plain)
+    assert ours.spec_stats.accepted == before.spec_stats.accepted
+    model.set_adapter("heads 0")
+    assert torch.equal(generate(model, ragged((12, 5)), **strategy("medusa")).sequences, plain)
+
+
+@pytest.mark.parametrize("name", ["ppd", "medusa", "space", "bita"])
+def test_an_adapter_on_an_offloaded_model(shallow: Make, tmp_path: Path, name: str) -> None:
+    """New ones start from its weights; loaded ones are not offloaded."""
+    shallow(layers=2).save_pretrained(tmp_path / "model")
+    model = adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), name)
+    plain = generate(model, ragged((12, 5))).sequences
+    want = generate(model, ragged((12, 5)), **strategy(name))
+    model.save_pretrained(tmp_path / "adapter")
+    places = dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb"), "cpu")
+    places |= dict.fromkeys(("model.embed_tokens", "lm_head"), "disk")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "off")
+    )
+    assert offloaded_parts(model)
+    model.load_adapter(str(tmp_path / "adapter"), "loaded")
+    ours = generate(model, ragged((12, 5)), **strategy(name))
+    assert torch.equal(ours.sequences, plain)
+    assert ours.spec_stats.accepted == want.spec_stats.accepted
+    model.delete_adapter("loaded")
+    adapt(model, name, "new")
+    assert torch.equal(generate(model, ragged((12, 5)), **strategy(name)).sequences, plain)
+
+
+def test_steps_are_not_compiled(shallow: Make) -> None:
+    model = accelerate.cpu_offload(shallow(), execution_device="cpu")
+    output = generate(model, ragged((12, 5)), **strategy("prompt_lookup"), **CAPTURED)
+    assert torch.equal(output.sequences, generate(model, ragged((12, 5))).sequences)
+    assert compiled(output)["refused"] == ["some of its weights are offloaded"]
+
+
+def test_weights_have_data_within_a_block(shallow: Make) -> None:
+    model = adapt(shallow(), "medusa")
+    [container] = [one for name, one in model.named_modules() if name.endswith("medusa_weights")]
+    kept = model.lm_head.weight.clone(), container["one"].clone()
+    with loaded(model.lm_head), loaded(container):  # nothing to do
+        pass
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ZeroDivisionError), loaded(model.lm_head):
+        assert torch.equal(model.lm_head.weight, kept[0])
+        raise ZeroDivisionError
+    assert model.lm_head.weight.is_meta and torch.equal(held(container, "one"), kept[1])
+    assert device_of(model.lm_head) == torch.device("cpu")
+    bare = shallow().to("meta")
+    assert placement(bare).device.type == device_of(bare.lm_head).type == "meta"
