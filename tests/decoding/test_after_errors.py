@@ -202,10 +202,14 @@ def test_an_interrupt_at_every_line(shallow: Tiny, kind: str) -> None:
     turn, caches = Turn(shallow("llama_tied"), kind), []
 
     def call() -> None:
-        caches.append(copy.deepcopy(turn.before))
         turn.call(caches[-1])
 
+    def begin_anew() -> None:
+        caches.append(copy.deepcopy(turn.before))
+
+    begin_anew()
     call()  # what is made once is made
+    begin_anew()
     passed = lines(call)
     turn.check(caches[-1])
     assert {"park", "unpark", "_swap"} <= names_of(passed)
@@ -213,6 +217,7 @@ def test_an_interrupt_at_every_line(shallow: Tiny, kind: str) -> None:
     first = {line: number for number, line in reversed(list(enumerate(passed)))}
     for odd, line in enumerate(sorted(last)):
         number = (first, last)[odd % 2][line]
+        begin_anew()
         with pytest.raises(KeyboardInterrupt):
             lines(call, number)
         try:
