@@ -95,6 +95,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
     "inkling_text": _INKLING,
     "inkling2_text": _INKLING,
+    "inkling2_loop_text": {**_INKLING, "unpadded_vocab_size": VOCAB},
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+        "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2, "n_recurrent_loops": 2,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1},
@@ -132,7 +137,7 @@ _ALL = "bita layer_skip medusa ppd prompt_lookup propd space"
 REFUSED: dict[str, str] = {
     # Recurrent states.
     **_same(_ALL, "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba",
-            "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2",
+            "granitemoehybrid", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2",
             "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
             "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
             "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet",

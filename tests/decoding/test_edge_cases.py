@@ -333,7 +333,7 @@ def test_flash_is_switched_to_sdpa_for_the_call(
 
 
 def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
-    model = fresh("gptj")
+    model = fresh("gpt_neo")
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(
         ValueError, match="flash_attention_2.*attn_implementation='sdpa' or 'eager'"

@@ -76,6 +76,7 @@ def test_prepared_by_accelerate(sure: Any, name: str) -> None:
     """Autocast is on in the forward alone, and its outputs are float32."""
     accelerate = pytest.importorskip("accelerate")
     model = sure(name=name)
+    accelerate.state.AcceleratorState._reset_state(True)  # another test may have made one
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
     plain = generate(model, ragged((12, 5))).sequences

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -355,7 +355,9 @@ def interpreter_with_vllm() -> str:
     named = os.environ.get("HF_SPEC_VLLM_PYTHON")
     if named:
         return named
-    if find_spec("vllm") is None:
+    try:
+        distribution("vllm")
+    except PackageNotFoundError:
         pytest.skip("no vllm here, and HF_SPEC_VLLM_PYTHON names no interpreter that has it")
     return sys.executable
 

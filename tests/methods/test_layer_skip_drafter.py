@@ -224,7 +224,7 @@ class Setting:
             model, forward, cache, rows,
             root=torch.tensor([row[-1] for row in rows]), active=[True] * len(rows),
             remaining=[50] * len(rows), do_sample=False,
-            process=lambda logits, suffixes, active: logits.float(),
+            process=lambda logits, suffixes, active, drafting: logits.float(),
         )  # fmt: skip
 
     def verify(self, draft: Draft) -> Tensor:
@@ -387,7 +387,9 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
     one.state.do_sample = True
     calls: list[tuple[list[list[int]], Tensor]] = []
 
-    def process(logits: Tensor, suffixes: list[list[int]], active: list[bool]) -> Tensor:
+    def process(
+        logits: Tensor, suffixes: list[list[int]], active: list[bool], drafting: bool
+    ) -> Tensor:
         scores = logits.float() / 0.7
         scores[:, : scores.shape[1] // 2] = -torch.inf  # as a warper leaves it
         calls.append(([list(suffix) for suffix in suffixes], scores))
@@ -460,7 +462,7 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
     stock = [draft_by_stock_cache(one.model, tokens, skips, 4)[1] for tokens in one.rows]
     first = [float(logits[0].softmax(-1).max()) for logits in stock]
     threshold = sum(sorted(first)[1:3]) / 2  # two rows are sure of their first tokens
-    one.state.process = lambda logits, suffixes, active: logits.float() / temperature
+    one.state.process = lambda logits, *_, drafting: logits.float() / temperature
     options = LayerSkipOptions(**skips, draft_exit="threshold", threshold=threshold, max_draft=2)
     drafter = LayerSkipDrafter(one.model, options)
     drafter.start(one.state)
@@ -592,7 +594,7 @@ def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting
     one, drafter = timed(setting, [5])
     allowed = [7, 9]
 
-    def process(logits: Tensor, suffixes: Any, active: Any) -> Tensor:
+    def process(logits: Tensor, suffixes: Any, active: Any, drafting: bool) -> Tensor:
         scores = torch.full_like(logits.float(), -torch.inf)
         scores[:, allowed] = logits.float()[:, allowed]
         return scores
@@ -837,7 +839,7 @@ def test_the_model_is_whole_outside_drafting(setting: Callable[..., Setting]) ->
         drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**SKIPS["first two"]))
         drafter.start(one.state)
         if fails:
-            one.state.process = lambda *_: 1 / 0
+            one.state.process = lambda *_, drafting: 1 / 0
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             drafter.propose(one.state)
         one.state.cache.rollback()

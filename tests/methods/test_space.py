@@ -307,8 +307,8 @@ def test_sampled_candidates_carry_the_whole_distribution(
         calls: list[tuple[list[list[int]], Tensor, Tensor]] = []
         process = state.process
 
-        def spy(given: Tensor, suffixes: Any, active: Any) -> Tensor:
-            scores = process(given, suffixes, active)
+        def spy(given: Tensor, suffixes: Any, active: Any, drafting: bool) -> Tensor:
+            scores = process(given, suffixes, active, drafting)
             calls.append(([list(one) for one in suffixes], given, scores))
             return scores
 
