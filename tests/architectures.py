@@ -137,8 +137,9 @@ _ALL = "bita layer_skip medusa ppd prompt_lookup propd space"
 REFUSED: dict[str, str] = {
     # Recurrent states.
     **_same(_ALL, "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba",
-            "granitemoehybrid", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2",
-            "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+            "granitemoehybrid", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba",
+            "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
+            "olmo_hybrid",
             "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
             "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rwkv", "xlnet",
             "xlstm", "zamba", "zamba2", "zaya"),
