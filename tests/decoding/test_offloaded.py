@@ -10,12 +10,20 @@ import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import ragged
+from peft import LoraConfig, get_peft_model
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.methods.registry import methods
-from modeling_patches.weights import device_of, held, loaded, placement
+from modeling_patches.weights import (
+    device_of,
+    held,
+    loaded,
+    output_bias,
+    output_weight,
+    placement,
+)
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -105,6 +113,44 @@ def test_an_adapter_on_an_offloaded_model(shallow: Make, tmp_path: Path, name: s
     model.delete_adapter("loaded")
     adapt(model, name, "new")
     assert torch.equal(generate(model, ragged((12, 5)), **strategy(name)).sequences, plain)
+
+
+@pytest.mark.parametrize(
+    "tuned",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"], "lora_bias": True},
+    ],
+)
+def test_embeddings_that_peft_has_wrapped(shallow: Make, tuned: dict[str, Any]) -> None:
+    fields = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **tuned}
+    model = get_peft_model(shallow("phi", layers=2), LoraConfig("CAUSAL_LM", **fields)).eval()
+    base = model.get_base_model()
+    for part in ("own", "shared"):
+        more = {"projection": part} if part == "own" else {"draft_vocab_size": 20}
+        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=2, root_rank=2, **more)
+        model.add_adapter(part, config)
+        model.set_adapter(["default", part])
+        randomise(base, "MEDUSA")
+    for name, parameter in model.named_parameters():
+        if "default" in name:
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+
+    def results() -> list[Any]:
+        found: list[Any] = [generate(model, ragged((12, 5))).sequences]
+        for part in ("own", "shared"):
+            model.set_adapter(["default", part])
+            ours = generate(model, ragged((12, 5)), **strategy("medusa"))
+            assert torch.equal(ours.sequences, found[0])
+            found.append(ours.spec_stats.accepted)
+        return [*found, output_weight(base), output_bias(base)]
+
+    before = results()
+    accelerate.cpu_offload(base, execution_device="cpu")
+    assert offloaded_parts(base)
+    for one, other in zip(before, results(), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_steps_are_not_compiled(shallow: Make) -> None:
