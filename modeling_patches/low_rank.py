@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.contents import contents
 from modeling_patches.layer_skip import decoder_layers, sublayers
-from modeling_patches.narrow_products import product
 from modeling_patches.per_call import Changes, plain
 from modeling_patches.ranks import own_share, summed
 from modeling_patches.weights import features, in_use
@@ -375,7 +374,7 @@ class _Forward:
         weight = self.owner.weights[self.name]
         if isinstance(self.module, Conv1D):
             weight = weight.T
-        return product(inputs, weight, self.module.bias)
+        return nn.functional.linear(inputs, weight, self.module.bias)
 
 
 #: The copies of each update, and what identifies their sources. They are not an attribute of the

@@ -14,7 +14,7 @@ from hf_spec.model.loading import load_model
 
 def export(
     folder: opt.AdapterFolder,
-    form: Annotated[str, typer.Option("--format", help="vllm or sglang.")],
+    form: Annotated[str, typer.Option("--format", help="sglang.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     model: Annotated[
         str | None, typer.Option(help="Base model.  [default: that of the adapter]")
@@ -24,16 +24,11 @@ def export(
 ) -> None:
     """Write an adapter as another program reads it.
 
-    'vllm', for 'medusa': a Medusa speculator, config.json and model.safetensors. vLLM up to 0.32
-    drafts with it (0.32.0 is tested); 0.33 has no Medusa: there hf_spec's look-ups draft,
-    hf_spec.engines.vllm.LookupProposer.
     'sglang', for 'space' trained with --masks noise: the LoRA of SGLang's UNO, 0.5.23. It has not
     been run there.
 
     \b
     Examples:
-      hf-spec export ./medusa --format vllm --output ./medusa-vllm
-      vllm serve M --speculative-config '{"method": "medusa", "model": "./medusa-vllm"}'
       hf-spec export ./space --format sglang --output ./uno-lora
     """
     from hf_spec.hub import transfer as work

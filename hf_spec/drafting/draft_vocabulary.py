@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
-from modeling_patches.narrow_products import product
 from modeling_patches.weights import is_updated, output_bias, output_features, output_weight
 
 #: Columns of output embeddings, quantised or with adapters of PEFT, that are read at once.
@@ -70,12 +70,12 @@ class DraftVocabulary:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``(..., size)`` of final hidden states; replaces the output embeddings."""
         rows = self._rows()
-        return product(hidden.to(rows.weight), rows.weight, rows.bias)
+        return functional.linear(hidden.to(rows.weight), rows.weight, rows.bias)
 
     def linear(self, hidden: Tensor) -> Tensor:
         """Logits ``(..., size)`` without the output embeddings' bias, so linear in ``hidden``."""
         weight = self._rows().weight
-        return product(hidden.to(weight), weight, None)
+        return functional.linear(hidden.to(weight), weight, None)
 
     def of_all(self, logits: Tensor) -> Tensor:
         """Expand logits ``(..., size)`` to ``(..., vocab)``; other tokens get -inf."""

@@ -27,7 +27,6 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import IGNORED, future_labels, token_hidden
-from modeling_patches.narrow_products import product
 from modeling_patches.weights import output_bias, output_dtype, output_features, output_weight
 
 PROJECTIONS, LOSSES = ("shared", "own"), ("hard", "distillation")
@@ -143,7 +142,7 @@ def _projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
     Tokens that the model has gained since get the lowest logits, and lost ones none.
     """
     each = zip(states.unbind(-2), projections)
-    logits = torch.stack([product(x, weight, None) for x, weight in each], dim=-2)
+    logits = torch.stack([functional.linear(x, weight, None) for x, weight in each], dim=-2)
     logits = of_tokens(model, logits, torch.finfo(logits.dtype).min)
     bias = output_bias(model)
     return logits if bias is None else logits + bias.to(logits)

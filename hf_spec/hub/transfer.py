@@ -318,7 +318,7 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
 
     Args:
         folder: the adapter folder.
-        form: name of the format, such as ``vllm``.
+        form: name of the format, such as ``sglang``.
         model: the base model; unchanged afterwards.
         output: the folder to write.
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from modeling_patches.narrow_products import narrow_products
 from modeling_patches.per_call import Changes, step_aside
 from modeling_patches.weights import (
     features,
@@ -42,9 +41,7 @@ def output_logits(model: Any, hidden: Tensor, head: Head | None = None) -> Tenso
     if head is not None:
         flat = head(flat)
     else:
-        changes = Changes()
-        narrow_products(module, changes)
-        flat = changes.run(module, flat.to(output_dtype(model) or flat.dtype))
+        flat = module(flat.to(output_dtype(model) or flat.dtype))
     return flat.unflatten(0, hidden.shape[:-1])
 
 

@@ -33,7 +33,6 @@ from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
 from modeling_patches.low_rank import LowRank
-from modeling_patches.narrow_products import narrow_products
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 from modeling_patches.weights import placement
@@ -227,8 +226,6 @@ class TreeForward:
         if graphs is not None:
             cache.use_buckets()
         self._changes = self.attention.changes
-        self._narrow = Changes()
-        narrow_products(model, self._narrow)
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = _Pass(), False
@@ -294,25 +291,12 @@ class TreeForward:
         """
         inputs = self._inputs(step, keys)
         if changes is not None:
-            return TreeOutput(self._run(step, changes.run, self._changes.run, call, **inputs))
+            return TreeOutput(changes.run(self._changes.run, call, **inputs).logits)
         if step.kinds is None and not self.wants_hidden and logits_at is None:
-            return TreeOutput(self._run(step, self._changes.run, call, **inputs))
+            return TreeOutput(self._changes.run(call, **inputs).logits)
         watching, seen = self._watched(step, logits_at)
-        logits = self._run(step, watching.run, call, **inputs)
+        logits = watching.run(call, **inputs).logits
         return self._output(logits, seen[0])
-
-    def _run(
-        self, step: StepTokens, function: Callable[..., Any], *args: Any, **inputs: Any
-    ) -> Tensor:
-        """Call a function that runs the model; returns the logits.
-
-        Other changes to a linear module replace its narrow product, as they run inside. A single
-        token has none, and is spared the dispatch.
-        """
-        if len(step.ids) * step.total > 1:
-            function, args = self._narrow.run, (function, *args)
-        logits: Tensor = function(*args, **inputs).logits
-        return logits
 
     def width(self, nodes: int, probes: int) -> int:
         """Step tokens per batch row, padding included, of a forward with these nodes and probes."""
@@ -507,7 +491,7 @@ class TreeForward:
             )  # fmt: skip
             self._prunes = True
         running.choose = choose
-        logits = self._run(step, changes.run, call, **inputs)
+        logits = changes.run(call, **inputs).logits
         running.choose = None  # break the reference cycle
         return self._output(logits, seen[0], left)
 

@@ -6,8 +6,7 @@ from hf_spec.methods.medusa.config import MedusaConfig
 from hf_spec.methods.medusa.drafter import MedusaDrafter
 from hf_spec.methods.medusa.options import MedusaOptions
 from hf_spec.methods.medusa.published import FILES, convert, wants
-from hf_spec.methods.medusa.vllm import vllm_files
-from hf_spec.methods.registry import Export, Method, Published
+from hf_spec.methods.registry import Method, Published
 
 METHOD = Method(
     name="medusa",
@@ -22,5 +21,4 @@ METHOD = Method(
     trained=TRAINED,
     num_anchors=64,
     published=Published(wants, convert, FILES),
-    exports={"vllm": Export(vllm_files)},
 )
