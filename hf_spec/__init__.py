@@ -12,8 +12,6 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.decoding.compiling import warm_up
 from hf_spec.decoding.config import SpecConfig
 from hf_spec.decoding.config import note_source as _note_source
-from hf_spec.decoding.continuous import Batch
-from hf_spec.decoding.joining import Finished
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
@@ -49,11 +47,9 @@ def strategies() -> dict[str, str]:
 
 
 __all__ = [
-    "Batch",
     "BitaConfig",
     "Draft",
     "Drafter",
-    "Finished",
     "LayerSkipConfig",
     "MedusaConfig",
     "Method",

@@ -601,38 +601,6 @@ class TreeCache(Cache):
             self._groups.append((storage, members))
         self._attach()
 
-    # -- rows of other caches ----------------------------------------------------------------
-
-    @classmethod
-    def like(cls, source: TreeCache, batch_size: int) -> TreeCache:
-        """Create a cache of empty rows with another's layers, capacity and front slots."""
-        cache = cls(len(source.layers), batch_size, source.lengths.device)
-        cache.front, cache.capacity = source.front, source.capacity
-        for storage, members in source._groups:
-            shape = (storage.shape[0], batch_size, *storage.shape[2:])
-            grown = zeros(shape, storage.dtype, storage.device)
-            grown[:, :, :, : source.front] = storage[:, :1, :, : source.front]
-            cache._groups.append((grown, list(members)))
-        cache._attach()
-        return cache
-
-    def replace_row(self, row: int, source: TreeCache) -> None:
-        """Replace a row by the first row of another cache with the same layers."""
-        self.count_appended()
-        length = source.host_lengths[0]
-        self.reserve(length)
-        for index, layer in enumerate(source.layers):
-            if not layer.is_initialized:
-                continue
-            own = self.layers[index]
-            own.widen(layer.keys.dtype, layer.values.dtype)
-            for name in layer.with_front:
-                getattr(own, name)[row, :, :length] = getattr(layer, name)[0, :, :length]
-        self._floor = [*self._floor[:row], source._floor[0], *self._floor[row + 1 :]]
-        lengths = list(self.host_lengths)
-        lengths[row] = length
-        self._set_lengths(lengths)
-
     # -- parked rows -------------------------------------------------------------------------
 
     def park(self, rows: Sequence[int]) -> list[int]:

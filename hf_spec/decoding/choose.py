@@ -84,8 +84,7 @@ class Decision:
 
 
 def noise_of(
-    config: GenerationConfig, options: StrategyOptions, batch_size: int, device: torch.device,
-    own: bool = False,
+    config: GenerationConfig, options: StrategyOptions, batch_size: int, device: torch.device
 ) -> SamplingNoise | None:  # fmt: skip
     """What a call's tokens are sampled with, for drafters to see.
 
@@ -93,7 +92,7 @@ def noise_of(
     """
     if not config.do_sample or options.acceptance != "match":
         return None
-    return SamplingNoise(batch_size, device, config.temperature or 1.0, own)
+    return SamplingNoise(batch_size, device, config.temperature or 1.0)
 
 
 class Chooser:

@@ -183,30 +183,6 @@ class DecodingState:
             if tensor is not None:
                 setattr(self, name, tensor[torch.tensor(rows, device=tensor.device)])
 
-    def replace_row(
-        self, row: int, tokens: list[int], hidden: Tensor | None, probe_hidden: Tensor | None,
-        noise: SamplingNoise | None = None,
-    ) -> None:  # fmt: skip
-        """Replace a row by another sequence, whose prompt the cache holds; for the loop.
-
-        Args:
-            tokens: tokens of the sequence, its first new token included.
-            hidden: ``(1, hidden)``, see :attr:`hidden`; None if unknown.
-            probe_hidden: ``(1, group, hidden)``, see :attr:`probe_hidden`.
-            noise: of the sequence alone.
-        """
-        self.tokens[row] = tokens
-        if self.noise is not None and noise is not None:
-            self.noise.replace_row(row, noise)
-        self.root = self.root.index_fill(0, _index(row, self.root), tokens[-1])
-        # All rows must know theirs.
-        known = hidden is not None
-        self.hidden = _with_row(self.hidden, row, hidden, self.batch_size) if known else None
-        if probe_hidden is not None:
-            self.probe_hidden = _with_row(self.probe_hidden, row, probe_hidden, self.batch_size)
-        self.probe_counts[row] = 0 if probe_hidden is None else probe_hidden.shape[1]
-        self.foreseen = self.probe_sizes = None
-
     @property
     def batch_size(self) -> int:
         """Batch rows that are still carried."""
@@ -217,19 +193,6 @@ class DecodingState:
         """Depth of the deepest candidate that any sequence can use; one token is the bonus."""
         left = [n for n, active in zip(self.remaining, self.active) if active]
         return max(left, default=1) - 1
-
-
-def _index(row: int, like: Tensor) -> Tensor:
-    return torch.tensor([row], device=like.device)
-
-
-def _with_row(batch: Tensor | None, row: int, own: Tensor | None, size: int) -> Tensor | None:
-    """A batch tensor with row ``row`` replaced by the first row of ``own``."""
-    if own is None:
-        return batch
-    if batch is None:
-        batch = own.new_zeros((size, *own.shape[1:]))
-    return batch.index_copy(0, _index(row, batch), own[:1].to(batch))
 
 
 class Drafter(CandidateGenerator):
@@ -331,13 +294,6 @@ class Drafter(CandidateGenerator):
         Args:
             state: the state of the smaller batch.
             rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
-        """
-
-    def replace_row(self, state: DecodingState, row: int) -> None:
-        """Called between two steps when a row has become another sequence.
-
-        A drafter that keeps state per sequence resets it here; the decoding state already has the
-        new sequence's tokens and hidden states.
         """
 
     def warm(self, state: DecodingState) -> None:

@@ -47,16 +47,13 @@ class SamplingNoise:
         batch_size: number of sequences.
         device: whose generators are used; that of the call's ``input_ids``, as in Transformers.
         temperature: of the call. The larger it is, the more the numbers decide.
-        own: whether a single sequence has a generator of its own, too.
     """
 
-    def __init__(
-        self, batch_size: int, device: torch.device, temperature: float = 1.0, own: bool = False
-    ):
+    def __init__(self, batch_size: int, device: torch.device, temperature: float = 1.0):
         self.device = device
         self.temperature = temperature
         self._generators: list[torch.Generator | None] = [None]
-        if own or batch_size > 1:
+        if batch_size > 1:
             seeds = torch.randint(2**48, (batch_size,), device=device).tolist()
             self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.
@@ -128,11 +125,6 @@ class SamplingNoise:
         """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
         self._drawn = [self._drawn[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
-
-    def replace_row(self, row: int, other: SamplingNoise) -> None:
-        """Replace a row's numbers by those of another sequence, given by itself."""
-        (self._drawn[row],), (self._generators[row],) = other._drawn, other._generators
-        self._vocab, self._states, self._draws = other._vocab, other._states, other._draws
 
     def give_back(self, used: int) -> None:
         """Undo the draws for tokens that were never emitted, so that the default generator goes on

@@ -141,10 +141,6 @@ class WithRetrieval(WrappedDrafter):
         super().select(state, rows)
         self.rows = [self.rows[row] for row in rows]
 
-    def replace_row(self, state: DecodingState, row: int) -> None:
-        super().replace_row(state, row)
-        self.rows[row] = Retrieval(Limits())
-
 
 def _likeliest(
     parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float], second: Found

@@ -55,9 +55,6 @@ class WrappedDrafter(Drafter):
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         self.inner.select(state, rows)
 
-    def replace_row(self, state: DecodingState, row: int) -> None:
-        self.inner.replace_row(state, row)
-
     def warm(self, state: DecodingState) -> None:
         self.inner.warm(state)
 

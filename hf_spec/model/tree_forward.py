@@ -454,13 +454,6 @@ class TreeForward:
             self.reach.select(rows)
         self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
 
-    def replace_row(self, row: int, other: TreeForward) -> None:
-        """Replace a row by the only row of another forward."""
-        for name in ("last_position", "position_shift"):
-            own = getattr(self, name)
-            at = torch.tensor([row], device=own.device)
-            setattr(self, name, own.index_copy(0, at, getattr(other, name)[:1].to(own)))
-
     def _pruned(
         self, call: Callable[..., Any], step: StepTokens, keys: int, tree: TreeBatch,
         probes: ProbeRows | None, pruning: Pruning,

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import EOS, prompt, ragged
+from conftest import EOS, ragged
 from test_compiled import ADAPTERS, CAPTURED, OPTIONS, generate, strategy
 
-import hf_spec
 from hf_spec.core.tree import _batch
 from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
@@ -101,14 +100,3 @@ def test_masks_and_self_check(
         ours = generate(model, SEVERAL, **strategy("prompt_lookup"))
     assert torch.equal(ours.sequences, want)
     ours[CACHE].batch_repeat_interleave(2)
-
-
-def test_a_batch_with_new_prompts(shallow: Make) -> None:
-    model = shallow()
-    prompts = [prompt(length, seed=length)[0].tolist() for length in (5, 9, 7)]
-    want = [generate(model, torch.tensor([ids])).sequences[0] for ids in prompts]
-    settings = {"max_new_tokens": 20, "do_sample": False, **strategy("prompt_lookup")}
-    with torch.device("meta"):
-        found = [*hf_spec.Batch(model, 2, **settings).generate(prompts)]
-    for done in found:
-        assert torch.equal(done.sequence, want[done.index])

@@ -52,13 +52,6 @@ def test_labels_leave_probes_under_the_prompt(tiny: Tiny) -> None:
         assert drafted[0] == drafted[1]
 
 
-def test_a_batch_drops_labels(tiny: Tiny) -> None:
-    model = tiny()
-    batch = hf_spec.Batch(model, 2, labels=prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
-    [done] = batch.generate([prompt()[0]])
-    assert done.sequence.tolist() == plainly(model, inputs=prompt(), **GREEDY)[0].tolist()
-
-
 def test_predict_with_generate(fresh: Tiny, tmp_path: Path) -> None:
     """``Seq2SeqTrainer`` evaluates with a batch's labels beside its prompts."""
     pytest.importorskip("accelerate")

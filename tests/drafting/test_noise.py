@@ -106,21 +106,6 @@ def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
     assert len({tuple(tokens) for tokens in one.values()}) == 3  # rows differ
 
 
-def test_a_row_takes_the_numbers_of_a_sequence_that_joins() -> None:
-    given = scores(1)
-    torch.manual_seed(1)
-    alone = SamplingNoise(1, CPU, own=True)
-    expected = [int(alone.choose(given, ahead)) for ahead in range(5)]
-    torch.manual_seed(1)
-    joining = SamplingNoise(1, CPU, own=True)
-    first = int(joining.choose(given, 0))
-    joining.advance([1])
-    batch = SamplingNoise(2, CPU, own=True)
-    batch.replace_row(1, joining)
-    later = [int(batch.choose(given.expand(2, -1), ahead)[1]) for ahead in range(4)]
-    assert [first, *later] == expected
-
-
 def test_what_is_drawn_follows_the_distribution() -> None:
     """Each of the eight frequencies fails by chance with probability 6e-7: five standard errors."""
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])

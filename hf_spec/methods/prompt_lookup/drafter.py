@@ -40,9 +40,6 @@ class PromptLookupDrafter(Drafter):
     def select(self, state: DecodingState, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
 
-    def replace_row(self, state: DecodingState, row: int) -> None:
-        self.rows[row] = Retrieval(self.options)
-
     def chain(self, input_ids: Tensor) -> list[int]:
         tokens, depth = input_ids[0].tolist(), self.options.max_depth
         index = NgramIndex(self.options.min_ngram, self.options.max_ngram)
