@@ -43,11 +43,12 @@ from hf_spec.bench.results import PHASES
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import Stopwatch, synchronize
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import get_method
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.tree_forward import TreeForward
+from hf_spec.model.target import Target
 from modeling_patches.cache_name import cache_in
 
 #: Hidden size, layers, heads, key-value heads, intermediate size, vocabulary.
@@ -146,33 +147,32 @@ class Bench:
         last = torch.full((batch,), context + most, device=self.device)
         for way in (EAGER, COMPILED):
             graphs = Graphs(self.model, self.compiling, "L(n)") if way == COMPILED else None
-            forward = TreeForward(self.model, cache, last, graphs=graphs)
+            target = Target(self.model, cache, last, graphs=graphs)
             for tokens in self.args.tokens:
                 made = graphs.made if graphs else 0
-                timed = [self._seconds(forward, tokens) for _ in range(self.args.repeats + WARM)]
+                timed = [self._seconds(target, tokens) for _ in range(self.args.repeats + WARM)]
                 yield {
                     "way": way, "tokens": tokens, **spread(timed[WARM:]), "slots": cache.capacity,
                     "first_seconds": timed[0], **_graphs(graphs.details() if graphs else {}),
                     "made": graphs.made - made if graphs else 0,
                 }  # fmt: skip
 
-    def _seconds(self, forward: TreeForward, tokens: int) -> float:
+    def _seconds(self, target: Target, tokens: int) -> float:
         """Of one forward, from an idle device to an idle device."""
-        tree = TokenTree.chain(tokens - 1).batch(len(self.ids), self.device)
-        ids = self.ids[:, :1].expand(-1, tokens).contiguous()
+        tree = Tree.chain(self.ids[:, :1].expand(-1, tokens).contiguous())
         synchronize(self.device)
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            forward(ids, tree)
+            target(tree)
             end.record()
             end.synchronize()
             seconds = begin.elapsed_time(end) / 1e3
         else:
             start = time.perf_counter()
-            forward(ids, tree)
+            target(tree)
             seconds = time.perf_counter() - start
-        forward.cache.rollback()
+        target.cache.rollback()
         return seconds
 
     def plain(self) -> Calls:

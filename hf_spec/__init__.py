@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from hf_spec.adapters.active import merge_adapter, unmerge_adapter
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.decoding.compiling import warm_up
 from hf_spec.decoding.config import SpecConfig
 from hf_spec.decoding.config import note_source as _note_source
 from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
-from hf_spec.drafting.drafter import Draft, Drafter
+from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import StrategyOptions
 from hf_spec.methods.bita.config import BitaConfig
 from hf_spec.methods.layer_skip.config import LayerSkipConfig
@@ -48,7 +49,6 @@ def strategies() -> dict[str, str]:
 
 __all__ = [
     "BitaConfig",
-    "Draft",
     "Drafter",
     "LayerSkipConfig",
     "MedusaConfig",
@@ -61,6 +61,7 @@ __all__ = [
     "SpecStats",
     "StrategyOptions",
     "TokenTree",
+    "Tree",
     "last_stats",
     "merge_adapter",
     "register_method",

@@ -1,437 +1,474 @@
-"""Trees of candidate tokens.
+"""The block of tokens that one step forwards: a draft tree per batch row, and its probes.
 
-Node 0 is the **root**: the last accepted token, already certain. Every other node is a candidate
-whose parent precedes it, so one pass over the nodes visits parents first. This module knows only
-shapes; the tokens of the nodes belong to the draft.
+Node 0 is the **root**: the last emitted token, already certain. The draft tokens follow, parents
+before their children, so one pass over the nodes visits parents first. *Probes* come last: nodes
+that cannot be accepted, with learned embeddings in place of token embeddings (:mod:`.probes`).
+What a node sees, its ``ancestors``, is the one fact that is derived from the rest: the attention
+mask and the verification both read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hf_spec.core.limits import MAX_CANDIDATES, MAX_NODES
+from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.transfer import sent
 
 
-@dataclass(frozen=True)
-class TokenTree:
-    """A static tree of candidates.
+class Row(NamedTuple):
+    """One row's draft tree on the host.
 
-    Args:
-        parents: parent of each node; ``parents[0] == -1`` is the root, and ``parents[i] < i``.
-        ranks: rank of each node among its parent's candidates (0 = most likely); the root's is 0.
-            If omitted, siblings are ranked in order.
-
-    Raises:
-        ValueError: if a parent does not precede its child, two siblings share a rank, or there
-            are too many nodes.
+    Attributes:
+        parents: parent of each node, -1 for the root.
+        tokens: token of each node.
+        probs: probability of each node's path; no node is likelier than its parent.
     """
 
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        parents = tuple(self.parents)
-        if len(parents) > MAX_NODES:
-            raise ValueError(f"{len(parents)} nodes: a tree has at most {MAX_NODES}. Give fewer.")
-        if not parents or parents[0] != -1:
-            raise ValueError(
-                f"parents={parents[:8]}: a tree starts with its root, so parents[0] must be -1."
-            )
-        for node, parent in enumerate(parents[1:], start=1):
-            if not 0 <= parent < node:
-                raise ValueError(
-                    f"parents[{node}]={parent}: a parent stands before its child, so it must lie "
-                    f"in 0..{node - 1}. Order the nodes parents first."
-                )
-        ranks = tuple(self.ranks) or _sibling_order(parents)
-        if len(ranks) != len(parents):
-            raise ValueError(f"{len(ranks)} ranks for {len(parents)} nodes: give one per node.")
-        seen = set()
-        for node in range(1, len(parents)):
-            if ranks[node] < 0:
-                raise ValueError(f"ranks[{node}]={ranks[node]}: ranks count from 0.")
-            if (key := (parents[node], ranks[node])) in seen:
-                raise ValueError(f"node {node}: node {key[0]} has two children of rank {key[1]}.")
-            seen.add(key)
-        object.__setattr__(self, "parents", parents)
-        object.__setattr__(self, "ranks", ranks)
-
-    # -- construction ------------------------------------------------------------------------
+    parents: list[int]
+    tokens: list[int]
+    probs: list[float]
 
     @classmethod
-    def from_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
-        """Build a tree from rank paths, as in Medusa's choices: ``[0]`` is the likeliest child of
-        the root, ``[0, 1]`` that node's second likeliest child.
-
-        Args:
-            paths: one path per candidate, in any order; every nonempty prefix must be a path, too.
-
-        Raises:
-            ValueError: on an empty path, a negative rank, a duplicate, a missing parent, or too
-                many paths.
-        """
-        return _from_keys(cls, sorted(_checked_paths(paths), key=lambda key: (len(key), key)))
-
-    @classmethod
-    def in_order(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
-        """Like :meth:`from_paths`, with the nodes in the order of the paths.
-
-        Raises:
-            ValueError: as :meth:`from_paths`, and if a path precedes its parent.
-        """
-        return _from_keys(cls, _checked_paths(paths))
-
-    @staticmethod
-    @lru_cache(maxsize=512)
-    def chain(length: int) -> TokenTree:
-        """The root and ``length`` candidates, each the child of the one before."""
-        return TokenTree(tuple(range(-1, length)))
-
-    @classmethod
-    def from_parents(cls, parents: Sequence[int]) -> TokenTree:
-        """The tree with these parents; equal shapes share one object and its cached tensors."""
-        return _from_parents(tuple(parents))
-
-    def to_json(self) -> str:
-        """The paths as JSON, for :meth:`from_json`."""
-        return json.dumps({"version": 1, "paths": [list(path) for path in self.paths]})
-
-    @classmethod
-    def from_json(cls, text: str) -> TokenTree:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if the text is not JSON with ``version`` 1 and ``paths``.
-        """
-        form = 'expected {"version": 1, "paths": [[0], [0, 0], ...]}.'
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a tree: {form} It is no JSON: {error}.") from error
-        whole = isinstance(data, dict) and "version" in data
-        if not whole or not isinstance(data.get("paths"), list):
-            raise ValueError(f"not a tree: {form}")
-        if data.get("version") != 1:
-            raise ValueError(
-                f"tree format version {data.get('version')!r}: this hf_spec reads version 1."
-            )
-        return cls.in_order(data["paths"])
-
-    # -- shape -------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        """Number of nodes, the root included."""
-        return len(self.parents)
+    def root(cls, token: int = 0) -> Row:
+        """The root alone."""
+        return cls([-1], [token], [1.0])
 
     @property
-    def num_candidates(self) -> int:
-        """Nodes besides the root."""
-        return len(self.parents) - 1
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """Depth of each node; 0 for the root."""
+    def depths(self) -> list[int]:
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
-        return tuple(depths)
+        return depths
 
-    @property
-    def max_depth(self) -> int:
-        """Depth of the deepest node; 0 for the root alone."""
-        return max(self.depths)
+    def merge(self, other: Row) -> Row:
+        """Both trees as one: nodes with the same token path become one, which keeps the larger
+        probability. The nodes of this tree keep their indices."""
+        parents, tokens, probs = list(self.parents), list(self.tokens), list(self.probs)
+        child = {(parents[node], tokens[node]): node for node in range(len(parents) - 1, 0, -1)}
+        index = [0]
+        for parent, token, prob in zip(other.parents[1:], other.tokens[1:], other.probs[1:]):
+            key = (index[parent], token)
+            if key not in child:
+                child[key] = len(parents)
+                parents.append(key[0])
+                tokens.append(token)
+                probs.append(0.0)
+            node = child[key]
+            probs[node] = max(probs[node], prob)
+            index.append(node)
+        return Row(parents, tokens, probs)
 
-    @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Rank path of each candidate, without the root's empty path."""
-        paths: list[tuple[int, ...]] = [()]
-        for node in range(1, len(self.parents)):
-            paths.append((*paths[self.parents[node]], self.ranks[node]))
-        return tuple(paths[1:])
+    def likeliest_first(self) -> Row:
+        """The nodes sorted by probability; draft tokens of probability 0 are left out."""
+        order = sorted(range(len(self.parents)), key=lambda node: -self.probs[node])
+        order = [node for node in order if self.probs[node] > 0]
+        number = {node: index for index, node in enumerate(order)}
+        return Row(
+            [-1, *(number[self.parents[node]] for node in order[1:])],
+            [self.tokens[node] for node in order], [self.probs[node] for node in order],
+        )  # fmt: skip
 
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether accepted nodes are always in consecutive slots, so that none has to move."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
-    def truncate(self, max_depth: int) -> TokenTree:
-        """The tree of the nodes with ``depth <= max_depth``, in the same order.
+class HostTree(NamedTuple):
+    """Draft trees on the host, likeliest nodes first, as NumPy arrays ``(batch, nodes)``.
 
-        :meth:`kept` gives their indices.
-        """
-        return self if max_depth >= self.max_depth else _truncate(self, max_depth)
+    Attributes:
+        probs: float64 probability that all draft tokens down to a node are accepted: 1 for the
+            root, 0 for padding, never more than the parent's.
+        parents: int64; 0 for the root and padding.
+        depths: int64
+        tokens: int64; arbitrary on padding.
+    """
 
-    def kept(self, max_depth: int) -> list[int]:
-        """Indices of the nodes that :meth:`truncate` keeps, in order."""
-        return [node for node, depth in enumerate(self.depths) if depth <= max_depth]
+    probs: Any
+    parents: Any
+    depths: Any
+    tokens: Any
 
-    # -- tensors -----------------------------------------------------------------------------
-
-    def batch(self, batch_size: int = 1, device: torch.device | str = "cpu") -> TreeBatch:
-        """The same tree in every row, as tensors on ``device`` (cached per size and device)."""
-        return _batch(self, batch_size, str(device))
+    def rows(self, sizes: Sequence[int]) -> list[Row]:
+        """Each row's tree, given its number of draft tokens."""
+        columns = self.parents.tolist(), self.tokens.tolist(), self.probs.tolist()
+        return [
+            Row([-1, *parents[1 : size + 1]], tokens[: size + 1], probs[: size + 1])
+            for parents, tokens, probs, size in zip(*columns, sizes)
+        ]
 
 
 @dataclass(frozen=True)
-class TreeBatch:
-    """One tree per batch row, as tensors, padded to the largest.
+class Tree:
+    """One draft tree per batch row with its probes, padded to the largest.
 
     Attributes:
-        parents: ``(batch, nodes)`` int64; -1 for the root, 0 for padding.
-        depths: ``(batch, nodes)`` int64.
-        ancestors: ``(batch, nodes, nodes)`` bool; ``[b, q, k]``: k is q or one of its ancestors.
-        valid: ``(batch, nodes)`` bool; False for padding. Padding attends to the prefix and to
-            itself, and can never be accepted.
-        row_depths: depth of each row's tree.
-        row_candidates: number of candidates in each row.
+        tokens: ``(batch, nodes)`` int64 token ids; of a probe, the index of its embedding.
+        parents: ``(batch, nodes)`` int64; -1 for the root, 0 for padding; of a probe, the node that
+            it is attached to.
+        depths: ``(batch, nodes)`` int64 positions after the root.
+        valid: ``(batch, nodes)`` bool; False for padding, which attends to the prefix and to
+            itself, and for draft tokens that must not be accepted.
+        row_sizes: number of draft tokens of each row.
+        row_depths: depth of each row's deepest draft token.
         is_chain: whether every row is a chain.
+        group: the full group of probes; a node with fewer has the first ones. None without probes.
+        first_probe: ``(batch, tokens)`` index of the first probe of each node that has a token,
+            counted after these nodes.
+        probe_counts: ``(batch, tokens)`` how many probes each of them has.
+        q: ``(batch, tokens, vocab)`` distribution that each draft token was sampled from, after all
+            logits processors; None if none was sampled. That of the root is ignored.
+        host: the same trees on the host if the probabilities of their nodes are known. The policy
+            chooses how many of them are forwarded.
+        slots: ``(batch, tokens)`` place of each node in the step's block of the KV cache; None if
+            it is the node's index.
     """
 
+    tokens: Tensor
     parents: Tensor
     depths: Tensor
-    ancestors: Tensor
     valid: Tensor
+    row_sizes: tuple[int, ...]
     row_depths: tuple[int, ...]
-    row_candidates: tuple[int, ...]
-    is_chain: bool
+    is_chain: bool = False
+    group: ProbeGroup | None = None
+    first_probe: Tensor | None = None
+    probe_counts: Tensor | None = None
+    q: Tensor | None = None
+    host: HostTree | None = None
+    slots: Tensor | None = None
 
-    @property
-    def max_depth(self) -> int:
-        return max(self.row_depths)
+    # -- construction ------------------------------------------------------------------------
 
-    @property
-    def num_nodes(self) -> int:
-        return self.parents.shape[1]
+    @staticmethod
+    def of_shapes(shapes: Sequence[TokenTree], device: torch.device | str = "cpu") -> Tree:
+        """A tree of each shape, without tokens yet; see :meth:`with_tokens`."""
+        first = shapes[0]
+        if all(shape is first for shape in shapes):
+            return _repeated(first, len(shapes), str(device))
+        nodes = max(map(len, shapes))
+        rows = [_padded(shape, nodes, str(device)) for shape in shapes]
+        tree = Tree(
+            torch.cat([row.tokens for row in rows]), torch.cat([row.parents for row in rows]),
+            torch.cat([row.depths for row in rows]), torch.cat([row.valid for row in rows]),
+            tuple(shape.num_candidates for shape in shapes),
+            tuple(shape.max_depth for shape in shapes),
+            is_chain=all(shape.is_chain for shape in shapes),
+        )  # fmt: skip
+        return tree.with_ancestors(torch.cat([row.ancestors for row in rows]))
+
+    @staticmethod
+    def roots(tokens: Tensor) -> Tree:
+        """The roots alone. ``tokens``: (batch,)."""
+        shape = _repeated(TokenTree.chain(0), len(tokens), str(tokens.device))
+        return shape.with_tokens(tokens[:, None])
+
+    @staticmethod
+    def chain(tokens: Tensor) -> Tree:
+        """A chain of tokens ``(batch, nodes)`` in every row, the root first."""
+        batch, nodes = tokens.shape
+        order = torch.arange(nodes, device=tokens.device)
+        return Tree(
+            tokens, (order - 1).expand(batch, -1), order.expand(batch, -1),
+            torch.ones(batch, nodes, dtype=torch.bool, device=tokens.device),
+            (nodes - 1,) * batch, (nodes - 1,) * batch, is_chain=True,
+        )  # fmt: skip
+
+    @staticmethod
+    def of_rows(rows: Sequence[Row], device: torch.device | str) -> Tree:
+        """Trees built on the host; nodes must be sorted, likeliest first."""
+        nodes, depths = max(len(row.tokens) for row in rows), [row.depths for row in rows]
+
+        def filled(columns: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:
+            return [[*column, *[value] * (nodes - len(column))] for column in columns]
+
+        parents = filled([row.parents for row in rows])
+        host = HostTree(
+            np.array(filled([row.probs for row in rows]), float), np.maximum(parents, 0),
+            np.array(filled(depths)), np.array(filled([row.tokens for row in rows])),
+        )  # fmt: skip
+        numbers = sent([parents, filled(depths, 1), host.tokens.tolist()], device)
+        sizes = [len(row.tokens) - 1 for row in rows]
+        order = torch.arange(nodes, device=numbers.device)
+        return Tree(
+            numbers[2], numbers[0], numbers[1], order <= sent(sizes, device)[:, None],
+            tuple(sizes), tuple(map(max, depths)), host=host,
+            is_chain=all(row.parents == [*range(-1, nodes - 1)] for row in rows),
+        )  # fmt: skip
+
+    @staticmethod
+    def packed(parents: Tensor, depths: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """Trees as ``(batch, 4 * nodes)`` float32 numbers, for a single transfer to the host.
+
+        float32 represents integers below 2 ** 24, and so all tokens, exactly.
+
+        Args:
+            parents, depths, tokens: ``(batch, nodes)`` int64, likeliest nodes first.
+            log_probs: ``(batch, nodes)`` float32, of the path down to each node; 0 for the root,
+                -inf for padding, which comes last.
+        """
+        parts = parents, depths, tokens, log_probs
+        return torch.cat([part.to(log_probs) for part in parts], dim=1)
+
+    @staticmethod
+    def unpacked(packed: Tensor, numbers: Any = None) -> Tree:
+        """Inverse of :meth:`packed`.
+
+        Args:
+            numbers: the same on the host as a NumPy array; None to transfer it.
+        """
+        if numbers is None:
+            numbers = packed.cpu().numpy()
+        parents, depths, tokens, log_probs = np.split(numbers, 4, axis=1)
+        probs = np.exp(log_probs.astype(np.float64))
+        parents, depths, tokens = (part.astype(np.int64) for part in (parents, depths, tokens))
+        real, count = probs > 0, probs.shape[1]
+        valid = packed[:, -count:] > -torch.inf
+        above, deep, ids = (part.long() for part in packed.split(count, dim=1)[:3])
+        above = above.clamp(min=0) * valid
+        row_depths = tuple(np.where(real, depths, 0).max(1).tolist())
+        return Tree(
+            ids, above.index_fill(1, above.new_zeros(1), -1), torch.where(valid, deep, 1), valid,
+            tuple((real.sum(1) - 1).tolist()), row_depths,
+            all(depth + 1 == count for depth in row_depths),
+            host=HostTree(probs, parents * real, depths, tokens),
+        )  # fmt: skip
+
+    # -- shape -------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
-        return self.parents.shape[0]
+        return self.tokens.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Root, draft tokens and probes, padding included."""
+        return self.tokens.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Root and draft tokens, padding included."""
+        return self.num_nodes if self.first_probe is None else self.first_probe.shape[1]
+
+    @property
+    def num_probes(self) -> int:
+        """Probes, padding included."""
+        return self.num_nodes - self.num_tokens
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest draft token."""
+        return max(self.row_depths)
 
     @cached_property
-    def inner(self) -> tuple[Tensor, Tensor]:
-        """Nodes with children, ``(batch, inner)`` int64, padded with roots, and for each node the
-        index of its parent among them, ``(batch, nodes)``, arbitrary for the root."""
-        rows = []
-        for parents, count in zip(self.parents.tolist(), self.row_candidates):
-            rows.append(sorted({0, *parents[1 : count + 1]}))
-        most = max(map(len, rows))
-        filled = [row + [0] * (most - len(row)) for row in rows]
-        inner = torch.tensor(filled, device=self.parents.device)
-        place = torch.zeros_like(self.parents)
-        order = torch.arange(most, device=inner.device).expand_as(inner)
-        # Ascending, padding last: the padding must not overwrite the root's index, which is 0.
-        real = torch.tensor([len(row) for row in rows], device=inner.device)[:, None] > order
-        place.scatter_add_(1, inner, order * real)
-        return inner, place.gather(1, self.parents.clamp(min=0))
-
-    @staticmethod
-    def chain(batch_size: int, nodes: int, device: torch.device | str = "cpu") -> TreeBatch:
-        """A chain of ``nodes`` nodes in every row; not cached, as prompts have many lengths."""
-        order = torch.arange(nodes, device=device)
-        return TreeBatch(
-            parents=(order - 1).expand(batch_size, -1),
-            depths=order.expand(batch_size, -1),
-            ancestors=(order <= order[:, None]).expand(batch_size, -1, -1),
-            valid=torch.ones(batch_size, nodes, dtype=torch.bool, device=device),
-            row_depths=(nodes - 1,) * batch_size,
-            row_candidates=(nodes - 1,) * batch_size,
-            is_chain=True,
+    def ancestors(self) -> Tensor:
+        """``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k, which is q, one of its
+        ancestors, or a probe of its group."""
+        nodes = self.num_tokens
+        order = torch.arange(self.num_nodes, device=self.parents.device)
+        own, rows = order[:nodes], (self.batch_size, -1, -1)
+        if self.is_chain:
+            seen = (own <= own[:, None]).expand(rows)
+        else:
+            seen = torch.eye(nodes, dtype=torch.bool, device=order.device).repeat(rows[0], 1, 1)
+            above = self.parents[:, :nodes].clamp(min=0)
+            up = step = torch.where(self.valid[:, :nodes], above, own)
+            for _ in range(self.max_depth):
+                seen.scatter_(2, up[:, :, None], True)
+                up = step.gather(1, up)
+        if not self.num_probes or self.group is None:
+            return seen
+        everyone = seen.new_zeros(self.batch_size, self.num_nodes, self.num_nodes)
+        everyone[:, :nodes, :nodes] = seen
+        anchors, real = self.parents[:, nodes:], self.valid[:, nodes:]
+        everyone[:, nodes:, :nodes] = seen.gather(1, anchors[:, :, None].expand(-1, -1, nodes))
+        # A probe sees its own group. Padding has none; it sees what the root sees, and itself.
+        group = torch.where(real, anchors, order[nodes:])
+        same = group[:, :, None] == group[:, None, :]
+        kinds, (_, visible) = self.tokens[:, nodes:], group_tensors(self.group, str(order.device))
+        everyone[:, nodes:, nodes:] = same & visible[kinds].gather(
+            2, kinds[:, None].expand_as(same)
         )
+        return everyone
 
-    @staticmethod
-    def of(
-        parents: Tensor, depths: Tensor, valid: Tensor, real: Sequence[Sequence[int]]
-    ) -> TreeBatch:
-        """Trees built on the device.
+    @cached_property
+    def drafted(self) -> Tree:
+        """The trees without probes."""
+        if self.first_probe is None:
+            return self
+        nodes = self.num_tokens
+        parts = {
+            name: getattr(self, name)[:, :nodes]
+            for name in ("tokens", "parents", "depths", "valid")
+        }
+        tree = dataclasses.replace(self, **parts, group=None, first_probe=None, probe_counts=None)
+        return tree.with_ancestors(self.ancestors[:, :nodes, :nodes])
+
+    def probes_of(self, nodes: Tensor) -> Tensor:
+        """Indices, among all nodes, of the probes of one node per batch row.
 
         Args:
-            parents: ``(batch, nodes)`` int64, each before its children; the root's is arbitrary.
-            depths: ``(batch, nodes)`` int64.
-            valid: ``(batch, nodes)`` bool; a row's nodes come before its padding.
-            real: the depths on the host, -1 for padding.
+            nodes: ``(batch,)``.
+
+        Returns:
+            ``(batch, len(group))``; entries past the size of the node's group are arbitrary.
         """
-        above = parents.clamp(min=0) * valid
-        row_depths = tuple(map(max, real))
-        ancestors = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
-        ancestors = ancestors.repeat(len(parents), 1, 1)
-        order = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-        up = step = torch.where(valid, above, order)
-        for _ in range(max(row_depths)):
-            ancestors.scatter_(2, up[:, :, None], True)
-            up = step.gather(1, up)
-        return TreeBatch(
-            parents=above.index_fill(1, above.new_zeros(1), -1),
-            depths=torch.where(valid, depths, 1),
-            ancestors=ancestors,
-            valid=valid,
-            row_depths=row_depths,
-            row_candidates=tuple(sum(depth > 0 for depth in row) for row in real),
-            is_chain=all(depth + 1 == len(real[0]) for depth in row_depths),
-        )
+        assert self.group is not None and self.first_probe is not None
+        steps = torch.arange(len(self.group), device=nodes.device)
+        index = self.first_probe.gather(1, nodes[:, None]) + steps
+        return self.num_tokens + index.clamp(max=self.num_probes - 1)
 
-    @staticmethod
-    def stack(trees: Sequence[TokenTree], device: torch.device | str = "cpu") -> TreeBatch:
-        """One tree per row; smaller trees are padded at the end."""
-        first = trees[0]
-        if all(tree is first for tree in trees):
-            return first.batch(len(trees), device)
-        nodes = max(len(tree) for tree in trees)
-        rows = [_padded(tree, nodes, str(device)) for tree in trees]
-        return TreeBatch(
-            parents=torch.cat([one.parents for one in rows]),
-            depths=torch.cat([one.depths for one in rows]),
-            ancestors=torch.cat([one.ancestors for one in rows]),
-            valid=torch.cat([one.valid for one in rows]),
-            row_depths=tuple(one.row_depths[0] for one in rows),
-            row_candidates=tuple(one.row_candidates[0] for one in rows),
-            is_chain=all(one.is_chain for one in rows),
-        )
+    # -- changes -----------------------------------------------------------------------------
 
+    def changed(self, **fields: Any) -> Self:
+        """A copy with other fields, but the same shape: ``ancestors`` remain."""
+        tree = dataclasses.replace(self, **fields)
+        return tree.with_ancestors(vars(self).get("ancestors"))
 
-def merge(
-    first: TokenTree, first_tokens: Sequence[int], second: TokenTree, candidates: Sequence[int]
-) -> tuple[TokenTree, list[int], list[int]]:
-    """Merge two trees; candidates with the same token path become one node.
+    def with_ancestors(self, ancestors: Tensor | None) -> Self:
+        """Set :attr:`ancestors` where they are known; returns the tree."""
+        if ancestors is not None:
+            vars(self)["ancestors"] = ancestors
+        return self
 
-    Args:
-        first, first_tokens: a tree and the tokens of all its nodes; they keep their indices.
-        second, candidates: another tree with the same root, and its candidates' tokens.
+    def with_tokens(self, tokens: Tensor, q: Tensor | None = None) -> Tree:
+        """The trees with these tokens ``(batch, tokens)`` in place of those of their nodes."""
+        if self.num_probes:
+            tokens = torch.cat([tokens, self.tokens[:, self.num_tokens :]], dim=1)
+        return self.changed(tokens=tokens, q=q)
 
-    Returns:
-        The tree, the tokens of its nodes, and the index of each of the second tree's candidates.
-    """
-    parents, tokens = list(first.parents), list(first_tokens)
-    child = {(parents[node], tokens[node]): node for node in range(len(parents) - 1, 0, -1)}
-    places = [0]
-    for parent, token in zip(second.parents[1:], candidates):
-        key = (places[parent], token)
-        if key not in child:
-            child[key] = len(parents)
-            parents.append(key[0])
-            tokens.append(token)
-        places.append(child[key])
-    return TokenTree.from_parents(parents), tokens, places[1:]
+    def without(self, tokens: Sequence[int]) -> Tree:
+        """The trees in which draft tokens of these ids cannot be accepted."""
+        unwanted = torch.tensor(tokens, device=self.tokens.device)
+        found = torch.isin(self.tokens, unwanted).to(self.valid.device)
+        return self.changed(valid=self.valid & ~found)
 
+    def within(self, depths: Sequence[int]) -> Tree:
+        """The trees in which draft tokens deeper than this, per row, cannot be accepted."""
+        if self.max_depth <= min(depths):
+            return self
+        deepest = sent(depths, self.depths.device)[:, None]
+        return self.changed(valid=self.valid & (self.depths <= deepest))
 
-def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
-    """Return rank paths as tuples; raise a ValueError if they are invalid."""
-    found = list(islice(paths, MAX_CANDIDATES + 1))
-    if len(found) > MAX_CANDIDATES:
-        raise ValueError(f"a tree with more than {MAX_CANDIDATES} candidates: leave some out.")
-    return [_checked_path(path) for path in found]
+    def likeliest(self, count: int) -> Tree:
+        """The ``count`` likeliest draft tokens of trees without probes."""
+        nodes, host = count + 1, self.host
+        if nodes >= self.num_nodes or host is None:
+            return self
+        host = HostTree(*(part[:, :nodes] for part in host))
+        sizes = tuple(min(size, count) for size in self.row_sizes)
+        depths = host.depths.tolist()
+        row_depths = tuple(max(row[: size + 1]) for row, size in zip(depths, sizes))
+        return Tree(
+            self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes],
+            self.valid[:, :nodes], sizes, row_depths,
+            all(depth + 1 == nodes for depth in row_depths), host=host,
+        )  # fmt: skip
 
+    def attach_probes(
+        self, group: ProbeGroup, counts: Sequence[Sequence[int]] | None = None
+    ) -> Tree:
+        """The trees with probes.
 
-def _checked_path(path: Any) -> tuple[int, ...]:
-    """Return a rank path as a tuple; raise a ValueError if it is invalid."""
-    if isinstance(path, str) or not isinstance(path, Iterable):
-        raise ValueError(f"path {path!r}: give a list of ranks.")
-    key = tuple(islice(path, MAX_CANDIDATES + 1))
-    if len(key) > MAX_CANDIDATES:
-        raise ValueError(f"path {list(key[:8])} ...: at most {MAX_CANDIDATES} ranks.")
-    if not key:
-        raise ValueError("path []: the root is implied; give paths of candidates only.")
-    for rank in key:
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise ValueError(f"path {list(key)}: ranks are whole numbers, {rank!r} is not.")
-    if min(key) < 0:
-        raise ValueError(f"path {list(key)}: ranks count from 0.")
-    return key
+        Args:
+            group: the full group.
+            counts: probes of each node of each row's tree, 0 to ``len(group)``; None for a full
+                group at every node.
+        """
+        batch, nodes, device = self.batch_size, self.num_nodes, self.parents.device
+        if counts is None:
+            counts = [[len(group)] * nodes] * batch
+        count = sent([[*row, *[0] * (nodes - len(row))] for row in counts], device, torch.long)
+        end = count.cumsum(-1)
+        first = end - count
+        places = torch.arange(max(map(sum, counts)), device=device).expand(batch, -1)
+        real = places < end[:, -1:]
+        # A probe belongs to the first node whose probes end after it.
+        anchors = torch.searchsorted(end, places.contiguous(), right=True) * real
+        kinds = (places - first.gather(1, anchors)) * real
+        depths = self.depths.gather(1, anchors) + group_tensors(group, str(device))[0][kinds]
 
+        def joined(own: Tensor, probes: Tensor) -> Tensor:
+            return torch.cat([own, probes], dim=1)
 
-def _from_keys(cls: type[TokenTree], keys: Sequence[tuple[int, ...]]) -> TokenTree:
-    """The tree whose nodes are these paths, in this order."""
-    index: dict[tuple[int, ...], int] = {(): 0}
-    parents, ranks = [-1], [0]
-    for key in keys:
-        if key in index:
-            raise ValueError(f"path {list(key)} is given twice.")
-        if key[:-1] not in index:
-            raise ValueError(
-                f"path {list(key)}: its parent {list(key[:-1])} is missing. Add it, since a "
-                "candidate can only be accepted after its parent."
+        return dataclasses.replace(
+            self, tokens=joined(self.tokens, kinds.to(self.tokens.device)),
+            parents=joined(self.parents, anchors), depths=joined(self.depths, depths),
+            valid=joined(self.valid, real), group=group, first_probe=first, probe_counts=count,
+        )  # fmt: skip
+
+    # -- for compiled code -------------------------------------------------------------------
+
+    def padded(self, tokens: int, probes: int) -> Tree:
+        """The trees padded to these numbers of nodes with tokens, and of probes."""
+        nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
+
+        def wider(part: Tensor, value: Any = 0) -> Tensor:
+            own, rest = part[:, :nodes], part[:, nodes:]
+            return torch.cat(
+                [pad(own, (0, more), value=value), pad(rest, (0, behind), value=value)], 1
             )
-        index[key] = len(parents)
-        parents.append(index[key[:-1]])
-        ranks.append(key[-1])
-    return cls(tuple(parents), tuple(ranks))
 
+        tree = dataclasses.replace(
+            self, tokens=wider(self.tokens), parents=wider(self.parents),
+            depths=wider(self.depths), valid=wider(self.valid, False), host=None,
+            first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
+            probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
+        )  # fmt: skip
+        seen = self.ancestors.new_zeros(self.batch_size, tokens + probes, tokens + probes)
+        seen.diagonal(0, 1, 2).fill_(True)
+        probed = slice(tokens, tokens + self.num_probes)
+        parts = (slice(nodes), slice(nodes)), (probed, slice(nodes, None))
+        for into, part in parts:
+            for column, own in parts:
+                seen[:, into, column] = self.ancestors[:, part, own]
+        return tree.with_ancestors(seen)
 
-def _sibling_order(parents: tuple[int, ...]) -> tuple[int, ...]:
-    counts: dict[int, int] = {}
-    ranks = [0]
-    for parent in parents[1:]:
-        ranks.append(counts.get(parent, 0))
-        counts[parent] = ranks[-1] + 1
-    return tuple(ranks)
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a forward and its verification read; see :meth:`with_tensors`."""
+        parts = [self.tokens, self.parents, self.depths, self.valid, self.ancestors]
+        return parts + [part for part in (self.first_probe, self.probe_counts) if part is not None]
 
-
-@lru_cache(maxsize=4096)
-def _from_parents(parents: tuple[int, ...]) -> TokenTree:
-    return TokenTree(parents)
-
-
-@lru_cache(maxsize=512)
-def _truncate(tree: TokenTree, max_depth: int) -> TokenTree:
-    kept = tree.kept(max_depth)
-    new = {old: index for index, old in enumerate(kept)}
-    parents = tuple(new.get(tree.parents[node], -1) for node in kept)
-    return TokenTree(parents, tuple(tree.ranks[node] for node in kept))
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Tree:
+        """A tree of these :meth:`tensors`; of its depths on the host only upper bounds remain."""
+        tokens, parents, depths, valid, ancestors, *probes = tensors
+        most = (self.num_tokens - 1,) * self.batch_size
+        first, counts = probes or (None, None)
+        tree = Tree(tokens, parents, depths, valid, most, most, False, self.group, first, counts)
+        return tree.with_ancestors(ancestors)
 
 
 @lru_cache(maxsize=1024)
-def _batch(tree: TokenTree, batch_size: int, device: str) -> TreeBatch:
-    one = _single(tree, device)
+def _repeated(shape: TokenTree, batch_size: int, device: str) -> Tree:
+    one = _single(shape, device)
     if batch_size == 1:
         return one
-    return TreeBatch(
-        parents=one.parents.expand(batch_size, -1),
-        depths=one.depths.expand(batch_size, -1),
-        ancestors=one.ancestors.expand(batch_size, -1, -1),
-        valid=one.valid.expand(batch_size, -1),
-        row_depths=one.row_depths * batch_size,
-        row_candidates=one.row_candidates * batch_size,
-        is_chain=one.is_chain,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _padded(tree: TokenTree, nodes: int, device: str) -> TreeBatch:
-    """One tree padded to ``nodes`` nodes."""
-    one, more = _single(tree, device), nodes - len(tree)
-    if not more:
-        return one
-    pad = torch.constant_pad_nd
-    ancestors = pad(one.ancestors, (0, more, 0, more))
-    ancestors[0].fill_diagonal_(True)
-    return dataclasses.replace(
-        one, parents=pad(one.parents, (0, more)), depths=pad(one.depths, (0, more), value=1),
-        ancestors=ancestors, valid=pad(one.valid, (0, more)),
+    tree = Tree(
+        one.tokens.expand(batch_size, -1), one.parents.expand(batch_size, -1),
+        one.depths.expand(batch_size, -1), one.valid.expand(batch_size, -1),
+        one.row_sizes * batch_size, one.row_depths * batch_size, one.is_chain,
     )  # fmt: skip
+    return tree.with_ancestors(one.ancestors.expand(batch_size, -1, -1))
 
 
 @lru_cache(maxsize=4096)
-def _single(tree: TokenTree, device: str) -> TreeBatch:
-    nodes = len(tree)
-    ancestors = torch.zeros(nodes, nodes, dtype=torch.bool, device="cpu")
-    for node, parent in enumerate(tree.parents):
-        if parent >= 0:
-            ancestors[node] = ancestors[parent]
-        ancestors[node, node] = True
-    return TreeBatch(
-        parents=torch.tensor([tree.parents], device=device),
-        depths=torch.tensor([tree.depths], device=device),
-        ancestors=ancestors[None].to(device),
-        valid=torch.ones(1, nodes, dtype=torch.bool, device=device),
-        row_depths=(tree.max_depth,),
-        row_candidates=(tree.num_candidates,),
-        is_chain=tree.is_chain,
-    )
+def _padded(shape: TokenTree, nodes: int, device: str) -> Tree:
+    tree = _single(shape, device).padded(nodes, 0)
+    return tree.changed(depths=torch.where(tree.valid, tree.depths, 1))
+
+
+@lru_cache(maxsize=4096)
+def _single(shape: TokenTree, device: str) -> Tree:
+    parents = torch.tensor([shape.parents], device=device)
+    tree = Tree(
+        torch.zeros_like(parents), parents, torch.tensor([shape.depths], device=device),
+        torch.ones_like(parents, dtype=torch.bool), (shape.num_candidates,), (shape.max_depth,),
+        shape.is_chain,
+    )  # fmt: skip
+    return tree.changed()

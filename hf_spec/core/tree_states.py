@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from hf_spec.core.limits import MAX_FUTURE, MAX_ROWS
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 
 
 @dataclass(frozen=True)

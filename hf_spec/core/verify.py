@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_spec.core.tree import TreeBatch
+from hf_spec.core.tree import Tree
 
 #: ``scores(nodes, active)``: processed target scores (batch, vocab) at one node per row; rows where
 #: ``active`` is False may hold anything. Called along the accepted path only, in order.
@@ -24,20 +25,36 @@ ScoreFn = Callable[[Tensor, Tensor], Tensor]
 SelectFn = Callable[[Tensor, int], Tensor]
 
 
+class HostResult(NamedTuple):
+    """A step's result on the host, per row.
+
+    Attributes:
+        path: accepted nodes, the root first.
+        tokens: emitted tokens, as many as accepted nodes.
+        num_probes: probes of the last accepted node.
+    """
+
+    path: list[list[int]]
+    tokens: list[list[int]]
+    num_probes: list[int]
+
+
 @dataclass(frozen=True)
-class Accepted:
-    """What one step accepted.
+class StepResult:
+    """What one step accepted, on the device.
 
     Attributes:
         path: ``(batch, depth + 1)`` node indices, root first; entries past ``counts`` are 0.
         counts: ``(batch,)`` accepted nodes, the root included, at least 1.
-        tokens: ``(batch, depth + 1)`` emitted tokens: the accepted candidates, then the bonus
+        tokens: ``(batch, depth + 1)`` emitted tokens: the accepted draft tokens, then the bonus
             token; entries past ``counts`` are padding.
+        num_probes: ``(batch,)`` probes of the last accepted node.
     """
 
     path: Tensor
     counts: Tensor
     tokens: Tensor
+    num_probes: Tensor
 
     @property
     def last(self) -> Tensor:
@@ -49,21 +66,44 @@ class Accepted:
         """``(batch,)`` last emitted token of each row."""
         return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
 
+    def to_host(self, more: Tensor | None = None) -> tuple[HostResult, Any]:
+        """Copy the result to the host: the step's one transfer.
 
-def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
+        Args:
+            more: ``(batch, n)`` float32 numbers to transfer along with it.
+
+        Returns:
+            The result, and ``more`` as a NumPy array.
+        """
+        depth = self.path.shape[1]
+        columns = self.counts[:, None], self.num_probes[:, None], self.path, self.tokens
+        packed = torch.cat(columns, 1)
+        numbers = None
+        if more is None:
+            rows = packed.tolist()
+        else:  # float32 represents integers below 2 ** 24, and so all tokens, exactly
+            both = torch.cat([packed.to(more), more], 1).cpu().numpy()
+            numbers = both[:, packed.shape[1] :]
+            rows = both[:, : packed.shape[1]].astype(int).tolist()
+        path = [row[2 : 2 + row[0]] for row in rows]
+        tokens = [row[2 + depth : 2 + depth + row[0]] for row in rows]
+        return HostResult(path, tokens, [row[1] for row in rows]), numbers
+
+
+def match(tree: Tree, targets: Tensor) -> StepResult:
     """Match rule with the target's token known at every node: no synchronisation, no loop.
 
     Accept a child if it carries the token that the target emits at its parent. Exact for any
     deterministic set of candidates, whether targets are argmax or samples.
 
     Args:
-        tree: the tree of each row.
-        tokens: ``(batch, nodes)`` candidates; column 0 is the root's.
-        targets: ``(batch, nodes)`` the target's token after each node.
+        tree: the draft tree of each row.
+        targets: ``(batch, tokens)`` the target's token after each node that has one.
     """
-    nodes = tree.num_nodes
+    tree, probes = tree.drafted, tree.probe_counts
+    nodes, tokens = tree.num_nodes, tree.tokens
     if nodes == 1:
-        return _plain(targets)
+        return _plain(targets, probes)
     parents = tree.parents.clamp(min=0)
     ok = (tokens == targets.gather(1, parents)) & tree.valid
     ok[:, 0] = True
@@ -77,27 +117,28 @@ def match(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
     accepted = ~(tree.ancestors & ~ok[:, None, :]).any(-1)
     # Only one path is accepted; its last node is the deepest accepted node.
     depth, last = torch.where(accepted, tree.depths, -1).max(-1)
-    return _along_path(tree, tokens, last, depth + 1, targets.gather(1, last[:, None]))
+    return _along_path(tree, last, depth + 1, targets.gather(1, last[:, None]), probes)
 
 
 def match_along(
-    tree: TreeBatch, tokens: Tensor, scores: ScoreFn, select: SelectFn,
-    together: Tensor | None = None,
-) -> Accepted:  # fmt: skip
+    tree: Tree, scores: ScoreFn, select: SelectFn, together: Tensor | None = None
+) -> StepResult:
     """Match rule node by node: asks for the target's scores only along the accepted path.
 
     For logits processors, which must see each node's true prefix, and for sampling.
 
     Args:
-        tree, tokens: as in :func:`match`.
+        tree: as in :func:`match`.
         scores, select: see their types.
         together: ``(batch,)`` bool, rows that must accept equally many nodes: as many as the row
             that accepts the fewest. None if rows are independent.
     """
+    tree, probes = tree.drafted, tree.probe_counts
+    tokens = tree.tokens
     last = torch.zeros_like(tokens[:, 0])
     active = torch.ones_like(last, dtype=torch.bool)
     if tree.num_nodes == 1:
-        return _plain(select(scores(last, active), 0)[:, None])
+        return _plain(select(scores(last, active), 0)[:, None], probes)
     counts = torch.ones_like(last)
     bonus = last
     for depth in range(tree.max_depth + 1):
@@ -110,16 +151,10 @@ def match_along(
             break
         last = torch.where(active, hit.int().argmax(-1), last)
         counts = counts + active
-    return _along_path(tree, tokens, last, counts, bonus[:, None])
+    return _along_path(tree, last, counts, bonus[:, None], probes)
 
 
-def rejection(
-    tree: TreeBatch,
-    tokens: Tensor,
-    draft: Tensor,
-    scores: ScoreFn,
-    generator: torch.Generator | None = None,
-) -> Accepted:
+def rejection(tree: Tree, scores: ScoreFn, generator: torch.Generator | None = None) -> StepResult:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), for trees as well as chains.
 
     For candidates x sampled independently from q: accept with min(1, p(x) / q(x)); after a
@@ -128,13 +163,13 @@ def rejection(
     number for the acceptance test, and SPACE, algorithm 1, with the residual in line 18.
 
     Args:
-        tree: the tree of each row.
-        tokens: ``(batch, nodes)`` candidates; column 0 is the root's.
-        draft: ``(batch, nodes, vocab)`` q from which each candidate was drawn, after the same
-            processors as p; column 0 is ignored.
+        tree: the draft tree of each row, with the distributions ``q``.
         scores: target scores, asked for along the accepted path only.
         generator: for the random numbers; None uses the device's default.
     """
+    tree, probes = tree.drafted, tree.probe_counts
+    tokens, draft = tree.tokens, tree.q
+    assert draft is not None
     batch = tokens.shape[0]
     everyone = torch.ones_like(tokens[:, 0], dtype=torch.bool)
     last = torch.zeros_like(tokens[:, 0])
@@ -157,17 +192,12 @@ def rejection(
             counts = counts + accept
             p = torch.where(accept[:, None], scores(last, accept).softmax(-1), p)
     bonus = torch.multinomial(p, 1, generator=generator)
-    return _along_path(tree, tokens, last, counts, bonus)
+    return _along_path(tree, last, counts, bonus, probes)
 
 
 def typical(
-    tree: TreeBatch,
-    tokens: Tensor,
-    scores: ScoreFn,
-    select: SelectFn,
-    epsilon: float = 0.09,
-    delta: float = 0.3,
-) -> Accepted:
+    tree: Tree, scores: ScoreFn, select: SelectFn, epsilon: float = 0.09, delta: float = 0.3
+) -> StepResult:
     """Typical acceptance (Medusa, section 2.3.1; PPD, section 5.5). **Lossy**.
 
     Accept a candidate if p(x) > min(epsilon, delta * exp(-H(p))) at its parent; of the accepted
@@ -175,14 +205,15 @@ def typical(
     last token.
 
     Args:
-        tree, tokens: as in :func:`match`.
+        tree: as in :func:`match`.
         scores: target scores; needed at every accepted node that has candidates, parents first,
             then at the last node of the path.
         select: chooses the bonus token; its depth is given as 0.
         epsilon: hard threshold, in (0, 1].
         delta: weight of the entropy threshold, in (0, 1].
     """
-    valid, parents = tree.valid, tree.parents
+    tree, probes = tree.drafted, tree.probe_counts
+    tokens, valid, parents = tree.tokens, tree.valid, tree.parents
     above = parents.clamp(min=0)
     inner = torch.zeros_like(parents).scatter_add_(1, above, valid.long()) > 0
     root = tree.depths == 0
@@ -209,17 +240,19 @@ def typical(
         asked.append((torch.where(leaf, last, -1), scores(last, leaf)))
     for nodes, values in asked:
         final = torch.where((last == nodes)[:, None], values, final)
-    return _along_path(tree, tokens, last, deepest[:, 0] + 1, select(final, 0)[:, None])
+    bonus = select(final, 0)[:, None]
+    return _along_path(tree, last, deepest[:, 0] + 1, bonus, probes)
 
 
-def _plain(targets: Tensor) -> Accepted:
-    """The result of a step without candidates. ``targets``: (batch, 1)."""
-    return Accepted(torch.zeros_like(targets), torch.ones_like(targets[:, 0]), targets)
+def _plain(targets: Tensor, probes: Tensor | None) -> StepResult:
+    """The result of a step without draft tokens. ``targets``: (batch, 1)."""
+    path, counts = torch.zeros_like(targets), torch.ones_like(targets[:, 0])
+    return StepResult(path, counts, targets, path[:, 0] if probes is None else probes[:, 0])
 
 
 def _along_path(
-    tree: TreeBatch, tokens: Tensor, last: Tensor, counts: Tensor, bonus: Tensor
-) -> Accepted:
+    tree: Tree, last: Tensor, counts: Tensor, bonus: Tensor, probes: Tensor | None
+) -> StepResult:
     """Path from the root to ``last`` and the tokens it emits. ``bonus``: (batch, 1)."""
     depth = tree.max_depth
     rows = torch.arange(len(last), device=last.device)
@@ -229,6 +262,7 @@ def _along_path(
     index = torch.arange(tree.num_nodes, device=last.device).expand_as(column)
     path = torch.zeros(len(last), depth + 2, dtype=torch.long, device=last.device)
     path = path.scatter_(1, column, index)[:, : depth + 1]
-    emitted = tokens.gather(1, torch.cat([path[:, 1:], path[:, :1]], dim=1))
+    emitted = tree.tokens.gather(1, torch.cat([path[:, 1:], path[:, :1]], dim=1))
     emitted = emitted.scatter(1, counts[:, None] - 1, bonus)
-    return Accepted(path, counts, emitted)
+    under = torch.zeros_like(counts) if probes is None else probes.gather(1, last[:, None])[:, 0]
+    return StepResult(path, counts, emitted, under)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_spec.core.buckets import bucket
 from hf_spec.decoding.scoring import Processors
-from hf_spec.drafting.drafter import DecodingState, Drafter
+from hf_spec.drafting.drafter import DecodeState, Drafter
 
 #: Share of the carried rows that must have finished. There is at most one swap per finished row,
 #: and a swap costs about one row's share of a step (docs/inside/exactness.md), so shrinking pays
@@ -33,7 +33,7 @@ class Shrinking:
     """
 
     def __init__(
-        self, state: DecodingState, drafter: Drafter, scorer: Processors,
+        self, state: DecodeState, drafter: Drafter, scorer: Processors,
         ends: Callable[[Sequence[int]], list[int]], halves: bool = False,
     ):  # fmt: skip
         self.state = state
@@ -67,7 +67,7 @@ class Shrinking:
     def allowed(self) -> bool:
         """Whether the model may be called with fewer rows; determined once."""
         if self._allowed is None:
-            inputs = self.state.forward.model_kwargs.values()
+            inputs = self.state.target.model_kwargs.values()
             self._allowed = not (
                 any(isinstance(value, (list, tuple, dict)) and value for value in inputs)
                 or _hooks_know_rows(self.state.model, self.state.batch_size)

@@ -15,9 +15,12 @@ from transformers import CompileConfig, GenerationConfig
 
 from hf_spec.core.cache import BUCKET
 from hf_spec.core.checks import check_count
-from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.drafter import DecodingState, Drafter
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
+from hf_spec.drafting.drafter import DecodeState, Drafter
 from hf_spec.model.graphs import Graphs
+from hf_spec.model.hidden_states import states_at
 from modeling_patches.weights import placement
 
 #: Value of ``cache_implementation``.
@@ -131,25 +134,27 @@ def warm_up(
 
 
 def warm(
-    state: DecodingState, drafter: Drafter, shapes: Sequence[tuple[int, int]], match: bool
+    state: DecodeState, drafter: Drafter, shapes: Sequence[tuple[int, int]], match: bool
 ) -> None:
     """Run forwards of all these shapes after a prompt and discard the results.
 
     Args:
         shapes: numbers of tree nodes, and of nodes with probes.
-        match: whether steps end with the match rule; see :class:`TreeForward`.
+        match: whether steps end with exact-match verification; see :class:`Target`.
     """
-    known = state.probe_hidden
     for nodes, probed in shapes:
         paths = [[rank] for rank in range(nodes - 1)]
-        tree = TokenTree.from_paths(paths) if paths else TokenTree.chain(0)
-        batch = tree.batch(state.batch_size, state.root.device)
-        ahead = [[drafter.distances] * probed] * state.batch_size
-        probes = drafter.hang(batch, ahead) if probed else None
-        tokens = state.root[:, None].expand(-1, nodes)
-        output = state.forward(tokens, batch, probes=probes, match=match)
+        shape = TokenTree.from_paths(paths) if paths else TokenTree.chain(0)
+        tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
+        tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))
+        if probed:
+            tree = drafter.attach_probes(tree, [[drafter.distances] * probed] * state.batch_size)
+        output = state.target(tree, match=match)
         state.cache.rollback()
-        if probes is not None and output.probe_hidden is not None:
-            state.probe_hidden = output.probe_hidden[:, : drafter.num_probes]
+        if tree.num_probes and output.hidden is not None:
+            root = torch.zeros_like(state.root)
+            probes = torch.full_like(root, drafter.num_probes)
+            result = StepResult(root[:, None], root + 1, state.root[:, None], probes)
+            drafter.advance(result, states_at(output.hidden, tree.probes_of(root)))
+    drafter.start(state)
     drafter.warm(state)
-    state.probe_hidden = known

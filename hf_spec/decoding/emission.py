@@ -19,7 +19,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from hf_spec.drafting.drafter import Draft
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
 
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
 NO_LIMIT = 2**60
@@ -238,16 +239,16 @@ class Emission:
         if end_step is not None:
             end_step()
 
-    def show(self, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        """Pass a step's draft to the streamer's method ``see_step``, if it has one.
+    def show(self, tree: Tree, result: HostResult) -> None:
+        """Pass a step's trees to the streamer's method ``see_step``, if it has one.
 
         Args:
-            draft: what was forwarded.
-            nodes: the accepted nodes of each row, root first; none if the row was finished.
+            tree: what was verified.
+            result: what each row accepted; nothing if it was finished.
         """
         see_step = getattr(self.streamer, "see_step", None)
         if see_step is not None:
-            see_step(draft, nodes)
+            see_step(tree, result)
 
     # -- finishing ---------------------------------------------------------------------------
 

@@ -10,16 +10,18 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_spec.core.stats import SpecStats, Stopwatch
+from hf_spec.core.tree import Tree
+from hf_spec.decoding.acceptance import Acceptance, noise_of
 from hf_spec.decoding.batch import Shrinking
-from hf_spec.decoding.choose import Chooser, noise_of
 from hf_spec.decoding.compiling import warm
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.decoding.steps import Steps, Strategy, root_only
-from hf_spec.drafting.drafter import DecodingState, Draft
+from hf_spec.decoding.step import Steps
+from hf_spec.decoding.strategy import Strategy
+from hf_spec.drafting.drafter import DecodeState
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
@@ -58,7 +60,7 @@ def decode(
     strategy = Strategy.of(model, config, unsure=synced_gpus or real is not None)
     drafter, graphs = strategy.drafter, strategy.graphs
     noise = noise_of(config, strategy.options, len(input_ids), input_ids.device)
-    chooser = Chooser(
+    acceptance = Acceptance(
         strategy.options, scorer, bool(config.do_sample), bool(record_scores or record_logits),
         noise,
     )  # fmt: skip
@@ -73,30 +75,27 @@ def decode(
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
-                drafter, drafter.wants_hidden, graphs,
+                drafter, drafter.reads.nodes == "last", graphs,
             )  # fmt: skip
-        forward, cache = prefilled.forward, prefilled.forward.cache
+        target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
-        state = DecodingState(
-            model, forward, cache, emission.tokens, root=cache.lengths,
+        state = DecodeState(
+            model, target, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
-            do_sample=bool(config.do_sample), process=scorer, stats=stats,
-            probe_hidden=prefilled.probe_hidden, hidden=prefilled.hidden, timed=strategy.timed,
+            do_sample=bool(config.do_sample), process=scorer, stats=stats, timed=strategy.timed,
             noise=noise,
         )  # fmt: skip
 
         context, device = max(prompt).bit_length(), str(model.device)
-        policy = strategy.policy(stats, (len(prompt), context, device), forward.width)
-        state.draft_price = policy.draft_price
-        steps = Steps(state, strategy, chooser, policy, emission, watch, handover.ends)
-        steps.first(prefilled.logits)
-        state.probe_counts = [prefilled.num_probes if on else 0 for on in state.active]
+        policy = strategy.policy(stats, (len(prompt), context, device), target.width)
+        state.draft_cost = policy.draft_cost
+        steps = Steps(state, strategy, acceptance, policy, emission, watch, handover.ends)
+        steps.first(prefilled.logits, prefilled.hidden, prefilled.num_probes)
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):
-            shapes = policy.shapes(drafter.num_probes, drafter.looks_up)
-            alone = Draft(root_only(state), state.root[:, None])
-            warm(state, drafter, shapes, chooser.matches(alone))
+            shapes = policy.shapes(drafter.num_probes, drafter.uses_lookup)
+            warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
         shrinking = Shrinking(state, drafter, scorer, handover.ends, graphs is not None)
         watch.step()
 

@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from hf_spec.core.cache import TreeCache, check_packable
-from hf_spec.core.probes import ProbeGroup, hang
-from hf_spec.core.tree import TreeBatch
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.tree import Tree
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import OtherInputs
-from hf_spec.drafting.drafter import DecodingState, Drafter
+from hf_spec.drafting.drafter import DecodeState, Drafter
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import final_hidden, states_at
-from hf_spec.model.tree_forward import TreeForward
+from hf_spec.model.hidden_states import final_hidden
+from hf_spec.model.target import Target
 from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
@@ -52,22 +52,17 @@ class Prefilled:
     """State after the prompt.
 
     Attributes:
-        forward: tree forward over ``forward.cache``.
+        target: runs trees over ``target.cache``.
         logits: ``(batch, vocab)`` after the last prompt token.
-        hidden: ``(batch, hidden)`` that token's final hidden state; None if it was not requested.
-        probe_hidden: ``(batch, group, hidden)`` final hidden states of the probes under that token;
-            None if there were none.
+        hidden: ``(batch, hidden)`` that token's final hidden state, if it was requested, or
+            ``(batch, group, hidden)`` those of its probes; None if there were none.
+        num_probes: probes of that token.
     """
 
-    forward: TreeForward
+    target: Target
     logits: Tensor
-    hidden: Tensor | None
-    probe_hidden: Tensor | None = None
-
-    @property
-    def num_probes(self) -> int:
-        """Number of probes under each row's last token."""
-        return 0 if self.probe_hidden is None else self.probe_hidden.shape[1]
+    hidden: Tensor | None = None
+    num_probes: int = 0
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -118,14 +113,12 @@ def prefill(
     probe_inputs = None if drafter is None else drafter.probe_inputs
     group = None if drafter is None else drafter.group
 
-    def make_forward(cache: TreeCache, lengths: Tensor, last: Tensor | None = None) -> TreeForward:
+    def make_target(cache: TreeCache, lengths: Tensor, last: Tensor | None = None) -> Target:
         """A tree forward after prompts of these lengths whose last positions are ``last``."""
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return TreeForward(
-            model, cache, limit, shift, others.later, probe_inputs, wants_hidden, graphs
-        )
+        return Target(model, cache, limit, shift, others.later, probe_inputs, wants_hidden, graphs)
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
@@ -133,15 +126,15 @@ def prefill(
         others.refuse_once()
         cache, rows = given, _new_tokens(handover, mask, config, model)
         counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
-        forward = make_forward(cache, cache.lengths + counts)
-        end = _extend(forward, rows, group)
+        target = make_target(cache, cache.lengths + counts)
+        end = _extend(target, rows, group)
     elif group is not None and not others.first and _rides(model, config, model_kwargs, handover):
         rows = [list(row) for row in emission.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
         cache.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
-        forward = make_forward(cache, lengths)
-        end = _append(forward, rows, RIDING, group)
+        target = make_target(cache, lengths)
+        end = _append(target, rows, RIDING, group)
         handover.adopt(cache, real)
     else:
         if given is not None:
@@ -152,18 +145,16 @@ def prefill(
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
         # The last chunk's, if there are several.
-        end = _End(outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None)
+        end = outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None, 0
         source = cache_in(outputs)
         check_packable(source)
         capacity = source.get_seq_length() + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
-        cache = handover.take_over(source, real, capacity, front, end.logits)
-        forward = make_forward(
-            cache, cache.lengths, None if positions is None else positions[:, -1]
-        )
+        cache = handover.take_over(source, real, capacity, front, end[0])
+        target = make_target(cache, cache.lengths, None if positions is None else positions[:, -1])
     handover.start = cache.host_lengths
-    forward.reach = _reach(forward, input_ids.shape[1])
-    return Prefilled(forward, *end)
+    target.reach = _reach(target, input_ids.shape[1])
+    return Prefilled(target, *end)
 
 
 def _rides(
@@ -242,101 +233,95 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-class _End(NamedTuple):
-    """A forward's outputs at the last token of each row; shapes as in :class:`Prefilled`."""
-
-    logits: Tensor
-    hidden: Tensor | None = None
-    probe_hidden: Tensor | None = None
+#: A forward's outputs at the last token of each row: logits, hidden and number of probes as in
+#: :class:`Prefilled`.
+_End = tuple[Tensor, Tensor | None, int]
 
 
-def _extend(forward: TreeForward, rows: list[list[int]], group: ProbeGroup | None) -> _End:
+def _extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> _End:
     """Append each row's new tokens to a continued TreeCache."""
-    cache = forward.cache
-    if followers(forward.model):
-        forward.reach = Reach(forward.model, [1] * len(rows))
-        forward.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
-    return _append(forward, rows, CHUNK, group)
+    cache = target.cache
+    if followers(target.model):
+        target.reach = Reach(target.model, [1] * len(rows))
+        target.reach.least = max(map(sum, zip(map(len, rows), cache.host_lengths)))
+    return _append(target, rows, CHUNK, group)
 
 
 def _append(
-    forward: TreeForward, rows: list[list[int]], at_once: int, group: ProbeGroup | None = None
+    target: Target, rows: list[list[int]], at_once: int, group: ProbeGroup | None = None
 ) -> _End:
     """Forward and keep new tokens after each row; their number may differ between rows.
 
     Args:
-        at_once: tokens per row in one forward.
+        at_once: tokens per row in one target.
         group: probes that run under the last token of each row.
 
     Returns:
         The outputs at the last tokens of the rows that have new tokens.
     """
-    cache, device = forward.cache, forward.cache.lengths.device
+    cache, device = target.cache, target.cache.lengths.device
     found: dict[int, list[Tensor]] = {}
     for start in range(0, max(map(len, rows)), at_once):
         parts = [row[start : start + at_once] for row in rows]
         size = max(map(len, parts))  # shorter rows are padded
         tokens = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=device)
-        tree = TreeBatch.chain(len(rows), size, device)
+        tree = Tree.chain(tokens)
         ended = [
             row for row, part in enumerate(parts) if part and start + len(part) == len(rows[row])
         ]
         last = torch.tensor([max(len(part) - 1, 0) for part in parts], device=device)
-        probes = None
         if group is not None and ended:
-            sizes = [[0] * len(part) for part in parts]
+            counts = [[0] * len(part) for part in parts]
             for row in ended:
-                sizes[row][-1] = len(group)
-            probes = hang(group, tree, sizes)
-        output = forward(tokens, tree, probes=probes, logits_at=last[:, None])
+                counts[row][-1] = len(group)
+            tree = tree.attach_probes(group, counts)
+        output = target(tree, logits_at=last[:, None])
         cache.commit([len(part) for part in parts])
         states = [output.logits[:, 0]]
-        if output.node_hidden is not None:
-            states.append(output.node_hidden[:, 0])
-        if probes is not None and output.probe_hidden is not None:
-            states.append(states_at(output.probe_hidden, probes.under(last)))
+        if output.hidden is not None and (target.wants_hidden or tree.num_probes):
+            # The state of the requested node comes first, then those of the probes.
+            states.append(output.hidden[:, 1:] if tree.num_probes else output.hidden[:, 0])
         for row in ended:
             found[row] = [state[row] for state in states]
-    made = [torch.stack(column) for column in zip(*(found[row] for row in sorted(found)))]
-    logits = made.pop(0)
-    hidden = made.pop(0) if forward.wants_hidden else None
-    return _End(logits, hidden, made.pop() if made else None)
+    states = [torch.stack(column) for column in zip(*(found[row] for row in sorted(found)))]
+    hidden = states[1] if len(states) > 1 else None
+    return states[0], hidden, 0 if group is None else len(group)
 
 
-def _reach(forward: TreeForward, width: int) -> Reach | None:
+def _reach(target: Target, width: int) -> Reach | None:
     """The reach of a model whose rotary frequencies follow the longest position; else None.
 
     Args:
-        forward: a forward after a prompt.
+        target: a forward after a prompt.
         width: columns of the prompt's ids, padding included.
     """
-    if not followers(forward.model):
+    if not followers(target.model):
         return None
-    lengths = forward.cache.host_lengths
-    longest = int((forward.cache.lengths + forward.position_shift[:, 0]).max())
-    end = forgets_at(forward.model)
-    if end is not None and width <= end and bool(forward.position_shift.any()):
+    lengths = target.cache.host_lengths
+    longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
+    end = forgets_at(target.model)
+    if end is not None and width <= end and bool(target.position_shift.any()):
         raise ValueError(
-            f"position_ids that don't count from 0: {type(forward.model).__name__} computes its "
+            f"position_ids that don't count from 0: {type(target.model).__name__} computes its "
             f"cache anew at position {end}, which strategies cannot follow then. Leave them out."
         )
     # Plain generation uses the width of the ids; if all rows are padded, frequencies change later.
     near = end if end is not None and longest == width <= end else None
-    return Reach(forward.model, [longest - length + 1 for length in lengths], near)
+    return Reach(target.model, [longest - length + 1 for length in lengths], near)
 
 
-def catch_up(state: DecodingState) -> None:
+def catch_up(state: DecodeState) -> None:
     """Before a step, recompute the rows that plain generation would recompute at their length."""
-    forward, cache = state.forward, state.cache
-    if forward.reach is None:
+    target, cache = state.target, state.cache
+    if target.reach is None:
         return
-    due = [room < 0 for room in forward.reach.room(cache.host_lengths)]
+    due = [room < 0 for room in target.reach.room(cache.host_lengths)]
     if any(due):
         lengths = cache.host_lengths
-        least = max(forward.reach.next(lengths))
+        least = max(target.reach.next(lengths))
         rows = [tokens[:-1] if now else [] for tokens, now in zip(state.tokens, due)]
         cache.truncate([0 if now else length for length, now in zip(lengths, due)])
-        forward.reach.least = least
-        _append(forward, rows, CHUNK)
-        forward.reach.least = 0
-        forward.reach.renewed(lengths)
+        target.reach.least = least
+        _append(target, rows, CHUNK)
+        target.reach.least = 0
+        target.reach.renewed(lengths)

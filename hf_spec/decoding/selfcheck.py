@@ -23,8 +23,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_spec.core.probes import ProbeGroup, hang
-from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
@@ -40,8 +41,10 @@ from modeling_patches.weights import placement
 _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 _TREE = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
+#: What each of its nodes sees.
+_SEEN = Tree.of_shapes([_TREE]).ancestors[0]
 #: Its longest path, which is also the one that pruning leaves.
-_PATH = [node for node in range(len(_TREE)) if _TREE.batch().ancestors[0, len(_TREE) - 1, node]]
+_PATH = [node for node in range(len(_TREE)) if _SEEN[-1, node]]
 _PROMPT, _PADDING = 8, 3
 
 _NO_TREE = (
@@ -75,7 +78,7 @@ def check_tree_forward(
     kind = (padded, None if drafter is None else drafter.kind_of_forward)
     if kind in _checked.setdefault(model, set()):
         return
-    reads = drafter is None or drafter.wants_hidden or drafter.probe_inputs is not None
+    reads = drafter is None or drafter.reads.nodes is not None
     trials = [(_Trial(model, padded), drafter, reads)]
     if not _checked[model] and forgets_at(model) is None:
         # Trials that cross the end of a context, where rotary frequencies may change.
@@ -110,7 +113,7 @@ class _Pruning:
     def __init__(self, layer: int):
         self.layer = layer
 
-    def likely(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor]:
+    def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
         if hidden.ndim != 3:
             raise ValueError(f"hidden states between layers have shape {tuple(hidden.shape)}.")
         likely = torch.zeros_like(tree.valid)
@@ -157,45 +160,43 @@ class _Trial:
             drafter: a drafter whose changes to forwards are applied.
             reads: whether final states must be the inputs of the output embeddings.
         """
-        model, tree = self.model, _TREE.batch(2, self.device)
+        model = self.model
+        tree = Tree.of_shapes([_TREE] * 2, self.device).with_tokens(self.nodes)
         probe_inputs = None if drafter is None else drafter.probe_inputs
         plain = self._plain()
         inputs = self._inputs()
         emission = Emission(self.prompt, self.mask.bool(), _until(self.limit), None)
         handover = Handover(inputs[CACHE], emission, False)
         with as_before(model):
-            forward = prefill(
+            target = prefill(
                 model, self.prompt, self.config, inputs, handover, drafter, reads
-            ).forward
-            if forward.cache.max_length != _PROMPT:
+            ).target
+            if target.cache.max_length != _PROMPT:
                 raise ValueError(
-                    f"{_PROMPT} tokens of a prompt left {forward.cache.max_length} in the cache."
+                    f"{_PROMPT} tokens of a prompt left {target.cache.max_length} in the cache."
                 )
             if drafter is not None and drafter.drafting is not None:
                 for first in range(2):
-                    chain = TokenTree.chain(first).batch(2, self.device)
-                    drafted = self.nodes[:, : first + 1]
-                    forward(drafted, chain, first=first, changes=drafter.drafting)
-                forward.cache.rollback()
-            probes = None
+                    chain = Tree.chain(self.nodes[:, : first + 1])
+                    target(chain, first=first, changes=drafter.drafting)
+                target.cache.rollback()
             if probe_inputs is not None:
-                probes = hang(ProbeGroup.causal(len(probe_inputs.embeddings)), tree)
-            output = forward(self.nodes, tree, probes=probes)
-            if output.node_hidden is not None:
-                error = _disagreement(output_logits(model, output.node_hidden), output.logits)
+                tree = tree.attach_probes(ProbeGroup.causal(len(probe_inputs.embeddings)))
+            output = target(tree)
+            if output.hidden is not None:
+                hidden = output.hidden[:, : tree.num_tokens]
+                error = _disagreement(output_logits(model, hidden), output.logits)
                 if not error <= self.tolerance:
                     return _NO_STATES, error
             errors = [_error(output.logits[:, node], plain[node]) for node in range(len(_TREE))]
             if drafter is not None and drafter.prune_layer is not None:
-                left = forward(
-                    self.nodes, tree, probes=probes, pruning=_Pruning(drafter.prune_layer)
-                )
+                left = target(tree, pruning=_Pruning(drafter.prune_layer))
                 errors += [
                     _error(left.logits[:, place], plain[node]) for place, node in enumerate(_PATH)
                 ]
             # The cache must then hold the accepted path as if it had been forwarded alone.
-            forward.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
-            root = forward(self.nodes[:, :1], TokenTree.chain(0).batch(2, self.device))
+            target.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
+            root = target(Tree.roots(self.nodes[:, 0]))
             errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
@@ -213,9 +214,8 @@ class _Trial:
         found: dict[int, Tensor] = {}
         changes = Changes()
         changes.before(decoder_of(self.model), self._note_dtype)
-        ancestors = _TREE.batch().ancestors[0]
-        for leaf in (node for node in range(len(_TREE)) if int(ancestors[:, node].sum()) == 1):
-            path = [node for node in range(len(_TREE)) if ancestors[leaf, node]]
+        for leaf in (node for node in range(len(_TREE)) if int(_SEEN[:, node].sum()) == 1):
+            path = [node for node in range(len(_TREE)) if _SEEN[leaf, node]]
             forced = self.nodes[:, path]
             if path == _PATH:
                 forced = torch.cat([forced, self.nodes[:, :1]], dim=1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor
 
-from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.drafter import DecodeState, Reads
 from hf_spec.drafting.heads import HEAD_WEIGHTS, PROJECTION, WEIGHTS, head_logits, head_states
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import model_logits
@@ -26,7 +26,7 @@ class HeadDrafter(TreeDrafter):
             are not used.
     """
 
-    wants_hidden = True
+    reads = Reads("last")
 
     def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], source: TreeSource):
         super().__init__(model, options, source, weights)
@@ -38,19 +38,21 @@ class HeadDrafter(TreeDrafter):
         }
         self.distances = len(self.weights[WEIGHTS])
 
-    def known(self, state: DecodingState) -> tuple[int, ...]:
-        return (0 if state.hidden is None else self.distances,) * state.batch_size
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        self.num_predicted = (self.distances,) * state.batch_size
 
-    def foreknown(self, state: DecodingState) -> tuple[int, ...] | None:
-        return None if state.hidden is None else self.known(state)
+    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        self.num_predicted = self.num_predicted[: len(rows)]
 
-    def seen(self, state: DecodingState) -> Tensor:
-        assert state.hidden is not None
-        return state.hidden
+    @property
+    def num_predicted_ahead(self) -> Sequence[int] | None:
+        return None if self.hidden is None else self.num_predicted
 
-    def states(self, seen: Tensor, depth: int) -> Tensor:
+    def states(self, hidden: Tensor, depth: int) -> Tensor:
         used = {name: tensor[:depth] for name, tensor in self.weights.items()}
-        return head_states(used, seen).to(seen)
+        return head_states(used, hidden).to(hidden)
 
     def made(self) -> dict[str, Tensor]:
         return {**super().made(), **self.weights}

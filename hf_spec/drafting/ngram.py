@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree import Row
 
 #: Factor on a match's weight per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
@@ -109,7 +109,7 @@ def continuation_tree(
     max_nodes: int,
     confidence: Confidence | None = None,
     min_probability: float = 0.0,
-) -> tuple[TokenTree, list[int], list[float]]:
+) -> Row:
     """Merge the continuations of the matches into one tree.
 
     A continuation that reaches the end of the sequence continues with its own first tokens, so that
@@ -125,11 +125,10 @@ def continuation_tree(
         min_probability: candidates less probable than this are left out.
 
     Returns:
-        The tree, its candidates' tokens (without the root's), and the probabilities of its nodes,
-        likeliest first.
+        The tree, likeliest nodes first; its root has the sequence's last token.
     """
     if not matches or max_depth < 1:
-        return TokenTree.chain(0), [], [1.0]
+        return Row.root(tokens[-1])
     confidence = confidence or Confidence()
     chance, deeper = confidence.first(matches[0][1]), confidence.deeper
     shares = _shares(matches)
@@ -158,12 +157,12 @@ def continuation_tree(
     best = sorted(range(1, len(trie)), key=lambda node: -probability[node])[:max_nodes]
     best = [node for node in best if probability[node] >= min_probability]
     place_of = {0: 0}
-    parents, kept = [-1], []
+    parents, kept = [-1], [tokens[-1]]
     for node in best:
         place_of[node] = len(parents)
         parents.append(place_of[trie[node][0]])
         kept.append(trie[node][1])
-    return TokenTree.from_parents(parents), kept, [1.0, *(probability[node] for node in best)]
+    return Row(parents, kept, [1.0, *(probability[node] for node in best)])
 
 
 def _shares(matches: Sequence[tuple[int, int]]) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 
 #: Acceptance rules and whether they keep the target distribution.

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
-from hf_spec.core.tree import TreeBatch
-from hf_spec.drafting.drafter import DecodingState
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.drafter import DecodeState, Reads
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
-from hf_spec.model.tree_forward import ProbeInputs
 
 
 class ProbeDrafter(TreeDrafter):
@@ -27,6 +28,7 @@ class ProbeDrafter(TreeDrafter):
             None for one probe per distance, each seeing those before it.
     """
 
+    reads = Reads("probes")
     probe_inputs: ProbeInputs
     group: ProbeGroup
 
@@ -46,19 +48,31 @@ class ProbeDrafter(TreeDrafter):
         self.per_distance = self.num_probes // max(source.max_depth, 1)
         self.distances = self.num_probes // self.per_distance
 
-    def known(self, state: DecodingState) -> tuple[int, ...]:
-        return tuple(n // self.per_distance for n in state.probe_counts)
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        count = 0 if self.hidden is None else self.num_probes
+        self.num_predicted = [count // self.per_distance * on for on in state.active]
 
-    def foreknown(self, state: DecodingState) -> Tensor | None:
-        sizes = state.probe_sizes
-        return None if sizes is None else sizes.div(self.per_distance, rounding_mode="floor")
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        super().advance(result, hidden)
+        self._num_probes = result.num_probes
 
-    def seen(self, state: DecodingState) -> Tensor:
-        assert state.probe_hidden is not None
-        return state.probe_hidden
+    @property
+    def num_predicted_ahead(self) -> Tensor | None:
+        if self.hidden is None:
+            return None
+        return self._num_probes.div(self.per_distance, rounding_mode="floor")
 
-    def states(self, seen: Tensor, depth: int) -> Tensor:
-        return self.distance_states(seen[:, : depth * self.per_distance])
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        super().observe(state, tree, result)
+        self.num_predicted = [count // self.per_distance for count in result.num_probes]
+
+    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        self.num_predicted = [self.num_predicted[row] for row in rows]
+
+    def states(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.distance_states(hidden[:, : depth * self.per_distance])
 
     def distance_states(self, hidden: Tensor) -> Tensor:
         """Combine final hidden states of probes, ``(batch, probes, hidden)``, into one state per
@@ -68,10 +82,11 @@ class ProbeDrafter(TreeDrafter):
     def logits(self, states: Tensor) -> Tensor:
         return output_logits(self.model, states, self.vocabulary)
 
-    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         if not any(map(any, ahead)):
-            return None
-        return hang(self.group, tree, [[n * self.per_distance for n in row] for row in ahead])
+            return tree
+        counts = [[n * self.per_distance for n in row] for row in ahead]
+        return tree.attach_probes(self.group, counts)
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         for some in places.split(max(AT_ONCE // len(self.group), 1)):

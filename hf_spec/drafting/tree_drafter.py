@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from hf_spec.core.probes import ProbeRows
-from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, emitted
+from hf_spec.drafting.drafter import DecodeState, Drafter
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.root_correction import RootCorrection
 from hf_spec.drafting.transition import Transition
@@ -28,9 +29,6 @@ from hf_spec.model.hidden_states import shapes_logits
 AT_ONCE = 384
 #: Combinations of the rows' states whose tensors are cached.
 KEPT_STEPS = 256
-
-#: The tree of each row, the same as tensors, and the probes under the nodes.
-StepRows = tuple[list[TokenTree], TreeBatch, ProbeRows | None]
 
 
 class TreeSource:
@@ -51,13 +49,13 @@ class TreeSource:
         """Largest number of distances that its trees use."""
         return self._states.max_probes
 
-    def start(self, state: DecodingState) -> None:
+    def start(self, state: DecodeState) -> None:
         """Called before the call's first step, and after the batch has shrunk."""
 
     def propose(
-        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int], depth: int
-    ) -> Draft:
-        """The draft of the current step.
+        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
+    ) -> Tree:
+        """The trees of the current step.
 
         Args:
             drafter: computes predictions and attaches its probes.
@@ -67,12 +65,12 @@ class TreeSource:
         """
         states = self._states
         trees = [states.states[min(n, states.max_probes)].truncate(depth) for n in known]
-        return drafter.stand(trees, state)
+        return drafter.build_trees(trees, state)
 
-    def foresee(
-        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor
+    def prefetch(
+        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
     ) -> Tensor | None:
-        """See :meth:`Drafter.foresee`.
+        """See :meth:`Drafter.prefetch`.
 
         Args:
             drafter, state: see :meth:`propose`.
@@ -80,15 +78,15 @@ class TreeSource:
         """
         return None
 
-    def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         """Called after each step, plain ones included.
 
         Args:
-            came: tokens that each row emitted.
-            taken: number of candidates that were forwarded.
+            emitted: tokens that each row emitted.
+            num_drafted: number of draft tokens that were forwarded.
         """
 
-    def warm(self, drafter: TreeDrafter, state: DecodingState) -> None:
+    def warm(self, drafter: TreeDrafter, state: DecodeState) -> None:
         """Compile what steps with predictions run."""
 
     def details(self) -> dict[str, Any]:
@@ -109,6 +107,8 @@ class TreeDrafter(Drafter):
         per_distance: probes per distance; 0 if predictions take no step tokens, so that every step
             has all of them.
         vocabulary: the tokens that are predicted; None for all.
+        hidden: what :attr:`reads` asks for; None while it is unknown.
+        num_predicted: distances that each row has predictions for.
     """
 
     runs_modules: ClassVar[bool] = True
@@ -120,34 +120,41 @@ class TreeDrafter(Drafter):
         self.transition = Transition.of(weights, model)
         self.correction = RootCorrection.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
-        self._steps: dict[Hashable, StepRows] = {}
+        self._steps: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
+        self.hidden: Tensor | None = None
+        self.num_predicted: Sequence[int] = ()
 
-    def start(self, state: DecodingState) -> None:
+    def start(self, state: DecodeState) -> None:
         self.source.start(state)
 
-    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        self.hidden = hidden
+
+    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
+        if self.hidden is not None:
+            self.hidden = self.hidden[torch.tensor(rows, device=self.hidden.device)]
         self._steps.clear()
         self.source.start(state)
 
-    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        self.source.observe(emitted(state, nodes), draft.tree.num_nodes - 1)
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        self.source.observe(result.tokens, tree.num_tokens - 1)
 
-    def warm(self, state: DecodingState) -> None:
+    def warm(self, state: DecodeState) -> None:
         self.source.warm(self, state)
 
     def details(self) -> dict[str, Any]:
         return self.source.details()
 
-    def propose(self, state: DecodingState) -> Draft:
-        known = self.known(state)
+    def propose(self, state: DecodeState) -> Tree:
+        known = self.num_predicted
         return self.source.propose(self, state, known, max(min(max(known), state.max_depth), 0))
 
-    def foresee(self, state: DecodingState) -> Tensor | None:
-        known = self.foreknown(state)
-        return None if known is None else self.source.foresee(self, state, known)
+    def prefetch(self, state: DecodeState) -> Tensor | None:
+        known = self.num_predicted_ahead
+        return None if known is None else self.source.prefetch(self, state, known)
 
-    def stand(self, trees: Sequence[TreeState], state: DecodingState) -> Draft:
-        """A draft of these trees and their probes.
+    def build_trees(self, trees: Sequence[TreeState], state: DecodeState) -> Tree:
+        """Trees of these shapes with their tokens and probes.
 
         Args:
             trees: the tree of each row, no deeper than the row's predictions.
@@ -158,16 +165,15 @@ class TreeDrafter(Drafter):
             if len(self._steps) == KEPT_STEPS:
                 self._steps.pop(next(iter(self._steps)))
             shapes = [one.tree for one in trees]
-            batch = TreeBatch.stack(shapes, device)
-            self._steps[key] = shapes, batch, self.hang(batch, [one.probes for one in trees])
-        shapes, batch, probes = self._steps[key]
-        tokens, distributions = state.root[:, None], None
-        if batch.num_nodes > 1:
-            tokens, distributions = self.candidates(state, shapes, batch.max_depth)
-        return Draft(batch, tokens, distributions, probes)
+            empty = Tree.of_shapes(shapes, device)
+            self._steps[key] = shapes, self.attach_probes(empty, [one.probes for one in trees])
+        shapes, empty = self._steps[key]
+        if empty.num_tokens == 1:
+            return empty.with_tokens(state.root[:, None])
+        return empty.with_tokens(*self.candidates(state, shapes, empty.max_depth))
 
     def candidates(
-        self, state: DecodingState, trees: list[TokenTree], depth: int
+        self, state: DecodeState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens of all nodes, ``(batch, nodes)``, and their distributions if they are sampled.
 
@@ -179,16 +185,13 @@ class TreeDrafter(Drafter):
         width = 1 + max(max(tree.ranks) for tree in trees)
         return self.predict(state, depth, width).ranked(trees, state.root), None
 
+    @property
     @abstractmethod
-    def known(self, state: DecodingState) -> tuple[int, ...]:
-        """Distances that each row has predictions for."""
-
-    @abstractmethod
-    def foreknown(self, state: DecodingState) -> Sequence[int] | Tensor | None:
-        """:meth:`known` before the host knows it; None if there are no predictions."""
+    def num_predicted_ahead(self) -> Sequence[int] | Tensor | None:
+        """:attr:`num_predicted` before the host knows it; None if there are no predictions."""
 
     def predict(
-        self, state: DecodingState, depth: int, width: int,
+        self, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor | None = None, tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
         """Predictions from the hidden states of the previous step.
@@ -197,24 +200,25 @@ class TreeDrafter(Drafter):
             state: the decoding state.
             depth: number of distances, at most those that are known.
             width: tokens to keep per distance.
-            known: distances that each row has predictions for; None for :meth:`known`.
+            known: distances that each row has predictions for; None for :attr:`num_predicted`.
             tempered: changes the logits, over :attr:`vocabulary`; for calls that sample.
         """
-        known = self.known(state) if known is None else known
-        return self.predictions(self.seen(state), state.root, known, depth, width, tempered)
+        assert self.hidden is not None
+        known = self.num_predicted if known is None else known
+        return self.predictions(self.hidden, state.root, known, depth, width, tempered)
 
     def predictions(
-        self, seen: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int,
+        self, hidden: Tensor, root: Tensor, known: Sequence[int] | Tensor, depth: int, width: int,
         tempered: Tempered | None = None,
     ) -> Predictions:  # fmt: skip
         """:meth:`predict` as a function of tensors.
 
         Args:
-            seen: see :meth:`seen`.
+            hidden: see :attr:`hidden`.
             root: ``(batch,)`` tokens.
             known: distances that each row has predictions for; as a tensor, ``(batch,)``.
         """
-        states = self.corrected(self.states(seen, depth), root)
+        states = self.corrected(self.states(hidden, depth), root)
         return self._predictions(states, known, width, tempered)
 
     def corrected(self, states: Tensor, root: Tensor) -> Tensor:
@@ -235,17 +239,17 @@ class TreeDrafter(Drafter):
             self.logits(states), width, known, self.transition, states, ids, tempered
         )
 
-    def given(self, seen: Tensor, previous: Tensor) -> Tensor:
+    def given(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits of all tokens of :attr:`vocabulary` if the tokens before are known.
 
         Args:
-            seen: see :meth:`seen`.
+            hidden: see :attr:`hidden`.
             previous: ``(batch, depth)`` the token before each distance; first the root.
 
         Returns:
             ``(batch, depth, tokens)``
         """
-        states = self.corrected(self.states(seen, previous.shape[1]), previous[:, 0])
+        states = self.corrected(self.states(hidden, previous.shape[1]), previous[:, 0])
         logits = self.logits(states)
         if self.transition is None:
             return logits
@@ -254,15 +258,11 @@ class TreeDrafter(Drafter):
         return logits + self.vocabulary.linear(self.transition.change(previous, states))
 
     @abstractmethod
-    def seen(self, state: DecodingState) -> Tensor:
-        """Hidden states of the previous step; the first dimension is the batch."""
-
-    @abstractmethod
-    def states(self, seen: Tensor, depth: int) -> Tensor:
+    def states(self, hidden: Tensor, depth: int) -> Tensor:
         """``(batch, depth, hidden)`` states that the distances are predicted from.
 
         Args:
-            seen: see :meth:`seen`.
+            hidden: see :attr:`hidden`.
             depth: number of distances.
         """
 

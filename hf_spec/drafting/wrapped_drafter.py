@@ -1,4 +1,4 @@
-"""A wrapper around a drafter; subclasses override parts of its behaviour."""
+"""A wrapper around a drafter; subclasses override parts of its behavior."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.core.probes import ProbeRows
-from hf_spec.core.tree import TreeBatch
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter
-from hf_spec.model.tree_forward import Pruning
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.model.target import Pruning
 
 
 class WrappedDrafter(Drafter):
@@ -23,39 +23,41 @@ class WrappedDrafter(Drafter):
     def __init__(self, inner: Drafter):
         super().__init__(inner.model, inner.options)
         self.inner = inner
-        self.probe_inputs = inner.probe_inputs
-        self.wants_hidden = inner.wants_hidden
+        self.probe_inputs, self.reads = inner.probe_inputs, inner.reads
         self.prune_layer, self.drafting = inner.prune_layer, inner.drafting
         self.prunes, self.distances = inner.prunes, inner.distances
         self.num_probes, self.group = inner.num_probes, inner.group
-        self.looks_up = inner.looks_up
+        self.uses_lookup = inner.uses_lookup
 
     @property
     def pruning(self) -> Pruning | None:
         return self.inner.pruning
 
-    def start(self, state: DecodingState) -> None:
+    def start(self, state: DecodeState) -> None:
         self.inner.start(state)
 
-    def propose(self, state: DecodingState) -> Draft:
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        self.inner.advance(result, hidden)
+
+    def propose(self, state: DecodeState) -> Tree:
         return self.inner.propose(state)
 
-    def foresee(self, state: DecodingState) -> Tensor | None:
-        return self.inner.foresee(state)
+    def prefetch(self, state: DecodeState) -> Tensor | None:
+        return self.inner.prefetch(state)
 
-    def look_up(self, state: DecodingState) -> Draft:
-        return self.inner.look_up(state)
+    def lookup(self, state: DecodeState) -> Tree:
+        return self.inner.lookup(state)
 
-    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
-        self.inner.observe(state, draft, nodes)
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        self.inner.observe(state, tree, result)
 
-    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
-        return self.inner.hang(tree, ahead)
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
+        return self.inner.attach_probes(tree, ahead)
 
-    def select(self, state: DecodingState, rows: Sequence[int]) -> None:
+    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
         self.inner.select(state, rows)
 
-    def warm(self, state: DecodingState) -> None:
+    def warm(self, state: DecodeState) -> None:
         self.inner.warm(state)
 
     def details(self) -> dict[str, Any]:

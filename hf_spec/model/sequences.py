@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.model.hidden_states import embedded, final_hidden, taken
-from hf_spec.model.tree_forward import ProbeInputs
+from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.exits import averaged_exits

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
-from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.tree_states import TreeState
-from hf_spec.drafting.drafter import Chances, DecodingState, Draft
+from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.options import CANDIDATES
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
@@ -32,53 +33,14 @@ from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 FEWEST, MOST = 16, 64
 
 
-class Grown(NamedTuple):
-    """A batch of trees of equal size with their tokens, likeliest first.
-
-    Attributes:
-        parents, depths: ``(batch, nodes)`` int64
-        tokens: ``(batch, nodes)``; arbitrary where nothing is predicted.
-        log_probs: ``(batch, nodes)`` float32, of the path down to each node; 0 for the root, -inf
-            for padding.
-    """
-
-    parents: Tensor
-    depths: Tensor
-    tokens: Tensor
-    log_probs: Tensor
-
-    def packed(self) -> Tensor:
-        """``(batch, 4 * nodes)`` all fields as float32."""
-        # float32 represents integers below 2 ** 24, and so all tokens, exactly.
-        return torch.cat([part.to(self.log_probs) for part in self], dim=1)
-
-    def draft(self, numbers: Array | None = None) -> Draft:
-        """The draft, with its chances.
-
-        Args:
-            numbers: :meth:`packed` on the host; None to transfer it.
-        """
-        if numbers is None:
-            numbers = self.packed().cpu().numpy()
-        parents, depths, tokens, log_probs = np.split(numbers, 4, axis=1)
-        paths = np.exp(log_probs.astype(np.float64))
-        parents, depths, tokens = (part.astype(np.int64) for part in (parents, depths, tokens))
-        chances = Chances(paths, parents * (paths > 0), depths, tokens)
-        tree = TreeBatch.of(
-            self.parents, self.depths, self.log_probs > -torch.inf,
-            np.where(paths > 0, depths, -1).tolist(),
-        )  # fmt: skip
-        return Draft(tree, self.tokens, chances=chances)
-
-
 def grow(
     predictions: Predictions,
     root: Tensor,
     count: int,
     depth: int,
     trust: Sequence[float] | Tensor | None = None,
-) -> Grown:
-    """The ``count`` likeliest paths of every row as a tree, likeliest first.
+) -> Tensor:
+    """The ``count`` likeliest paths of every row as a tree, likeliest first: :meth:`Tree.packed`.
 
     Exact: a path is never likelier than its parent, so the likeliest n form a tree, and no level
     has more than n of them. Runs level by level on the device, for all rows at once.
@@ -133,7 +95,7 @@ def grow(
     tokens = tokens.gather(1, torch.cat(places, 1).gather(1, order))
     tokens[:, 0] = root
     depths = _levels(tuple(sizes), str(device))[order]
-    return Grown(*(part.to(root.device) for part in (above, depths, tokens, best)))
+    return Tree.packed(above, depths, tokens, best).to(root.device)
 
 
 @lru_cache(maxsize=256)
@@ -144,10 +106,10 @@ def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
 
 
 class Proposal(NamedTuple):
-    """The trees of a step, the terms added to log-probabilities per distance, and what to learn
-    from, where tokens are sampled."""
+    """The packed trees of a step, the terms added to log-probabilities per distance, and what to
+    learn from, where tokens are sampled."""
 
-    grown: Grown
+    trees: Tensor
     trust: list[float]
     sample: Sample | None
 
@@ -176,7 +138,7 @@ class AdaptiveTrees(TreeSource):
         self.tempering = tempering or Tempering()
         self._most = FEWEST
         self._proposed: tuple[Any, ...] = ()
-        self._foreseen: Proposal | None = None
+        self._prefetched: Proposal | None = None
         self._sample: Sample | None = None
         self._steps = 0  # that sample
 
@@ -189,39 +151,40 @@ class AdaptiveTrees(TreeSource):
     def max_depth(self) -> int:
         return self.depth
 
-    def start(self, state: DecodingState) -> None:
+    def start(self, state: DecodeState) -> None:
         if self.calibrations is not None:
             self.calibration = self.calibrations[state.do_sample]
         if self._exactly(state) is not None and not self._steps:
             self.tempering = Tempering()  # what is drafted must not depend on earlier calls
 
     def predictions(
-        self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,
+        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Predictions:  # fmt: skip
         """The predictions that score paths."""
         return drafter.predict(state, depth, width, known, self._tempered(noise))
 
-    def foresee(
-        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor
+    def prefetch(
+        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor
     ) -> Tensor | None:
         if not self.on_device or not self.depth:
             return None
-        self._foreseen = self._grow(drafter, state, known, self.depth)
-        return self._foreseen.grown.packed()
+        self._prefetched = self._grow(drafter, state, known, self.depth)
+        return self._prefetched.trees
 
     def _grow(
-        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor, depth: int
+        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor, depth: int
     ) -> Proposal:
         count = self._exactly(state) or self._most
         trust = [0.0] * self.depth if self.calibration is None else self.calibration.log_factors
-        graphs = state.forward.graphs if self.on_device else None
+        graphs = state.target.graphs if self.on_device else None
         depth = depth if graphs is None else self.depth
         noise, sample = noise_ahead(drafter, state, depth) if self.weighs else None, None
         if noise is not None:
             self._steps += 1
             if self.tempering.learns(self._steps):
-                sample = Sample(drafter, drafter.seen(state), state.root, known, noise)
+                assert drafter.hidden is not None
+                sample = Sample(drafter, drafter.hidden, state.root, known, noise)
         if graphs is None:
             predictions = self.predictions(drafter, state, depth, count, known, noise)
             return Proposal(grow(predictions, state.root, count, depth, trust), trust, sample)
@@ -237,97 +200,96 @@ class AdaptiveTrees(TreeSource):
         learned = self.tempering
         return Tempered(sent(learned.sharpness, noise.device), learned.share * noise)
 
-    def _exactly(self, state: DecodingState) -> int | None:
+    def _exactly(self, state: DecodeState) -> int | None:
         """Number of candidates in every step; None if the policy chooses it."""
         return self.candidates or (None if state.timed else CANDIDATES)
 
     def propose(
-        self, drafter: TreeDrafter, state: DecodingState, known: Sequence[int], depth: int
-    ) -> Draft:
+        self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
+    ) -> Tree:
         if depth == 0:
             self._proposed = ()
             alone = TreeState(TokenTree.chain(0), (self.depth * self.probes,))
-            draft = drafter.stand([alone] * state.batch_size, state)
             if state.timed and self.candidates is None:
                 only = np.zeros((state.batch_size, 1), np.int64)
                 root = np.array([row[-1:] for row in state.tokens])
-                draft.chances, draft.probes = Chances(only + 1.0, only, only, root), None
-            return draft
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is None or state.foreseen is None:
-            foreseen = self._grow(drafter, state, known, depth)
-        grown, trust, self._sample = foreseen
+                return Tree.roots(state.root).changed(host=HostTree(only + 1.0, only, only, root))
+            return drafter.build_trees([alone] * state.batch_size, state)
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None or state.prefetched is None:
+            prefetched = self._grow(drafter, state, known, depth)
+        packed, trust, self._sample = prefetched
+        tree = Tree.unpacked(packed, state.prefetched)
         if not all(state.active):  # grown before it was known that rows stop short of their bonus
-            grown.tokens[:, 0] = state.root
-        draft = grown.draft(state.foreseen)
-        chances = draft.chances
-        assert chances is not None
+            tree.tokens[:, 0] = state.root
+        host = tree.host
+        assert host is not None
         if self._exactly(state) is None:
-            rows = chances.parents, chances.tokens, chances.paths
-            self._proposed = trust, *(part.tolist() for part in rows)
-            return draft
-        ahead = ((chances.paths > 0) * self.depth).tolist()  # padding has no probability
-        probes = drafter.hang(draft.tree, ahead) if self.probes else None
-        return Draft(draft.tree, draft.tokens, None, probes, chances, whole=True)
+            self._proposed = trust, *(part.tolist() for part in host[:4])
+            return tree
+        tree = tree.changed(host=None)
+        ahead = ((host.probs > 0) * self.depth).tolist()  # padding has no probability
+        return drafter.attach_probes(tree, ahead) if self.probes else tree
 
-    def warm(self, drafter: TreeDrafter, state: DecodingState) -> None:
+    def warm(self, drafter: TreeDrafter, state: DecodeState) -> None:
         """Compile what steps with predictions run."""
-        graphs = state.forward.graphs
+        graphs = state.target.graphs
         if graphs is not None and self.on_device and self.depth:
-            exactly, known, trust = self._exactly(state), drafter.known(state), [0.0] * self.depth
+            exactly, known, trust = self._exactly(state), drafter.num_predicted, [0.0] * self.depth
             tempered = self._tempered(noise_ahead(drafter, state, self.depth))
             for count in (FEWEST, MOST) if exactly is None else (exactly,):
                 _compiled(graphs, drafter, state, known, count, self.depth, trust, tempered)
 
-    def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         sample, self._sample = self._sample, None
         if sample is not None:
-            sample.teach(self.tempering, came)
-        self._observe(came, taken)
+            sample.teach(self.tempering, emitted)
+        self._observe(emitted, num_drafted)
 
     @alone
-    def _observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
+    def _observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         if not self._proposed:
             return
         most = self._most  # doubled if all were taken, reduced if most were unused
-        self._most = min(2 * most, MOST) if taken >= most else max(most - 1, FEWEST)
+        self._most = min(2 * most, MOST) if num_drafted >= most else max(most - 1, FEWEST)
         if self.calibration is not None:
-            trust, *rows = self._proposed
-            for parents, tokens, chances, emitted in zip(*rows, came):
-                walk(self.calibration, parents, tokens, chances, trust, emitted)
+            trust, probs, parents, _, tokens = self._proposed
+            for row, came in enumerate(emitted):
+                walk(self.calibration, parents[row], tokens[row], probs[row], trust, came)
         self._proposed = ()
 
 
 def _compiled(
-    graphs: Graphs, drafter: TreeDrafter, state: DecodingState, known: Sequence[int] | Tensor,
+    graphs: Graphs, drafter: TreeDrafter, state: DecodeState, known: Sequence[int] | Tensor,
     count: int, depth: int, trust: Sequence[float], tempered: Tempered | None,
-) -> Grown:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """:func:`grow` and its predictions, by compiled code."""
-    seen, made = drafter.seen(state), drafter.made()
-    device = seen.device
+    hidden, made = drafter.hidden, drafter.made()
+    assert hidden is not None
+    device = hidden.device
     inputs = [
         state.root.to(device), known if isinstance(known, Tensor) else sent(known, device),
-        sent(trust, device), seen.contiguous(), *made.values(),
+        sent(trust, device), hidden.contiguous(), *made.values(),
     ]  # fmt: skip
     if tempered is not None:
         inputs += [part.to(device) for part in tempered]
 
     def function(
-        root: Tensor, known: Tensor, trust: Tensor, seen: Tensor, *own: Tensor
+        root: Tensor, known: Tensor, trust: Tensor, hidden: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
         changed = None if tempered is None else Tempered(*own[-2:])
         predictions = drafter.using(dict(zip(made, own))).predictions(
-            seen, root, known, depth, count, changed
+            hidden, root, known, depth, count, changed
         )
-        return grow(predictions, root, count, depth, trust)
+        return (grow(predictions, root, count, depth, trust),)
 
     def plain() -> tuple[Tensor, ...]:
         predictions = drafter.predict(state, depth, count, known, tempered)
-        return grow(predictions, inputs[0], count, depth, trust)
+        return (grow(predictions, inputs[0], count, depth, trust),)
 
     name = "tree", count, depth, tempered is not None, *made
     found = graphs.run(name, function, inputs, plain, tuple)
-    return Grown(*(part.to(state.root.device) for part in found))
+    return found[0].to(state.root.device)
 
 
 def best_ends(likely: Array, parents: Array, count: int) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
@@ -131,7 +131,7 @@ class OnlineTrees(AdaptiveTrees):
 
     @alone
     def predictions(
-        self, drafter: TreeDrafter, state: DecodingState, depth: int, width: int,
+        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor, noise: Tensor | None,
     ) -> Any:  # fmt: skip
         made = drafter.predict(state, depth, max(width, RANKS), known)
@@ -139,8 +139,9 @@ class OnlineTrees(AdaptiveTrees):
         return Ranked(made, self.hits.chances)
 
     @alone
-    def observe(self, came: Sequence[Sequence[int]], taken: int) -> None:
-        super().observe(came, taken)
+    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
+        super().observe(emitted, num_drafted)
+        came = emitted
         if self._predicted is None:
             return
         (made, root), self._predicted = self._predicted, None

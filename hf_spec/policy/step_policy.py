@@ -18,7 +18,6 @@ the measurements.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -28,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import TreeBatch
-from hf_spec.drafting.drafter import Chances, Draft, Drafter
+from hf_spec.core.tree import Tree
+from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import StrategyOptions
 from hf_spec.policy.adaptive_trees import best_ends, ends
 from hf_spec.policy.learned import ALPHA, Learned
@@ -91,7 +90,8 @@ class StepPolicy:
             their sum if shapes are padded.
 
     Attributes:
-        looks_up_only: whether drafting steps use only look-ups, as everything else is paused.
+        lookups_only: whether drafting steps use only look-ups, as everything else is paused.
+        prunes: whether the step prunes unlikely draft tokens.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StepPolicy:
         self._before = 0.0, 0  # seconds of drafting, and forwards
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._taken: Counter[tuple[int, int]] = Counter()
-        self.looks_up_only = False
+        self.lookups_only = self.prunes = False
         if enabled:
             learned.guard.begin()
             learned.lookups.begin()
@@ -123,26 +123,24 @@ class StepPolicy:
         """Whether the step that begins now drafts.
 
         Args:
-            looks_up: whether look-ups alone are possible (:attr:`looks_up_only`).
+            looks_up: whether look-ups alone are possible (:attr:`lookups_only`).
         """
-        self._plan = None
+        self._plan, self.prunes = None, False
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         paused = self.enabled and self.learned.guard.paused
-        self.looks_up_only = paused and looks_up and not self.learned.lookups.paused
-        plain = (paused and not self.looks_up_only) or (
-            self.enabled and self.setting.plain_is_due()
-        )
+        self.lookups_only = paused and looks_up and not self.learned.lookups.paused
+        plain = (paused and not self.lookups_only) or (self.enabled and self.setting.plain_is_due())
         self.stats.num_fallback_steps += plain
         return not plain
 
     @property
-    def foresees(self) -> bool:
+    def prefetches(self) -> bool:
         """Whether the next step may draft more than look-ups, as far as is known before this one
         is over."""
         return not (self.enabled and self.learned.guard.paused)
 
     @alone
-    def draft_price(self) -> float | None:
+    def draft_cost(self) -> float | None:
         """Tokens that one more drafting forward must bring to pay: what its time, and that of
         another candidate in the step, would otherwise yield. None while unknown, or if nothing may
         depend on time."""
@@ -154,29 +152,35 @@ class StepPolicy:
 
     @alone
     def choose(
-        self, draft: Draft, drafter: Drafter, active: Sequence[bool], limits: Sequence[int]
-    ) -> Draft:
-        """Reduce the draft to the candidates that the step takes, and attach its probes.
+        self, tree: Tree, drafter: Drafter, active: Sequence[bool], limits: Sequence[int]
+    ) -> Tree:
+        """Reduce the trees to the draft tokens that the step takes, and attach probes.
 
         Args:
-            draft: the proposed draft; unchanged if it is to be forwarded whole, its probabilities
-                are unknown, or nothing may depend on time.
+            tree: the proposed trees; unchanged if their probabilities are unknown, or nothing may
+                depend on time.
             drafter: attaches probes.
             active: unfinished rows.
             limits: depth of the deepest candidate that each row can use.
         """
         self._live = sum(active)
-        chances = draft.chances
-        if chances is None or draft.whole or not self.enabled:
-            self._plan = plan = Plan(draft.tree.num_nodes - 1)
-            pruned = self._prunes(drafter.prunes, plan, self._rows(draft))
-            return dataclasses.replace(draft, pruned=pruned)
+        host = tree.host
+        if host is None or not self.enabled:
+            self._plan = plan = Plan(tree.num_tokens - 1)
+            self.prunes = self._prunes(drafter.prunes, plan, self._width_of(tree))
+            return tree
         deep = np.where(active, limits, -1)[:, None]
-        likely = np.where(chances.depths <= deep, chances.paths, 0.0)
-        group = 0 if self.looks_up_only else drafter.num_probes
-        self._plan = plan = self._best(likely, chances.parents, group, drafter.prunes)
-        rows = self.width(1 + plan.candidates, plan.probed * group)
-        return self._cut(draft, drafter, plan, likely, self._prunes(drafter.prunes, plan, rows))
+        likely = np.where(host.depths <= deep, host.probs, 0.0)
+        group = 0 if self.lookups_only else drafter.num_probes
+        self._plan = plan = self._best(likely, host.parents, group, drafter.prunes)
+        width = self.width(1 + plan.candidates, plan.probed * group)
+        self.prunes = self._prunes(drafter.prunes, plan, width)
+        tree = tree.likeliest(plan.candidates)
+        if not plan.probed:
+            return tree
+        nodes = tree.num_tokens
+        ends = best_ends(likely[:, :nodes], host.parents[:, :nodes], plan.probed)
+        return drafter.attach_probes(tree, (ends * drafter.distances).tolist())
 
     @alone
     def count(self, chances: Sequence[float], live: int) -> int:
@@ -284,36 +288,20 @@ class StepPolicy:
         drafted = plan.promised - self._live if plan.promised else self._live
         return self.setting.prunes(tokens, drafted)
 
-    def _cut(
-        self, draft: Draft, drafter: Drafter, plan: Plan, likely: Array, pruned: bool
-    ) -> Draft:
-        """The draft's likeliest candidates, with probes where a step is likeliest to end."""
-        chances, nodes = draft.chances, plan.candidates + 1
-        assert chances is not None
-        tree, tokens = draft.tree, draft.tokens
-        if nodes < tree.num_nodes:
-            chances = Chances(*(part[:, :nodes] for part in chances))
-            tree, tokens = first_nodes(tree, chances), tokens[:, :nodes]
-        probes = None
-        if plan.probed:
-            under = best_ends(likely[:, :nodes], chances.parents, plan.probed)
-            probes = drafter.hang(tree, (under * drafter.distances).tolist())
-        return Draft(tree, tokens, None, probes, chances, pruned)
-
     # -- after a step ------------------------------------------------------------------------
 
     @alone
-    def observe(self, draft: Draft, emitted: Sequence[int], seconds: float) -> None:
+    def observe(self, tree: Tree, emitted: Sequence[int], seconds: float) -> None:
         """Learn from a finished step.
 
         Args:
-            draft: what was forwarded.
+            tree: what was forwarded.
             emitted: tokens per batch row; 0 for a row that was already finished.
             seconds: duration of the step.
         """
         live = [count for count in emitted if count]
         self.note(
-            draft.tree.num_nodes - 1, self._rows(draft), sum(live), len(live), seconds, draft.pruned
+            tree.num_tokens - 1, self._width_of(tree), sum(live), len(live), seconds, self.prunes
         )
 
     @alone
@@ -335,7 +323,7 @@ class StepPolicy:
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]
         times = setting.pruned if pruned else setting.times
-        mostly = plan is not None and not self.looks_up_only  # typical drafting
+        mostly = plan is not None and not self.lookups_only  # typical drafting
         expected = self._expected(times, rows, drafting)
         times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None, forwards)
         setting.times.pace = setting.pruned.pace = times.pace  # both share the machine's pace
@@ -362,7 +350,7 @@ class StepPolicy:
         if self.enabled and plain and expected and live:
             # Nothing is cheaper than a plain step; if it seems so, the machine sped up.
             # Measured times: estimates drift apart if one kind of step pauses for long.
-            account = lookups if self.looks_up_only else guard
+            account = lookups if self.lookups_only else guard
             account.book(tokens / live, max(min(seconds, CLIP * expected) / plain, 1.0))
 
     def _expected(self, times: StepTimes, rows: int, drafting: float) -> float | None:
@@ -372,9 +360,8 @@ class StepPolicy:
         forward = self.setting.times.plain_seconds() if rows == 1 else times.mean(rows)
         return None if forward is None else forward + drafting
 
-    def _rows(self, draft: Draft) -> int:
-        probes = 0 if draft.probes is None else draft.probes.num_probes
-        return self.width(draft.tree.num_nodes, probes)
+    def _width_of(self, tree: Tree) -> int:
+        return self.width(tree.num_tokens, tree.num_probes)
 
     def move(self, setting: tuple[int, int, str]) -> None:
         """Switch to another setting, such as a smaller batch."""
@@ -408,19 +395,3 @@ class StepPolicy:
                 "history": list(self.history),
             }
         }
-
-
-def first_nodes(tree: TreeBatch, chances: Chances) -> TreeBatch:
-    """The first nodes of trees whose candidates are sorted, likeliest first.
-
-    Args:
-        chances: probabilities of these nodes.
-    """
-    nodes = chances.paths.shape[1]
-    counts = tuple(min(count, nodes - 1) for count in tree.row_candidates)
-    depths = chances.depths.tolist()
-    row_depths = tuple(max(row[: count + 1]) for row, count in zip(depths, counts))
-    return TreeBatch(
-        tree.parents[:, :nodes], tree.depths[:, :nodes], tree.ancestors[:, :nodes, :nodes],
-        tree.valid[:, :nodes], row_depths, counts, all(depth + 1 == nodes for depth in row_depths),
-    )  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.transfer import sent
-from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.policy.memory import alone
 
@@ -92,7 +92,7 @@ class Tempering:
         self._squares = squares[0], squares[1]
 
 
-def noise_ahead(drafter: TreeDrafter, state: DecodingState, depth: int) -> Tensor | None:
+def noise_ahead(drafter: TreeDrafter, state: DecodeState, depth: int) -> Tensor | None:
     """What sampling adds to the logits of the drafter's vocabulary at distances 1 to ``depth``,
     ``(batch, depth, tokens)``; None if nothing is sampled."""
     if state.noise is None:
@@ -106,19 +106,19 @@ class Sample(NamedTuple):
 
     Attributes:
         drafter: made them.
-        seen, root, known: see :meth:`TreeDrafter.predictions`.
+        hidden, root, known: see :meth:`TreeDrafter.predictions`.
         noise: see :func:`noise_ahead`.
     """
 
     drafter: TreeDrafter
-    seen: Tensor
+    hidden: Tensor
     root: Tensor
     known: Sequence[int] | Tensor
     noise: Tensor
 
     def teach(self, tempering: Tempering, came: Sequence[Sequence[int]]) -> None:
         """Learn from the tokens of each sequence, at all distances that they reach."""
-        drafter, seen, root, known, noise = self
+        drafter, hidden, root, known, noise = self
         depth, device = noise.shape[1], noise.device
         tokens = sent([[*row, *[-1] * depth][:depth] for row in came], device)
         distances = torch.arange(depth, device=device)
@@ -129,5 +129,5 @@ class Sample(NamedTuple):
             ids = drafter.vocabulary.tokens.to(device)
             found = torch.searchsorted(ids, place).clamp(max=len(ids) - 1)
             valid, place = valid & (ids[found] == place), found
-        logits = drafter.given(seen, previous.to(seen.device)).to(device)
+        logits = drafter.given(hidden, previous.to(hidden.device)).to(device)
         tempering.learn(*(part.flatten(0, 1) for part in (logits, noise, place, valid)))

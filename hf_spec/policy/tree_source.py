@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.drafting.drafter import DecodingState
+from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.options import ADAPTIVE, AUTO, ONLINE, TUNED, TreeOptions, is_dynamic
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
@@ -39,7 +39,7 @@ class TunedSource(TreeSource):
     def max_depth(self) -> int:
         return self.trees.max_probes
 
-    def start(self, state: DecodingState) -> None:
+    def start(self, state: DecodeState) -> None:
         context = max(state.cache.host_lengths)
         self._states = self.trees.select(Device.of(self._model), state.batch_size, context)
 

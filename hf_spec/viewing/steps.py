@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.drafter import Draft
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -84,19 +85,19 @@ class StepStreamer(BaseStreamer):
             self.steps.append(self._put)
             self._put = []
 
-    def see_step(self, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+    def see_step(self, tree: Tree, result: HostResult) -> None:
         """Record the tree of the step that has just ended.
 
         Args:
-            draft: the candidates.
-            nodes: the accepted nodes of each sequence, the root first.
+            tree: the draft trees.
+            result: what each sequence accepted.
         """
-        count = 1 + draft.tree.row_candidates[0]
+        count = 1 + tree.row_sizes[0]
         self.trees[len(self.steps) - 1] = VerifiedTree(
-            TokenTree.from_parents(draft.tree.parents[0, :count].tolist()),
-            draft.tokens[0, :count].tolist(),
-            None if draft.chances is None else draft.chances.paths[0, :count].tolist(),
-            list(nodes[0]),
+            TokenTree(tuple(tree.parents[0, :count].tolist())),
+            tree.tokens[0, :count].tolist(),
+            None if tree.host is None else tree.host.probs[0, :count].tolist(),
+            result.path[0],
             self.steps[-1],
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 
 ROOT = TreeState(TokenTree.chain(0), (2,))

@@ -25,7 +25,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import hf_spec
 from hf_spec.core.buckets import bucket
 from hf_spec.core.cache import BUCKET, TreeCache
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.model.graphs import Graph, Graphs

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hf_spec
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, steps
 from hf_spec.drafting.drafter import DecodingState, Drafter

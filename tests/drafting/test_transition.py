@@ -12,7 +12,7 @@ from adapter_oracle import Embeddings
 from torch import Tensor
 
 from hf_spec.adapters.predicting import AFTER, BEFORE, ROOT_AFTER, ROOT_BEFORE, ROOT_STATE, STATE
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.losses import PLAIN_SHARE, future_losses
 from hf_spec.drafting.predictions import SHORTLIST, Predictions
 from hf_spec.drafting.root_correction import RootCorrection

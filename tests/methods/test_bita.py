@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.methods.bita.drafter import BitaDrafter
 from hf_spec.methods.bita.options import BitaOptions

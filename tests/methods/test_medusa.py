@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.methods.medusa.options import MedusaOptions

@@ -27,7 +27,7 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.card import write_card
 from hf_spec.methods.ppd import published

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.ngram import (
     WEIGHT_PER_NGRAM,
     Confidence,

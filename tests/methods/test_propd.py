@@ -21,7 +21,7 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.cache import TreeCache
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.early_head import EarlyPruning, early_states
 from hf_spec.methods.propd.options import ProPDOptions

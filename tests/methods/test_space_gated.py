@@ -22,10 +22,10 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, hang
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.methods.space import objective
 from hf_spec.methods.space.masks import mask_tokens
-from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
+from hf_spec.model.probe_inputs import ProbeInputs, TreeForward, TreeOutput
 from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.cache_name import CACHE
 

@@ -18,10 +18,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, hang
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
-from hf_spec.model.tree_forward import ProbeInputs, TreeForward
+from hf_spec.model.probe_inputs import ProbeInputs, TreeForward
 from modeling_patches.cache_name import CACHE
 from modeling_patches.support import kv_shape
 

@@ -17,7 +17,7 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
 from hf_spec.core.pruning import Survivors, connected, survive
 from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
+from hf_spec.model.probe_inputs import ProbeInputs, TreeForward, TreeOutput
 from modeling_patches.cache_name import CACHE
 from modeling_patches.early_pruning import early_pruning, layer_input
 from modeling_patches.layer_skip import num_layers

@@ -886,12 +886,12 @@ def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> No
     for _ in range(600):
         draft, emitted = draft_of([NOTHING], "cpu"), 1
         if policy.drafts(looks_up):
-            rows = [alone if policy.looks_up_only else found(CHANCES)]
+            rows = [alone if policy.lookups_only else found(CHANCES)]
             draft = policy.choose(draft_of(rows, "cpu"), drafter, [True], [9])  # type: ignore
-            if policy.looks_up_only:
+            if policy.lookups_only:
                 assert draft.probes is None
                 emitted = draft.tree.num_nodes if comes else 1
-        kinds.append(policy.looks_up_only)
+        kinds.append(policy.lookups_only)
         policy.observe(draft, [emitted], line(0.05)(tokens_of(draft)))
     late = sum(kinds[300:]) / 300
     assert (late > 0.85) if looks_up and comes else (late < 0.1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.options import SPARSE
 from hf_spec.tuning.trees import sparse_tree

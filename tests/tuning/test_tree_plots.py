@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drawn import labels, legend, lines, texts
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.tuning.trees.plots import draw_trees, draw_tuning, positions
 
 #: State 1 has two candidates, state 2 a third below the first; probes under some nodes.

@@ -19,7 +19,7 @@ from tuned import content, load, make, tune
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.hub.folder import check_complete
 from hf_spec.hub.push import push

@@ -7,7 +7,7 @@ from drawn import lines
 from matplotlib.colors import to_rgba
 from tiny_checkpoint import make_tokenizer
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.viewing.plots import (
     ACCEPTED,
     OWN,

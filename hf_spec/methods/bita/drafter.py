@@ -7,14 +7,12 @@ after the next one, which are the candidates of the next step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.core.probes import ProbeRows
-from hf_spec.core.tree import TreeBatch
+from hf_spec.core.tree import Tree
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.bita.options import STRAIGHTFORWARD, BitaOptions
 from hf_spec.methods.bita.probes import probe_inputs
@@ -33,13 +31,10 @@ class BitaDrafter(ProbeDrafter):
         used = {**weights, "masks": weights["masks"][: source.max_depth]}
         super().__init__(model, options, probe_inputs(model, used), source, weights)
 
-    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         if self.options.tree != STRAIGHTFORWARD:
-            return super().hang(tree, ahead)
+            return super().attach_probes(tree, ahead)
         count = len(self.group)
-        probes = super().hang(tree, [[count] + [0] * (len(row) - 1) for row in ahead])
-        assert probes is not None
-        # After c accepted candidates, the first c predictions of the root's group are outdated.
-        counts = count - tree.depths
-        left = tuple(map(tuple, counts.tolist()))
-        return replace(probes, first=tree.depths, counts=counts, sizes=left)
+        probed = super().attach_probes(tree, [[count] + [0] * (len(row) - 1) for row in ahead])
+        # After c accepted draft tokens, the first c predictions of the root's group are outdated.
+        return probed.changed(first_probe=tree.depths, probe_counts=count - tree.depths)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_CANDIDATES
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN, TreeOptions
 
 #: Default number of candidates per mask token.

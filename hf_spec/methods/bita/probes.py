@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import computed_states
-from hf_spec.model.tree_forward import ProbeInputs
 
 
 def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
-from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.drafter import DecodingState, Draft, Drafter, Found, emitted
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Row, Tree
+from hf_spec.core.verify import HostResult
+from hf_spec.drafting.drafter import DecodeState, Drafter
 from hf_spec.drafting.predictions import distribution
-from hf_spec.drafting.retrieval import NOTHING, best_first, draft_of
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.memory import alone, recall
@@ -56,7 +57,7 @@ class LayerSkipDrafter(Drafter):
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, self._key, lambda: DraftExit(options))
         #: Trees proposed in this step, if any. Look-ups may be merged into the forwarded ones.
-        self._trees: tuple[list[float], list[Found]] | None = None
+        self._trees: tuple[list[float], list[Row]] | None = None
         self._lengths: list[int] | None = None
         self.tempering = Tempering()
         #: Logits and noise of each drafted token of this step, where tokens are sampled.
@@ -68,16 +69,16 @@ class LayerSkipDrafter(Drafter):
     def kind_of_forward(self) -> Hashable:
         return super().kind_of_forward, self._left_out
 
-    def start(self, state: DecodingState) -> None:
+    def start(self, state: DecodeState) -> None:
         if state.do_sample:  # other drafts are right
             key = *self._key, "sampled"
             self.exit = recall(self.model, key, lambda: DraftExit(self.options))
             self.tempering = recall(self.model, (Tempering, *key), Tempering)
-        graphs = state.forward.graphs
+        graphs = state.target.graphs
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
 
-    def propose(self, state: DecodingState) -> Draft:
+    def propose(self, state: DecodeState) -> Tree:
         depth = min(self.options.max_draft, state.max_depth)
         samples = self.options.samples and state.do_sample
         if self.options.draft_exit == POLICY and state.timed and not samples:
@@ -85,7 +86,7 @@ class LayerSkipDrafter(Drafter):
         return self._chain(state, depth, samples)
 
     def _run(
-        self, state: DecodingState, tokens: Tensor, drafted: Sequence[Sequence[int]],
+        self, state: DecodeState, tokens: Tensor, drafted: Sequence[Sequence[int]],
         drafting: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The drafting model's logits and the call's scores after the drafted tokens.
@@ -101,14 +102,13 @@ class LayerSkipDrafter(Drafter):
             ``(batch, vocab)`` float32 logits and scores.
         """
         k = tokens.shape[1] - 1
-        chain = TokenTree.chain(k).batch(len(drafting), tokens.device)
-        output = state.forward(tokens, chain, first=k, changes=self.drafting)
+        output = state.target(Tree.chain(tokens), first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
         return logits.float(), state.process(logits, drafted, drafting, drafting=True)
 
     def _expected(
-        self, state: DecodingState, place: int, logits: Tensor, scores: Tensor
+        self, state: DecodeState, place: int, logits: Tensor, scores: Tensor
     ) -> tuple[Tensor, Tensor]:
         """:meth:`_run`'s results given what the tokens will be sampled with, if they are sampled.
 
@@ -123,17 +123,15 @@ class LayerSkipDrafter(Drafter):
         scores = state.noise.temperature * scores  # as logits are
         return learned.sharpness * logits + added, learned.sharpness * scores + added
 
-    def _tree(self, state: DecodingState, depth: int) -> Draft:
+    def _tree(self, state: DecodeState, depth: int) -> Tree:
         """A chain as deep as it pays, with the next likeliest tokens as siblings."""
         active, tokens = state.active, state.root[:, None]
         drafted: list[list[int]] = [[] for _ in active]
-        trust, price = self.exit.calibration.log_factors, state.draft_price()
+        trust, price = self.exit.calibration.log_factors, state.draft_cost()
         paths = [float(on) for on in active]  # probability of all drafted tokens
         sure: list[float] = []
-        looked_up = [_Followed(one) for one in state.found]
-        rows: list[tuple[list[int], list[int], list[float]]] = [
-            ([-1], [root], [1.0]) for root in state.root.tolist()
-        ]
+        looked_up = [_Followed(one) for one in state.lookups]
+        rows = [Row.root(root) for root in state.root.tolist()]
         for k in range(depth):
             held = [one.held for one in looked_up]
             if not self.exit.pays(k + 1, paths, sure, price, held) and (k or not self.exit.due()):
@@ -148,21 +146,24 @@ class LayerSkipDrafter(Drafter):
             found, said = torch.stack([best.indices.to(likely), likely]).tolist()
             tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
             sure, factor = [one[0] for one in said], math.exp(trust[k])
-            for row, (parents, ids, chances) in enumerate(rows):
+            for row, (parents, ids, probs) in enumerate(rows):
                 above = len(ids) - len(found[row]) if k else 0
                 parents += [above] * len(found[row])
                 ids += map(int, found[row])
-                chances += [paths[row] * min(factor * one, 1.0) for one in said[row]]
+                probs += [paths[row] * min(factor * one, 1.0) for one in said[row]]
                 paths[row] *= min(factor * sure[row], 1.0)
                 drafted[row].append(int(found[row][0]))
             for one, so_far in zip(looked_up, drafted):
                 one.follow(so_far[-1])
         state.cache.rollback()
-        trees = [best_first(*row) if on else NOTHING for row, on in zip(rows, active)]
+        trees = [
+            row.likeliest_first() if on else Row.root(row.tokens[0])
+            for row, on in zip(rows, active)
+        ]
         self._trees, self._drafted = (trust, trees), drafted
-        return draft_of(trees, state.root.device)
+        return Tree.of_rows(trees, state.root.device)
 
-    def _chain(self, state: DecodingState, depth: int, samples: bool) -> Draft:
+    def _chain(self, state: DecodeState, depth: int, samples: bool) -> Tree:
         """Chains with the paper's exits; sampled ones have their distributions."""
         tokens = state.root[:, None]
         drafting = list(state.active)
@@ -188,19 +189,18 @@ class LayerSkipDrafter(Drafter):
                     drafting[row] = self.exit.go_on(confidence[row])
         state.cache.rollback()
         self._lengths = lengths
-        tree = TreeBatch.stack([TokenTree.chain(n) for n in lengths], tokens.device)
+        tree = Tree.of_shapes([TokenTree.chain(n) for n in lengths], tokens.device)
         stacked = None
         if distributions:
             stacked = torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1)
-        return Draft(tree, tokens, stacked)
+        return tree.with_tokens(tokens[:, : tree.num_tokens], stacked)
 
-    def observe(self, state: DecodingState, draft: Draft, nodes: Sequence[Sequence[int]]) -> None:
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         if self._trees is not None:
-            came = emitted(state, nodes)
-            self.exit.learn(*self._trees, came)
-            self._learn(came)
+            self.exit.learn(*self._trees, result.tokens)
+            self._learn(result.tokens)
         if self._lengths is not None:
-            rows = [(len(path) - 1, n) for path, n in zip(nodes, self._lengths) if path]
+            rows = [(len(path) - 1, n) for path, n in zip(result.path, self._lengths) if path]
             drafted = sum(length for _, length in rows)
             if drafted:
                 self.exit.update(sum(min(row) for row in rows) / drafted)
@@ -240,17 +240,17 @@ class LayerSkipDrafter(Drafter):
 class _Followed:
     """Looked-up continuations along the drafted tokens."""
 
-    def __init__(self, found: Found):
+    def __init__(self, found: Row):
         self._found = found
-        nodes = enumerate(zip(found.tree.parents, found.tokens))
+        nodes = enumerate(zip(found.parents, found.tokens))
         self._children = {edge: node for node, edge in nodes}
         self._node: int | None = 0
 
     @property
     def held(self) -> float:
         """Probability that the drafted tokens and then one of the looked-up tokens follow."""
-        parents, chances = self._found.tree.parents, self._found.chances
-        return sum(chance for chance, parent in zip(chances, parents) if parent == self._node)
+        nodes = zip(self._found.probs, self._found.parents)
+        return sum(prob for prob, parent in nodes if parent == self._node)
 
     def follow(self, token: int) -> None:
         if self._node is not None:
@@ -306,11 +306,11 @@ class DraftExit:
 
     @alone
     def learn(
-        self, trust: Sequence[float], trees: Sequence[Found], came: Sequence[Sequence[int]]
+        self, trust: Sequence[float], trees: Sequence[Row], came: Sequence[Sequence[int]]
     ) -> None:
         """Learn from the tokens that each sequence emitted after its tree was proposed."""
         for one, tokens in zip(trees, came):
-            walk(self.calibration, one.tree.parents, one.tokens, one.chances, trust, tokens)
+            walk(self.calibration, one.parents, one.tokens, one.probs, trust, tokens)
 
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""

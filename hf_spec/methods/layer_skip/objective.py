@@ -17,8 +17,8 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.probes import ProbeGroup, group_tensors
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import future_labels, probe_sequences
-from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.weights import placement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN, TreeOptions
 
 #: Rank paths of the static tree: many at depth 1, which every step verifies, and few below.

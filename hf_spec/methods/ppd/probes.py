@@ -13,7 +13,7 @@ from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.predicting import of_tokens
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.model.hidden_states import Head, model_logits, output_logits
-from hf_spec.model.tree_forward import ProbeInputs
+from hf_spec.model.probe_inputs import ProbeInputs
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.core.pruning import connected
-from hf_spec.core.tree import TreeBatch
+from hf_spec.core.tree import Tree
 from hf_spec.methods.propd.options import ProPDOptions
 from hf_spec.model.hidden_states import model_logits, states_at
 from modeling_patches.weights import placement
@@ -58,10 +58,10 @@ class EarlyPruning:
         self.layer = layer
         self.top_k = options.prune_top_k or top_k
 
-    def likely(self, hidden: Tensor, tokens: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor]:
-        """See :class:`hf_spec.model.tree_forward.Pruning`."""
-        inner, place = (part.to(hidden.device) for part in tree.inner)
-        tokens = tokens.to(hidden.device)
+    def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+        """See :class:`hf_spec.model.target.Pruning`."""
+        inner, place = (part.to(hidden.device) for part in _inner(tree))
+        tokens = tree.tokens.to(hidden.device)
         # Only nodes with children need predictions.
         states = early_states(self.weights, states_at(hidden, inner)).to(hidden)
         logits = model_logits(self.model, states).float()
@@ -72,3 +72,22 @@ class EarlyPruning:
         log_p[:, 0] = 0.0
         wanted, log_p = (own >= least).to(tree.valid.device), log_p.to(tree.valid.device)
         return connected(tree, wanted), (tree.ancestors * log_p[:, None, :]).sum(-1)
+
+
+def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
+    """Nodes with children, ``(batch, inner)`` int64, padded with roots, and for each node the index
+    of its parent among them, ``(batch, tokens)``, arbitrary for the root."""
+    rows = [
+        sorted({0, *parents[1 : size + 1]})
+        for parents, size in zip(tree.parents.tolist(), tree.row_sizes)
+    ]
+    most = max(map(len, rows))
+    inner = torch.tensor(
+        [row + [0] * (most - len(row)) for row in rows], device=tree.parents.device
+    )
+    place = torch.zeros_like(tree.parents)
+    order = torch.arange(most, device=inner.device).expand_as(inner)
+    # Ascending, padding last: the padding must not overwrite the root's index, which is 0.
+    real = torch.tensor([len(row) for row in rows], device=inner.device)[:, None] > order
+    place.scatter_add_(1, inner, order * real)
+    return inner, place.gather(1, tree.parents.clamp(min=0))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.core.tree import TokenTree
-from hf_spec.drafting.drafter import DecodingState
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.space.masks import mask_tokens
@@ -41,7 +41,7 @@ class SpaceDrafter(ProbeDrafter):
         return model_logits(self.model, states, head=self.vocabulary)
 
     def candidates(
-        self, state: DecodingState, trees: list[TokenTree], depth: int
+        self, state: DecodeState, trees: list[TokenTree], depth: int
     ) -> tuple[Tensor, Tensor | None]:
         """A token from each mask position (line 23), with its distribution q (line 24) if sampled.
 
@@ -50,8 +50,8 @@ class SpaceDrafter(ProbeDrafter):
         samples = state.do_sample and self.options.samples
         if not self.options.is_chain or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
-        assert state.probe_hidden is not None
-        states = self.corrected(state.probe_hidden[:, :depth], state.root)
+        assert self.hidden is not None
+        states = self.corrected(self.hidden[:, :depth], state.root)
         logits = model_logits(self.model, states)  # (batch, depth, vocab)
         drafted: list[list[int]] = [[] for _ in state.tokens]
         tokens, distributions = [state.root.to(logits.device)], []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.model.tree_forward import ProbeInputs
+from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.weights import input_features, placement
 
 

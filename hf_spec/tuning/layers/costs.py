@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hf_spec.core.cache import TreeCache
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.cache_name import cache_in
 from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers

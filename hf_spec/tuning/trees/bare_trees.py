@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.tuning.trees.sparse_tree import Candidates, RankPath, chances_of, checked, grown
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hf_spec.bench.figures import new_figure, plot_points, save_figure
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.folder import read_tree_file
 from hf_spec.tuning.trees.sparse_tree import Array, chances_of

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.policy.likely_paths import Array, RankPath, likeliest_paths
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_spec.core import verify
 from hf_spec.core.cache import TreeCache
-from hf_spec.core.tree import TokenTree
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.drafter import DecodingState, Draft
 from hf_spec.drafting.tree_drafter import TreeDrafter

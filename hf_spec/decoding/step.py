@@ -1,0 +1,178 @@
+"""A step of the decoding loop: draft, forward, verify, commit. All strategies share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.stats import Stopwatch
+from hf_spec.core.transfer import sent
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.emission import Emission
+from hf_spec.decoding.prefill import catch_up
+from hf_spec.decoding.strategy import Strategy
+from hf_spec.drafting.drafter import DecodeState, Reads
+from hf_spec.model.hidden_states import states_at
+from hf_spec.model.target import Output
+from hf_spec.policy.step_policy import StepPolicy
+
+
+@dataclass
+class Steps:
+    """Takes a call's steps, one after the other.
+
+    Attributes:
+        state: the state that drafters see; every step changes it.
+        strategy: the call's strategy.
+        acceptance: decides which draft tokens are accepted.
+        policy: decides how much is drafted.
+        emission: receives the tokens.
+        watch: measures times.
+        ends: given rows of the call, 1 for each whose last token must be cached once it finishes.
+    """
+
+    state: DecodeState
+    strategy: Strategy
+    acceptance: Acceptance
+    policy: StepPolicy
+    emission: Emission
+    watch: Stopwatch
+    ends: Callable[[Sequence[int]], list[int]]
+
+    def first(self, logits: Tensor, hidden: Tensor | None, num_probes: int) -> None:
+        """Take the first token after each prompt: a step whose tree is just the root.
+
+        Args:
+            logits: ``(batch, vocab)`` after the prompts.
+            hidden: what the drafter reads of the prompts' last tokens; None if unknown.
+            num_probes: probes of these tokens.
+        """
+        state, tree = self.state, Tree.roots(self.state.root)
+        with self.watch.phase("verify"):
+            result = self.acceptance(tree, logits[:, None], state.active)
+            state.root = result.bonus.to(state.root.device)
+            host, _ = result.to_host()
+        self._emit(tree, host)
+        probes = torch.full_like(result.num_probes, num_probes)
+        self.strategy.drafter.advance(
+            StepResult(result.path, result.counts, result.tokens, probes), hidden
+        )
+
+    def take(self) -> None:
+        """One step of all rows."""
+        state, drafter, policy, graphs = (
+            self.state, self.strategy.drafter, self.policy, self.strategy.graphs
+        )  # fmt: skip
+        compiled = graphs and graphs.made
+        ends = self.ends(state.rows)
+        catch_up(state)
+        tree = Tree.roots(state.root)
+        if policy.drafts(drafter.uses_lookup):
+            with self.watch.phase("draft"):
+                limits = _depth_limits(state)
+                propose = drafter.lookup if policy.lookups_only else drafter.propose
+                tree = policy.choose(propose(state), drafter, state.active, limits).within(limits)
+        with self.watch.phase("forward"):
+            pruning = drafter.pruning if policy.prunes else None
+            output = state.target(tree, pruning=pruning, match=self.acceptance.matches(tree))
+        with self.watch.phase("verify"):
+            result = output.result or self.acceptance(output.tree, output.logits, state.active)
+            state.root = result.bonus.to(state.root.device)
+            drafter.advance(result, _read(drafter.reads, output, result))
+        with self.watch.phase("draft"):
+            # Near the end, trees are grown once it is known how deep they may be.
+            room = state.max_depth - tree.max_depth - 1
+            ahead = policy.prefetches and room >= drafter.distances
+            started = drafter.prefetch(state) if ahead else None
+        with self.watch.phase("verify"):
+            host, state.prefetched = result.to_host(started)  # the step's one transfer
+        host = self._emit(tree, host, output.tree)
+        kept = [max(len(path), end) for path, end in zip(host.path, ends)]
+        state.cache.commit(kept, None if output.result else _moved(output.tree, result, host, kept))
+        seconds = self.watch.step()
+        drafter.observe(state, tree, host)
+        self.emission.show(output.tree, host)
+        if graphs is None or graphs.made == compiled:  # steps that compile are not typical
+            policy.observe(tree, list(map(len, host.path)), seconds)
+
+    def cache_ends(self) -> None:
+        """Cache the last tokens of finished rows as required, or run a forward for other ranks."""
+        state, tree = self.state, Tree.roots(self.state.root)
+        state.target(tree, match=self.acceptance.matches(tree))
+        state.cache.commit(self.ends(state.rows))
+
+    def details(self) -> dict[str, Any]:
+        """Entries for ``SpecStats.details``."""
+        found = {**self.strategy.drafter.details(), **self.policy.details()}
+        if self.strategy.graphs is not None:
+            found["compiled"] = self.strategy.graphs.details()
+        return found
+
+    def _emit(self, tree: Tree, host: HostResult, kept: Tree | None = None) -> HostResult:
+        """Append and stream the accepted tokens and advance the state.
+
+        Args:
+            tree: what was forwarded.
+            host: the result.
+            kept: what pruning left of the tree.
+
+        Returns:
+            The result without what a stop cut off.
+        """
+        state, emission, stats = self.state, self.emission, self.state.stats
+        stats.num_steps += 1
+        counts = []
+        for row, tokens in enumerate(host.tokens):
+            if not state.active[row]:
+                counts.append(0)
+                continue
+            depth = min(tree.row_depths[row], state.remaining[row] - 1)
+            scores, logits = self.acceptance.recorded(row, host.path[row])
+            count = emission.take(state.rows[row], tokens, scores, logits)
+            stats.record(count, depth, tree.row_sizes[row], kept=len(tokens) - 1)
+            if kept is not None and count:
+                stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
+            counts.append(count)
+        emission.end_step()
+        active, remaining = emission.active, emission.remaining
+        state.active = [active[row] for row in state.rows]
+        state.remaining = [remaining[row] for row in state.rows]
+        if not all(state.active):  # some rows may have stopped before their last accepted token
+            state.root = sent([row[-1] for row in state.tokens], state.root.device)
+        return HostResult(
+            [path[:count] for path, count in zip(host.path, counts)],
+            [tokens[:count] for tokens, count in zip(host.tokens, counts)],
+            [probes if count else 0 for probes, count in zip(host.num_probes, counts)],
+        )
+
+
+def _read(reads: Reads, output: Output, result: StepResult) -> Tensor | None:
+    """What a drafter reads of a forward."""
+    hidden, tree = output.hidden, output.tree
+    if reads.nodes is None or hidden is None:
+        return None
+    if reads.nodes == "last":
+        return states_at(hidden, result.last[:, None])[:, 0]
+    return states_at(hidden, tree.probes_of(result.last)) if tree.num_probes else None
+
+
+def _depth_limits(state: DecodeState) -> list[int]:
+    """Depth of the deepest draft token that each row can still use."""
+    limits = [left - 1 if on else 0 for left, on in zip(state.remaining, state.active)]
+    if state.target.reach is not None:
+        limits = list(map(min, limits, state.target.reach.room(state.cache.host_lengths)))
+    return limits
+
+
+def _moved(tree: Tree, result: StepResult, host: HostResult, kept: Sequence[int]) -> Tensor | None:
+    """The slots of the accepted path, or None if the accepted nodes already come first."""
+    if tree.slots is not None:
+        return tree.slots.gather(1, result.path.to(tree.slots.device))
+    in_place = all(path[:count] == list(range(count)) for path, count in zip(host.path, kept))
+    return None if in_place else result.path

@@ -1,0 +1,112 @@
+"""The strategy that a generation config names, set up on a model for one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.core.stats import SpecStats
+from hf_spec.decoding.compiling import graphs_for
+from hf_spec.decoding.selfcheck import check_tree_forward
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.lookup import with_lookup
+from hf_spec.drafting.options import StrategyOptions
+from hf_spec.methods.registry import Method, get_method
+from hf_spec.model.graphs import Graphs
+from hf_spec.policy.learned import Learned
+from hf_spec.policy.memory import recall
+from hf_spec.policy.step_policy import StepPolicy, switched_on
+from hf_spec.policy.tuned_trees import Device, measurements
+
+
+@dataclass
+class Strategy:
+    """The strategy that a generation config names, set up on a model for one call.
+
+    Attributes:
+        method, options: named by the config.
+        drafter: the call's drafter, lookups included.
+        timed: whether the amount of drafting may depend on step times.
+        adapter: the method's adapter, if it is active.
+        graphs: compiled code for its steps; None if they are not compiled.
+        samples: whether the call samples.
+    """
+
+    model: Any
+    method: Method
+    options: StrategyOptions
+    drafter: Drafter
+    timed: bool
+    adapter: ActiveAdapter | None
+    graphs: Graphs | None
+    samples: bool
+
+    @classmethod
+    def of(cls, model: Any, config: GenerationConfig, unsure: bool = False) -> Strategy:
+        """Set up the strategy of a prepared config.
+
+        Args:
+            unsure: check tree masks with padding, too: rows are padded, or several ranks run the
+                model together.
+
+        Raises:
+            ValueError: if the model or another option does not work with the strategy.
+        """
+        method = get_method(config.assistant_strategy)
+        options = method.parse_options(config.assistant_kwargs)
+        drafter = method.drafter(model, options)
+        check_tree_forward(model, method.name, drafter, unsure)
+        samples = bool(config.do_sample)
+        timed = switched_on(options, samples)
+        if options.looks_up(timed):
+            drafter = with_lookup(drafter)
+        adapter = _adapter(method, model)
+        found = cls(model, method, options, drafter, timed, adapter, None, samples)
+        found.graphs = graphs_for(model, config, drafter, found.kind)
+        return found
+
+    @property
+    def kind(self) -> tuple[str, str, str | None]:
+        """What compiled code and what is learned are kept by."""
+        return self.method.name, repr(self.options), self.adapter and self.adapter.name
+
+    def policy(self, stats: SpecStats, setting: tuple[int, int, str], width: Any) -> StepPolicy:
+        """The policy that decides how much to draft, with what earlier calls have learned.
+
+        Args:
+            setting, width: see :class:`StepPolicy`.
+        """
+        # Sampled text is harder to predict, and choosing its tokens takes longer.
+        key = Learned, self.kind, self.graphs is not None, self.samples
+        known = recall(self.model, key, Learned)
+        measured = _measured(self.model, self.adapter, *setting[:2])
+        return StepPolicy(stats, known, setting, self.timed, measured, width)
+
+
+def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
+    """The method's active adapter, on which acceptance depends."""
+    if method.adapter_config is None:
+        return None
+    found = None
+    with suppress(ValueError):  # several are active; the drafter raises if that is a problem
+        found = find_active(model, method.adapter_config.type_name)
+    return found
+
+
+def _measured(
+    model: Any, adapter: ActiveAdapter | None, batch_size: int, context: int
+) -> Callable[[], dict[int, float]]:
+    """Step times that ``hf-spec tune`` has measured, by number of step tokens."""
+
+    def seconds() -> dict[int, float]:
+        if adapter is None:
+            return {}
+        found = measurements(adapter, Device.of(model), batch_size, 2**context - 1)
+        return {} if found is None else found.seconds
+
+    return seconds

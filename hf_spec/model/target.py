@@ -1,0 +1,447 @@
+"""The target model's forward over the nodes of a tree, after the tokens of the KV cache.
+
+Builds positions and mask, opens the cache's block and calls the model. This module knows models and
+caches, but not drafting, acceptance or generation options.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_spec.core import mask as masks
+from hf_spec.core import verify
+from hf_spec.core.buckets import bucket
+from hf_spec.core.cache import TreeCache, bounded
+from hf_spec.core.pruning import keep_likely
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
+from hf_spec.model.block import Block
+from hf_spec.model.graphs import Graphs
+from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
+from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.slot_cache import Layout, SlotCache
+from modeling_patches.attention_masks import TreeAttention
+from modeling_patches.cache_name import CACHE
+from modeling_patches.dynamic_rope import Reach
+from modeling_patches.early_pruning import Choose, early_pruning
+from modeling_patches.exits import averaged_exits
+from modeling_patches.per_call import Changes
+from modeling_patches.ranks import Ranks
+from modeling_patches.weights import placement
+
+
+class Pruning(Protocol):
+    """Chooses the nodes that deeper layers drop (ProPD, section 4.1)."""
+
+    @property
+    def layer(self) -> int:
+        """Number of layers that run on all nodes."""
+
+    def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+        """The nodes worth keeping, with all their ancestors, and how likely nodes are.
+
+        Args:
+            hidden: ``(batch, tokens, hidden)`` after these layers.
+            tree: the draft trees.
+
+        Returns:
+            ``(batch, tokens)`` bool, and the log-probabilities of the paths to all nodes. For what
+            becomes of them see :func:`hf_spec.core.pruning.keep_likely`.
+        """
+
+
+class Output(NamedTuple):
+    """Outputs of a forward.
+
+    Attributes:
+        tree: the forwarded tree without what was pruned.
+        logits: ``(batch, tokens, vocab)`` after each node with a token, or each requested one, in
+            the model's dtype.
+        hidden: ``(batch, nodes, hidden)`` final hidden states of all nodes, the inputs of the
+            model's output embeddings; or of the requested ones, and of the probes. None unless
+            nodes' states were requested or there are probes.
+        result: the result of exact-match verification if it was requested and the forward was
+            compiled; the accepted nodes are then in the first slots after each row's tokens.
+    """
+
+    tree: Tree
+    logits: Tensor
+    hidden: Tensor | None = None
+    result: StepResult | None = None
+
+
+@dataclass
+class _Pass:
+    """The running forward, as changes to the model see it.
+
+    Attributes:
+        tokens: number of nodes with tokens, which come first.
+        probes: number of probes, which follow.
+        logits_at: ``(batch, n)`` nodes to compute logits for; None for all with tokens.
+        choose: chooses which nodes to keep; None to keep all.
+    """
+
+    tokens: int = 0
+    probes: int = 0
+    logits_at: Tensor | None = None
+    choose: Choose | None = None
+
+    def wanted(self, hidden: Tensor) -> Tensor:
+        """Select the states that logits are computed from."""
+        if self.logits_at is None:
+            return hidden[:, : self.tokens]
+        return states_at(hidden, self.logits_at)
+
+
+class Target:
+    """Runs ``model`` on trees; created once per ``generate()`` call.
+
+    Args:
+        model: the causal language model.
+        cache: the KV cache.
+        last_position: ``(batch,)`` larger positions are clamped to this one: deeper nodes exceed
+            the call's budget and are never accepted, but learned position tables are finite.
+        position_shift: ``(batch,)`` position of a row's first cached token; None for 0, the value
+            unless the caller passed position ids.
+        model_kwargs: further arguments for the model's forward.
+        probe_inputs: embeddings and states of the method's probes, if it has any.
+        wants_hidden: also return the nodes' final hidden states.
+        graphs: compiled code for its forwards; None to run them uncompiled.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: TreeCache,
+        last_position: Tensor,
+        position_shift: Tensor | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        probe_inputs: ProbeInputs | None = None,
+        wants_hidden: bool = False,
+        graphs: Graphs | None = None,
+    ):
+        self.model = model
+        self.graphs = graphs
+        self.cache = cache
+        self.attention = TreeAttention(model)
+        self.last_position = last_position[:, None]
+        if position_shift is None:
+            position_shift = torch.zeros_like(last_position)
+        self.position_shift = position_shift[:, None]
+        self.model_kwargs = model_kwargs or {}
+        self.takes_positions = "position_ids" in taken(model, position_ids=True)
+        self.device, self.dtype = placement(model)
+        self.probe_inputs = probe_inputs
+        self.num_front = 0
+        self.wants_hidden = wants_hidden
+        self.reach: Reach | None = None
+        if graphs is not None:
+            cache.use_buckets()
+        self._changes = self.attention.changes
+        #: The same, with the changes that read hidden states and prune; created on first use.
+        self._watching: tuple[Changes, list[Tensor]] | None = None
+        self._pass, self._prunes = _Pass(), False
+        if probe_inputs is not None:
+            self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
+            self.num_front = probe_inputs.num_front
+            if self.num_front:
+                cache.set_front(probe_inputs.front, Ranks(model).own_heads)
+
+    def __call__(
+        self,
+        tree: Tree,
+        first: int = 0,
+        pruning: Pruning | None = None,
+        changes: Changes | None = None,
+        logits_at: Tensor | None = None,
+        match: bool = False,
+    ) -> Output:
+        """Run the tree's nodes ``first ..``.
+
+        Args:
+            tree: the tree of each row; nodes before ``first`` were forwarded earlier in this step.
+            first: first node to forward.
+            pruning: drops nodes and their probes midway; not with ``first``.
+            changes: other changes to the model in this forward, such as skipped layers.
+            logits_at: ``(batch, n)`` forwarded nodes whose logits are needed, for prompts; such a
+                forward is not compiled and has none of the three before. None for all nodes.
+            match: whether exact-match verification of unprocessed logits ends the step; compiled
+                code then applies it, too. Not with ``first``.
+        """
+        front = self.num_front if tree.num_probes else 0
+        keys = self.cache.begin(tree.num_nodes - first, offset=first, front=front > 0)
+        call = self._reaching(tree, first)
+        if pruning is not None and tree.num_tokens > 1:
+            return self._pruned(call, tree, keys, pruning)
+        if self.graphs is not None and self.reach is None and logits_at is None:
+            return self._compiled(self.graphs, call, tree, keys, first, changes, match)
+        return self._forward(call, tree, Block.of(tree, first), keys, changes, logits_at)
+
+    def _forward(
+        self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
+        changes: Changes | None = None, logits_at: Tensor | None = None,
+    ) -> Output:  # fmt: skip
+        """The whole forward over an open block, on tensors only, so that it can be traced.
+
+        Args:
+            call: runs the model.
+            tree, block: the tree, and the nodes of it that are run.
+            keys: number of slots that attention sees, without the front slots.
+            changes, logits_at: see :meth:`__call__`.
+        """
+        inputs = self._inputs(block, keys)
+        if changes is not None:
+            return Output(tree, changes.run(self._changes.run, call, **inputs).logits)
+        if tree.group is None and not self.wants_hidden and logits_at is None:
+            return Output(tree, self._changes.run(call, **inputs).logits)
+        watching, seen = self._watched(block.ids.shape[1], block.num_probes, logits_at)
+        logits = watching.run(call, **inputs).logits
+        return Output(tree, logits, self._hidden(seen[0]))
+
+    def width(self, tokens: int, probes: int) -> int:
+        """Nodes per batch row, padding included, of a forward with so many tokens and probes."""
+        if self.graphs is None:
+            return tokens + probes
+        return bucket(tokens) + bucket(probes)
+
+    def _compiled(
+        self, graphs: Graphs, call: Callable[..., Any], tree: Tree, keys: int, first: int,
+        changes: Changes | None, match: bool,
+    ) -> Output:  # fmt: skip
+        """:meth:`_forward` by compiled code, padded to a recurring shape."""
+        tokens, probes = tree.num_tokens - first, tree.num_probes
+        block = None
+        if first:
+            block = Block.of(tree, first).padded(first)
+            parts = [block.tokens, block.depths, block.visible, block.slot_depths]
+            whole, width = tree, block.tokens.shape[1]
+        else:
+            whole = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
+            parts, width = whole.tensors(), whole.num_nodes
+        self.cache.reserve(self.cache.max_length + first + width)
+        layout = Layout.of(self.cache)
+        extra = {n: x for n, x in self.model_kwargs.items() if isinstance(x, Tensor)}
+        others = tuple((n, repr(x)) for n, x in self.model_kwargs.items() if n not in extra)
+        learned = self._learned() if tree.num_probes else []
+        small = [
+            self.cache.lengths, self.position_shift, self.last_position, *parts, *learned,
+            *extra.values(), *([self.cache.lengths + first] if first else []),
+        ]  # fmt: skip
+        inputs = [buffer for buffer, _ in self.cache.buffers()]
+        inputs += [tensor.contiguous() for tensor in small]
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = iter(tensors)
+            buffers = [next(given) for _ in layout.members]
+            lengths, shift, last = (next(given) for _ in range(3))
+            own_parts = [next(given) for _ in parts]
+            own = copy.copy(self)
+            own._watching, own._prunes, own._pass = None, False, _Pass()
+            own.position_shift, own.last_position = shift, last
+            if learned:
+                own._learn([next(given) for _ in learned])
+            own.model_kwargs = {**self.model_kwargs, **{name: next(given) for name in extra}}
+            start = next(given) if first else lengths
+            slots = start[:, None] + torch.arange(width, device=lengths.device)
+            own.cache = SlotCache(layout, buffers, lengths, slots)
+            rows = whole if block else whole.with_tensors(own_parts)
+            run = Block.of_tensors(own_parts) if block else Block.of(rows)
+            output = own._forward(call, rows, run, self.cache.capacity, changes)
+            found = [output.logits] + ([] if output.hidden is None else [output.hidden])
+            if not match:
+                return tuple(found)
+            result = verify.match(rows, output.logits.argmax(-1))
+            own.cache.keep(result.path)
+            return (*found, result.path, result.counts, result.tokens, result.num_probes)
+
+        def eager() -> tuple[Tensor, ...]:
+            output = self._forward(call, tree, Block.of(tree, first), keys, changes)
+            return tuple(part for part in output[1:3] if part is not None)
+
+        def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            logits, *rest = tensors
+            if rest and not match or len(rest) > 4:
+                hidden = rest[0]
+                nodes, probes = tree.num_tokens - first, tree.num_probes
+                behind = hidden[:, hidden.shape[1] - (bucket(probes)) :][:, :probes]
+                rest[0] = torch.cat([hidden[:, :nodes], behind], dim=1)
+            return [logits[:, : tree.num_tokens - first], *rest]
+
+        found = list(graphs.run(
+            ("forward", layout, changes is not None, tuple(extra), others, bool(first), match,
+             whole.group), function, inputs, eager, cut, static=len(layout.members),
+        ))  # fmt: skip
+        logits = found.pop(0)
+        has_hidden = changes is None and (self.wants_hidden or tree.group is not None)
+        hidden = found.pop(0) if has_hidden else None
+        return Output(tree, logits, hidden, StepResult(*found) if found else None)
+
+    def _learned(self) -> list[Tensor]:
+        """The probes' learned tensors, as inputs of a graph."""
+        assert self.probe_inputs is not None
+        seen = self.probe_inputs.front_seen
+        return [self.probe_embeddings] + ([] if seen is None else [seen])
+
+    def _learn(self, tensors: list[Tensor]) -> None:
+        """Use these tensors in place of :meth:`_learned`."""
+        assert self.probe_inputs is not None
+        self.probe_embeddings, *seen = tensors
+        self.probe_inputs = replace(self.probe_inputs, front_seen=seen[0] if seen else None)
+
+    def _inputs(self, block: Block, keys: int) -> dict[str, Any]:
+        """Inputs of the model's forward."""
+        lengths = self.cache.lengths
+        positions = torch.minimum(
+            lengths[:, None] + self.position_shift + block.depths, self.last_position
+        )
+        inputs: dict[str, Any] = {
+            **self.model_kwargs,
+            "attention_mask": self._mask(block, keys, positions),
+            CACHE: self.cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self.takes_positions:
+            inputs["position_ids"] = positions.to(self.device)
+        ids = block.ids.to(self.device)
+        if not block.num_probes:
+            return inputs | {"input_ids": ids}
+        embeddings = self.model.get_input_embeddings()(ids)
+        learned = self.probe_embeddings[block.kinds.to(self.device)]
+        return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
+
+    def _hidden(self, hidden: Tensor) -> Tensor:
+        """The states of the nodes, or of the requested ones, and of the probes."""
+        tokens, probes = self._pass.tokens, self._pass.probes
+        if self._pass.logits_at is None:
+            return hidden[:, : tokens + probes]
+        return torch.cat([self._pass.wanted(hidden), hidden[:, tokens : tokens + probes]], dim=1)
+
+    def _reaching(self, tree: Tree, first: int) -> Callable[..., Any]:
+        """The model's call, with the nodes' reach if its rotary frequencies depend on it."""
+        if self.reach is None:
+            return self.model
+        deepest = tree.max_depth + max(tree.group.offsets if tree.group else (), default=0)
+        lengths = self.cache.host_lengths
+        return partial(self.reach.run, self.model, lengths, tree.depths[:, first:], deepest)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
+
+        As in Transformers, a tensor among the model's inputs is per batch row if its first
+        dimension is the batch size.
+        """
+        batch = self.last_position.shape[0]
+
+        def own(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
+                return value[torch.tensor(rows, device=value.device)]
+            return value
+
+        self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        if self.reach is not None:
+            self.reach.select(rows)
+        self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
+
+    def _pruned(self, call: Callable[..., Any], tree: Tree, keys: int, pruning: Pruning) -> Output:
+        """The forward with early pruning."""
+        smaller = tree
+        cache, running = self.cache, self._pass
+
+        def choose(hidden: Tensor) -> Tensor | None:
+            nonlocal smaller
+            likely = pruning.likely(hidden[:, : tree.num_tokens], tree.drafted)
+            found = keep_likely(tree, *likely)
+            if found is None:
+                return None
+            smaller, rows = found
+            cache.narrow(rows)
+            running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
+            return rows
+
+        inputs = self._inputs(Block.of(tree), keys)
+        changes, seen = self._watched(tree.num_tokens, tree.num_probes)
+        if not self._prunes:
+            # After averaged exits, which must see the last layer's output first.
+            early_pruning(
+                self.model, changes, pruning.layer,
+                lambda hidden: None if running.choose is None else running.choose(hidden),
+            )  # fmt: skip
+            self._prunes = True
+        running.choose = choose
+        logits = changes.run(call, **inputs).logits
+        running.choose = None  # break the reference cycle
+        return Output(smaller, logits, self._hidden(seen[0]))
+
+    def _watched(
+        self, tokens: int, probes: int, logits_at: Tensor | None = None
+    ) -> tuple[Changes, list[Tensor]]:
+        """Changes for forwards that return more than logits, and the list of final states."""
+        running = self._pass
+        running.tokens, running.probes, running.logits_at = tokens, probes, logits_at
+        if self._watching is None:
+            changes = Changes().update(self._changes)
+
+            def count() -> int:
+                return running.tokens
+
+            if self.probe_inputs is not None:
+                averaged_exits(self.model, changes, self.probe_inputs.exits, count)
+                if self.probe_inputs.update is not None:
+                    self.probe_inputs.update.add_to(
+                        changes, lambda: (running.tokens + running.probes, running.probes)
+                    )
+            self._watching = changes, final_hidden(self.model, changes, running.wanted)
+        return self._watching
+
+    def _mask(self, block: Block, keys: int, positions: Tensor) -> Any:
+        """The forward's attention mask over ``keys`` slots; probes see those in front, too."""
+        lengths = self.cache.lengths
+        batch, count = positions.shape
+        shape = (batch, count, keys, lengths.device)
+        if block.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
+            full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
+        else:
+            nodes = masks.tree_ancestors(block.visible, lengths)
+            full = masks.build(masks.or_(masks.prefix(lengths), nodes), *shape)
+        windows = self.attention.windows
+        windowed = {size for size in windows.values() if size is not None and size < keys}
+        made: dict[int | None, Tensor] = {None: full}
+        front = self.cache.front if self.cache.shows_front else 0
+        if windowed or self.attention.wants_positions:
+            key_positions = self._key_positions(block, keys)
+            for size in windowed:
+                near = masks.window(size, positions, key_positions)
+                made[size] = full & masks.build(near, *shape)
+            if self.attention.wants_positions:
+                if front:  # they stand where the sequence begins, as in prefix tuning
+                    start = self.position_shift.expand(batch, front)
+                    key_positions = torch.cat([start, key_positions], dim=1)
+                self.attention.set_positions(positions, key_positions)
+        if front and self.probe_inputs is not None and block.num_probes:
+            learned = full.new_zeros((batch, 1, count, front))
+            seen = self.probe_inputs.sees_front(block.kinds.to(full.device))
+            learned[:, 0, -block.num_probes :, front - self.num_front :] = seen
+            made = {size: torch.cat([learned, mask], dim=3) for size, mask in made.items()}
+            full = made[None]
+        return self.attention.convert(
+            {kind: made.get(size, full) for kind, size in windows.items()}, self.dtype
+        )
+
+    def _key_positions(self, block: Block, keys: int) -> Tensor:
+        """Token position of every slot: (batch, keys). Slots after the tree continue counting."""
+        lengths = self.cache.lengths
+        at_nodes = lengths[:, None] + self.position_shift + block.slot_depths
+        at_nodes = torch.minimum(at_nodes, self.last_position)
+        slots = torch.arange(keys, device=lengths.device)
+        node = slots - lengths[:, None]
+        in_tree = (node >= 0) & (node < at_nodes.shape[1])
+        at_node = at_nodes.gather(1, node.clamp(0, at_nodes.shape[1] - 1))
+        return torch.where(in_tree, at_node, slots + self.position_shift)
