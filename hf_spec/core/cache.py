@@ -10,12 +10,9 @@ code, each layer has its own buffer.
 every row, and only forwards that ask for them see them. Slot numbers and lengths always count from
 the first token.
 
-Finished rows can be *parked*: the remaining rows move to the first places, and the cache acts as a
-cache of fewer rows until :meth:`unpark`.
-
-An exception, such as an interrupt, may occur between any two lines. The buffers, the rows' lengths
-and their places change together and stay valid; :meth:`unpark` rebuilds the rest. Slots past a
-row's length are never read, so nothing there needs to be undone.
+An exception, such as an interrupt, may occur between any two lines. The buffers and the rows'
+lengths change together and stay valid; :meth:`repair` rebuilds the rest. Slots past a row's length
+are never read, so nothing there needs to be undone.
 
 Outside a speculative block this is an ordinary Transformers cache, provided that all rows have the
 same length.
@@ -171,11 +168,6 @@ class TreeCache(Cache):
         self._groups: list[tuple[Tensor, list[tuple[int, str]]]] = []
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
         self._floor = [0] * batch_size
-        #: While rows are parked: the row in each place of the buffers, and the parked lengths.
-        self._places: list[int] = []
-        self._parked_lengths: list[int] = []
-        #: Copies (target, source) that a swap has yet to make. Repeating one does no harm.
-        self._copying: list[tuple[Tensor, Tensor]] = []
         #: What :meth:`flat` has made, and for which slots.
         self._flat: tuple[Tensor, dict[tuple[int, int, torch.device], Tensor]] | None = None
 
@@ -295,7 +287,7 @@ class TreeCache(Cache):
 
     def _attach(self) -> None:
         for storage, members in self._groups:
-            own = storage[:, : self.batch_size]  # parked rows come after
+            own = storage[:, : self.batch_size]  # dropped rows come after
             for view, (index, name) in zip(own, members):
                 self.layers[index].attach(name, view)
 
@@ -554,7 +546,7 @@ class TreeCache(Cache):
         accepted = lengths + path.to(lengths.device)
         kept = lengths + torch.arange(path.shape[1], device=lengths.device)
         for storage, _ in self._groups:
-            layers = storage.flatten(1, 3)  # a view, with the parked rows last
+            layers = storage.flatten(1, 3)  # a view, with the dropped rows last
             shape = *storage.shape[2:4], storage.device
             moved = layers.index_select(1, self.flat(accepted, *shape))
             layers.index_copy_(1, self.flat(kept, *shape), moved)
@@ -572,13 +564,12 @@ class TreeCache(Cache):
         into the buffers.
         """
         self.count_appended()
-        self._finish_copying()
         state = dict(vars(self))
         for made_again in ("layers", "_groups", "_new", "_flat"):
             del state[made_again]
-        used = self.capacity if self.block else max(self.host_lengths + self._parked_lengths)
+        used = self.capacity if self.block else self.max_length
         state["_buffers"] = [
-            (storage[:, :, :, : self.front + used].clone(), list(members))
+            (storage[:, : self.batch_size, :, : self.front + used].clone(), list(members))
             for storage, members in self._groups
         ]
         # An empty cache's first block is not in shared buffers yet.
@@ -601,65 +592,33 @@ class TreeCache(Cache):
             self._groups.append((storage, members))
         self._attach()
 
-    # -- parked rows -------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------
 
-    def park(self, rows: Sequence[int]) -> list[int]:
-        """Set rows aside: until :meth:`unpark` the cache consists of the remaining rows.
-
-        At least one row must remain. Works in place and swaps as few rows as possible.
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows in this order and drop the others, in place: a row that keeps its index
+        is not copied.
 
         Args:
-            rows: places of the rows to park.
-
-        Returns:
-            For each remaining place, the previous place of its row.
+            rows: the former index of each row; each at most once.
         """
         self.count_appended()
-        order = list(range(self.batch_size))
-        left, parked = len(order) - len(rows), set(rows)
-        self._places = self._places or list(order)
-        holes = [row for row in range(left) if row in parked]
-        behind = [row for row in range(left, len(order)) if row not in parked]
-        for hole, row in zip(holes, behind):
-            self._swap(hole, row)
-            order[hole], order[row] = row, hole
-        lengths, away = self.host_lengths, self._parked_lengths
-        self.host_lengths, self._parked_lengths = lengths[:left], lengths[left:] + away
+        moved = [(index, row) for index, row in enumerate(rows) if index != row]
+        if moved:
+            stop = self.front + self.max_length
+            for storage, _ in self._groups:
+                into, source = (torch.tensor(x, device=storage.device) for x in zip(*moved))
+                used = storage[:, :, :, :stop]
+                used.index_copy_(1, into, used.index_select(1, source))
+        tokens = self.tokens
+        self._floor = [self._floor[row] for row in rows]
+        self.host_lengths = [self.host_lengths[row] for row in rows]
         self._refresh()
-        return order[:left]
+        self.tokens = None if tokens is None else [tokens[row] for row in rows]
 
-    def unpark(self) -> None:
-        """Close the block and restore all rows in their original order.
-
-        Also repairs what an exception left half done.
-        """
-        lengths, away = self.host_lengths, self._parked_lengths
-        self.host_lengths, self._parked_lengths = lengths + away, []
-        self._finish_copying()
-        for place in range(len(self._places)):
-            while (row := self._places[place]) != place:
-                self._swap(place, row)
-        self._places = []
+    def repair(self) -> None:
+        """Close the block, and rebuild what an exception may have left half done."""
         self.rollback()
         self._refresh()
-
-    def _swap(self, one: int, other: int) -> None:
-        """Exchange the used slots of two places; the front slots are equal in all rows."""
-        stop = self.front + self.max_length
-        used = [storage[:, :, :, self.front : stop] for storage, _ in self._groups]
-        copying = [(part[:, one], part[:, other]) for part in used]
-        copying += [(part[:, other], part[:, one].clone()) for part in used]
-        places, lengths = list(self._places), list(self.host_lengths)
-        for values in (places, lengths):
-            values[one], values[other] = values[other], values[one]
-        self._copying, self._places, self.host_lengths = copying, places, lengths
-        self._finish_copying()
-
-    def _finish_copying(self) -> None:
-        while self._copying:
-            target, source = self._copying[0]
-            target.copy_(source)
-            del self._copying[0]
 
     def _refresh(self) -> None:
         """Rebuild everything derived from the buffers and lengths, such as the layers' views."""
@@ -716,15 +675,13 @@ class TreeCache(Cache):
         self._floor = self.host_lengths
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows in this order (rows may repeat); drop parked rows."""
+        """Keep these rows in this order; rows may repeat."""
         self.count_appended()
-        places = self._places or list(range(self.batch_size))
-        self._places, self._parked_lengths = [], []
         for index, (storage, members) in enumerate(self._groups):
             chosen = storage.index_select(1, indices.to(storage.device))
             self._groups[index] = (chosen, members)
         rows, tokens = indices.tolist(), self.tokens
-        self._floor = [self._floor[places[row]] for row in rows]
+        self._floor = [self._floor[row] for row in rows]
         self.host_lengths = [self.host_lengths[row] for row in rows]
         self._refresh()
         self.tokens = None if tokens is None else [tokens[row] for row in rows]

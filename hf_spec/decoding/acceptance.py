@@ -12,9 +12,9 @@ from transformers import GenerationConfig
 from hf_spec.core import verify
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.drafter import Process
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.state import Process
 
 
 def noise_of(

@@ -1,78 +1,54 @@
-"""Shrinks the batch as its rows finish, so that forwards do not compute finished rows.
+"""Decides when a batch shrinks, so that forwards do not compute finished rows.
 
-Rows advance at different rates; most of a batch is often done long before its last row. This module
-knows which objects follow the batch, but not what a step does.
+Rows advance at different rates; most of a batch is often done long before its last row.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hf_spec.core.buckets import bucket
-from hf_spec.decoding.scoring import Processors
-from hf_spec.drafting.drafter import DecodeState, Drafter
 
-#: Share of the carried rows that must have finished. There is at most one swap per finished row,
-#: and a swap costs about one row's share of a step (docs/inside/exactness.md), so shrinking pays
-#: within a step or two. The share is not smaller, as step times are learned per batch size.
+#: Share of the batch's rows that must have finished. At most one row is moved per finished row, at
+#: about one row's share of a step (docs/inside/exactness.md), so shrinking pays off within a step
+#: or two. The share is not smaller, as step times are learned per batch size.
 SHARE = 1 / 8
 
 
-class Shrinking:
-    """Drops finished rows from one call's batch.
+def remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list[int] | None:
+    """The rows that a batch keeps, in their new order; None if it does not shrink.
+
+    The last rows take the places of finished ones, so that few rows move.
 
     Args:
-        state: the call's state, whose rows are dropped.
-        drafter, scorer: follow the batch.
-        ends: given rows of the call, 1 for each whose last token must be cached before it leaves.
-        halves: shrink only to powers of two, as code is compiled for each size.
+        active: unfinished rows.
+        powers_of_two: shrink only to such sizes, as code is compiled for each size.
     """
+    size, left = len(active), sum(active)
+    if powers_of_two:
+        left = min(bucket(left), size)
+    if not 0 < left <= size - max(SHARE * size, 1) or not any(active):
+        return None
+    rows = list(range(left))
+    behind = [row for row in range(left, size) if active[row]]
+    for row in range(left):
+        if not active[row] and behind:
+            rows[row] = behind.pop()
+    return rows
 
-    def __init__(
-        self, state: DecodeState, drafter: Drafter, scorer: Processors,
-        ends: Callable[[Sequence[int]], list[int]], halves: bool = False,
-    ):  # fmt: skip
-        self.state = state
-        self.drafter = drafter
-        self.scorer = scorer
-        self.ends = ends
-        self.halves = halves
-        self._allowed: bool | None = None
 
-    def step(self) -> bool:
-        """Drop the finished rows if that pays; return whether any were dropped.
+def may_shrink(model: Any, model_kwargs: dict[str, Any], batch_size: int) -> bool:
+    """Whether a model may be called with fewer rows than the call has.
 
-        Called between two steps.
-        """
-        state = self.state
-        ends = self.ends(state.rows)
-        finished = [n for n, (on, end) in enumerate(zip(state.active, ends)) if not on and not end]
-        if self.halves:
-            kept = max(state.batch_size - len(finished), 1)
-            finished = finished[: max(state.batch_size - bucket(kept), 0)]
-        enough = len(finished) >= max(SHARE * state.batch_size, 1)
-        if not enough or len(finished) == state.batch_size or not self.allowed:
-            return False
-        rows = state.cache.park(finished)
-        state.select(rows)
-        self.scorer.select(rows)
-        self.drafter.select(state, rows)
-        return True
-
-    @property
-    def allowed(self) -> bool:
-        """Whether the model may be called with fewer rows; determined once."""
-        if self._allowed is None:
-            inputs = self.state.target.model_kwargs.values()
-            self._allowed = not (
-                any(isinstance(value, (list, tuple, dict)) and value for value in inputs)
-                or _hooks_know_rows(self.state.model, self.state.batch_size)
-            )
-        return self._allowed
+    Args:
+        model_kwargs: further arguments of its forwards.
+    """
+    grouped = (value for value in model_kwargs.values() if isinstance(value, (list, tuple, dict)))
+    return not any(grouped) and not _hooks_know_rows(model, batch_size)
 
 
 def _hooks_know_rows(model: Any, batch_size: int) -> bool:

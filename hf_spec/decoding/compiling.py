@@ -18,7 +18,8 @@ from hf_spec.core.checks import check_count
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import states_at
 from modeling_patches.weights import placement

@@ -57,6 +57,11 @@ class Handover:
         self._mask: Tensor | None = None
         self._done = False
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether finished rows must stay in the cache, as it is returned."""
+        return self._wanted
+
     def take_over(
         self, source: DynamicCache, mask: Tensor | None, capacity: int, front: int, logits: Tensor
     ) -> TreeCache:
@@ -129,7 +134,7 @@ class Handover:
         return [] if kept or self.cache is None else self.cache.release()
 
     def _give_back(self, cache: TreeCache) -> None:
-        cache.unpark()
+        cache.repair()
         start = self.start or cache.host_lengths
         emitted, active = self.emission.emitted, self.emission.active
         most = max(max(emitted) - 1, 0)  # the longest row's last token is not cached

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.acceptance import Acceptance, noise_of
-from hf_spec.decoding.batch import Shrinking
+from hf_spec.decoding.batch import may_shrink, remaining_rows
 from hf_spec.decoding.compiling import warm
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
@@ -21,7 +21,7 @@ from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.drafting.drafter import DecodeState
+from hf_spec.drafting.state import DecodeState
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
@@ -80,7 +80,7 @@ def decode(
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
         state = DecodeState(
-            model, target, cache, emission.tokens, root=cache.lengths,
+            model, drafter, target, cache, emission.tokens, root=cache.lengths,
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats, timed=strategy.timed,
             noise=noise,
@@ -96,7 +96,9 @@ def decode(
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes(drafter.num_probes, drafter.uses_lookup)
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
-        shrinking = Shrinking(state, drafter, scorer, handover.ends, graphs is not None)
+        shrinks = not handover.keeps_rows and may_shrink(
+            model, target.model_kwargs, state.batch_size
+        )
         watch.step()
 
         while model._has_unfinished_sequences(
@@ -105,7 +107,9 @@ def decode(
             if not any(state.active):
                 steps.cache_ends()
                 continue
-            if shrinking.step():
+            rows = remaining_rows(state.active, graphs is not None) if shrinks else None
+            if rows is not None:
+                state.select(rows)
                 policy.move((state.batch_size, context, device))
             steps.take()
 

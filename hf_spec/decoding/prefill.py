@@ -22,7 +22,8 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import OtherInputs
-from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import final_hidden
 from hf_spec.model.target import Target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_spec.decoding.emission import Emission
-from hf_spec.drafting.drafter import Process
 
 #: Processors that treat each row alone and never look at its tokens.
 ROWWISE = (
@@ -40,13 +39,6 @@ def is_stateless(processor: Any) -> bool:
     Known are those of Transformers, and any that says so by an attribute ``stateless = True``.
     """
     return type(processor) in STATELESS or getattr(processor, "stateless", False) is True
-
-
-class Processors(Process, Protocol):
-    """Processors of the sequences of a batch, which may shrink."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Follow the batch, whose row ``i`` is now the one that was ``rows[i]``."""
 
 
 class Scorer:

@@ -17,7 +17,8 @@ from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.prefill import catch_up
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.drafting.drafter import DecodeState, Reads
+from hf_spec.drafting.drafter import Reads
+from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import states_at
 from hf_spec.model.target import Output
 from hf_spec.policy.step_policy import StepPolicy

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.noise import SamplingNoise
+from hf_spec.drafting.state import DecodeState
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.target import Pruning, Target
+from hf_spec.model.target import Pruning
 from modeling_patches.per_call import Changes
 
 
@@ -32,104 +30,6 @@ class Reads:
     """
 
     nodes: Literal["last", "probes"] | None = None
-
-
-class Process(Protocol):
-    """The call's logits processors."""
-
-    @property
-    def trivial(self) -> bool:
-        """Whether they keep the likeliest token the likeliest."""
-
-    @property
-    def stateful(self) -> Sequence[str]:
-        """Names of those that may keep a state."""
-
-    @property
-    def eos(self) -> Collection[int]:
-        """Tokens that end a sequence."""
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all sequences must take equally many tokens in each step."""
-
-    def __call__(
-        self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool],
-        drafting: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Logits ``(batch, vocab)`` -> float32 scores after all processors. The prefix of each
-        active sequence is its tokens so far, then its suffix. While drafting, only processors run
-        that keep no state."""
-
-
-@dataclass
-class DecodeState:
-    """What the loop shows a drafter, which must not change it.
-
-    It holds the batch rows that are still carried: the batch shrinks as sequences finish
-    (:meth:`select`).
-
-    Attributes:
-        model: the model.
-        target: runs the model on the nodes of a tree after the cached tokens.
-        cache: the KV cache; it holds all tokens of a sequence except the last, the root.
-        tokens: the tokens of each sequence so far, with the prompt, without padding.
-        root: ``(batch,)`` the last token of each sequence.
-        active: whether each sequence is unfinished.
-        remaining: how many tokens each sequence may still emit.
-        do_sample: whether tokens are sampled.
-        process: applies the call's logits processors.
-        stats: the statistics of the call so far.
-        rows: the index in the call of each batch row.
-        timed: whether the amount of drafting may depend on step times.
-        prefetched: what :meth:`Drafter.prefetch` returned, on the host; None if nothing.
-        draft_cost: tokens that one more drafting forward must bring to pay for its time; None
-            while unknown.
-        lookups: this step's prompt lookups, by sequence; they are among the draft tokens anyway.
-        noise: what the next tokens will be sampled with; None if the output would depend on it.
-    """
-
-    model: Any
-    target: Target
-    cache: TreeCache
-    tokens: list[list[int]]
-    root: Tensor
-    active: list[bool]
-    remaining: list[int]
-    do_sample: bool
-    process: Process
-    stats: SpecStats = field(default_factory=SpecStats)
-    rows: list[int] = field(default_factory=list)
-    timed: bool = False
-    prefetched: Any = None
-    draft_cost: Callable[[], float | None] = lambda: None
-    lookups: Sequence[Row] = ()
-    noise: SamplingNoise | None = None
-
-    def __post_init__(self) -> None:
-        self.rows = self.rows or list(range(len(self.tokens)))
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Follow the cache, whose row ``i`` is now the former ``rows[i]``; for the loop."""
-        self.target.select(rows)
-        for name in ("tokens", "active", "remaining", "rows"):
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in rows])
-        self.prefetched = None
-        if self.noise is not None:
-            self.noise.select(rows)
-        self.root = self.root[torch.tensor(rows, device=self.root.device)]
-
-    @property
-    def batch_size(self) -> int:
-        """Batch rows that are still carried."""
-        return len(self.tokens)
-
-    @property
-    def max_depth(self) -> int:
-        """Depth of the deepest draft token that any sequence can use; one token is the bonus."""
-        left = [n for n, active in zip(self.remaining, self.active) if active]
-        return max(left, default=1) - 1
 
 
 class Drafter(CandidateGenerator):
@@ -236,13 +136,12 @@ class Drafter(CandidateGenerator):
         """
         return tree
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Called between two steps when finished sequences have left the batch.
 
         A drafter that keeps state per sequence selects it here.
 
         Args:
-            state: the state of the smaller batch.
             rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
         """
 

@@ -7,8 +7,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from hf_spec.drafting.drafter import DecodeState, Reads
+from hf_spec.drafting.drafter import Reads
 from hf_spec.drafting.heads import HEAD_WEIGHTS, PROJECTION, WEIGHTS, head_logits, head_states
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import token_hidden
@@ -42,8 +43,8 @@ class HeadDrafter(TreeDrafter):
         super().start(state)
         self.num_predicted = (self.distances,) * state.batch_size
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         self.num_predicted = self.num_predicted[: len(rows)]
 
     @property

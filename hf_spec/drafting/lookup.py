@@ -9,8 +9,9 @@ import torch
 
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.ngram import Confidence, Limits, NgramIndex, continuation_tree
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 
 
@@ -114,8 +115,8 @@ class WithLookup(WrappedDrafter):
         self.inner.observe(state, tree, result)
         self.lookups.observe(result)
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         self.lookups.select(rows)
 
 

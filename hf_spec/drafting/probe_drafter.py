@@ -10,7 +10,8 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.drafter import DecodeState, Reads
+from hf_spec.drafting.drafter import Reads
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -67,8 +68,8 @@ class ProbeDrafter(TreeDrafter):
         super().observe(state, tree, result)
         self.num_predicted = [count // self.per_distance for count in result.num_probes]
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         self.num_predicted = [self.num_predicted[row] for row in rows]
 
     def states(self, hidden: Tensor, depth: int) -> Tensor:

@@ -19,9 +19,10 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.root_correction import RootCorrection
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.transition import Transition
 from hf_spec.model.hidden_states import shapes_logits
 
@@ -50,7 +51,7 @@ class TreeSource:
         return self._states.max_probes
 
     def start(self, state: DecodeState) -> None:
-        """Called before the call's first step, and after the batch has shrunk."""
+        """Called before the call's first step."""
 
     def propose(
         self, drafter: TreeDrafter, state: DecodeState, known: Sequence[int], depth: int
@@ -130,11 +131,10 @@ class TreeDrafter(Drafter):
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = hidden
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         if self.hidden is not None:
             self.hidden = self.hidden[torch.tensor(rows, device=self.hidden.device)]
         self._steps.clear()
-        self.source.start(state)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         self.source.observe(result.tokens, tree.num_tokens - 1)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.state import DecodeState
 from hf_spec.model.target import Pruning
 
 
@@ -54,8 +55,8 @@ class WrappedDrafter(Drafter):
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         return self.inner.attach_probes(tree, ahead)
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
-        self.inner.select(state, rows)
+    def select(self, rows: Sequence[int]) -> None:
+        self.inner.select(rows)
 
     def warm(self, state: DecodeState) -> None:
         self.inner.warm(state)

@@ -216,7 +216,6 @@ class Target:
         changes: Changes | None, match: bool,
     ) -> Output:  # fmt: skip
         """:meth:`_forward` by compiled code, padded to a recurring shape."""
-        tokens, probes = tree.num_tokens - first, tree.num_probes
         block = None
         if first:
             block = Block.of(tree, first).padded(first)

@@ -19,9 +19,9 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.tree_states import TreeState
-from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.options import CANDIDATES
 from hf_spec.drafting.predictions import Predictions, Tempered
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy.calibration import Calibration, walk

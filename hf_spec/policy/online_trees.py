@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.likely_paths import Array

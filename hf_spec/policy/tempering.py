@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.transfer import sent
-from hf_spec.drafting.drafter import DecodeState
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.policy.memory import alone
 

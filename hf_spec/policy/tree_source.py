@@ -9,8 +9,8 @@ import numpy as np
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.options import ADAPTIVE, AUTO, ONLINE, TUNED, TreeOptions, is_dynamic
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.calibration import Calibration

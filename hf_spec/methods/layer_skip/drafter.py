@@ -21,8 +21,9 @@ from hf_spec.adapters.active import ActiveAdapter, find_active
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.predictions import distribution
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.memory import alone, recall

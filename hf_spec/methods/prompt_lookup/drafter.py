@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.drafter import DecodeState, Drafter
+from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.ngram import NgramIndex, continuation_tree
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
 
 
@@ -31,7 +32,7 @@ class PromptLookupDrafter(Drafter):
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         self.lookups.observe(result)
 
-    def select(self, state: DecodeState, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         self.lookups.select(rows)
 
     def chain(self, input_ids: Tensor) -> list[int]:

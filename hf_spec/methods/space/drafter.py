@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.drafter import DecodeState
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.space.masks import mask_tokens
 from hf_spec.methods.space.options import SpaceOptions
 from hf_spec.model.hidden_states import model_logits

@@ -1,0 +1,130 @@
+"""The state of a call's decoding, as the loop and its drafter see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.cache import TreeCache
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import Row
+from hf_spec.drafting.noise import SamplingNoise
+from hf_spec.model.target import Target
+
+
+class FollowsBatch(Protocol):
+    """Something that keeps state per sequence."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
+
+
+class Process(FollowsBatch, Protocol):
+    """The call's logits processors."""
+
+    @property
+    def trivial(self) -> bool:
+        """Whether they keep the likeliest token the likeliest."""
+
+    @property
+    def stateful(self) -> Sequence[str]:
+        """Names of those that may keep a state."""
+
+    @property
+    def eos(self) -> Collection[int]:
+        """Tokens that end a sequence."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all sequences must take equally many tokens in each step."""
+
+    def __call__(
+        self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool],
+        drafting: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Logits ``(batch, vocab)`` -> float32 scores after all processors. The prefix of each
+        active sequence is its tokens so far, then its suffix. While drafting, only processors run
+        that keep no state."""
+
+
+@dataclass
+class DecodeState:
+    """The sequences of a call that are still decoded, and the parts that follow them.
+
+    It is what the loop shows a drafter, which must not change it. The batch shrinks as sequences
+    finish (:meth:`select`).
+
+    Attributes:
+        model: the model.
+        drafter: the call's drafter.
+        target: runs the model on the nodes of a tree after the cached tokens.
+        cache: the KV cache; it holds all tokens of a sequence except the last, the root.
+        tokens: the tokens of each sequence so far, with the prompt, without padding.
+        root: ``(batch,)`` the last token of each sequence.
+        active: whether each sequence is unfinished.
+        remaining: how many tokens each sequence may still emit.
+        do_sample: whether tokens are sampled.
+        process: applies the call's logits processors.
+        stats: the statistics of the call so far.
+        rows: the index in the call of each batch row.
+        timed: whether the amount of drafting may depend on step times.
+        prefetched: what :meth:`Drafter.prefetch` returned, on the host; None if nothing.
+        draft_cost: tokens that one more drafting forward must bring to pay for its time; None
+            while unknown.
+        lookups: this step's prompt lookups, by sequence; they are among the draft tokens anyway.
+        noise: what the next tokens will be sampled with; None if the output would depend on it.
+    """
+
+    model: Any
+    drafter: FollowsBatch
+    target: Target
+    cache: TreeCache
+    tokens: list[list[int]]
+    root: Tensor
+    active: list[bool]
+    remaining: list[int]
+    do_sample: bool
+    process: Process
+    stats: SpecStats = field(default_factory=SpecStats)
+    rows: list[int] = field(default_factory=list)
+    timed: bool = False
+    prefetched: Any = None
+    draft_cost: Callable[[], float | None] = lambda: None
+    lookups: Sequence[Row] = ()
+    noise: SamplingNoise | None = None
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or list(range(len(self.tokens)))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows in this order, and have all parts follow.
+
+        Args:
+            rows: the former index of each row; each at most once.
+        """
+        parts: list[FollowsBatch] = [self.cache, self.target, self.drafter, self.process]
+        for part in parts + ([] if self.noise is None else [self.noise]):
+            part.select(rows)
+        for name in ("tokens", "active", "remaining", "rows"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in rows])
+        self.root, self.prefetched = self.root[_index(rows, self.root)], None
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows that are still carried."""
+        return len(self.tokens)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest draft token that any sequence can use; one token is the bonus."""
+        left = [n for n, active in zip(self.remaining, self.active) if active]
+        return max(left, default=1) - 1
+
+
+def _index(rows: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(rows, device=like.device)
