@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
 
 
@@ -25,11 +25,8 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     spec_stats: SpecStats | None = None
 
 
-_last: weakref.WeakKeyDictionary[Any, SpecStats] = weakref.WeakKeyDictionary()
-
-
 def remember_stats(model: Any, stats: SpecStats) -> None:
-    _last[model] = stats
+    memory(model)[SpecStats] = stats
 
 
 def last_stats(model: Any) -> SpecStats | None:
@@ -39,8 +36,9 @@ def last_stats(model: Any) -> SpecStats | None:
         model: the model, or a PEFT or ``torch.compile`` wrapper around it.
     """
     while model is not None:
-        if model in _last:
-            return _last[model]
+        stats: SpecStats | None = memory(model).get(SpecStats)
+        if stats is not None:
+            return stats
         inner = getattr(model, "_orig_mod", None)
         model = inner or (model.get_base_model() if hasattr(model, "get_base_model") else None)
     return None

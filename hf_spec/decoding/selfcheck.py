@@ -8,7 +8,6 @@ the middle of a call.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from hf_spec.core.memory import memory
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -37,8 +37,6 @@ from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
 from modeling_patches.weights import placement
-
-_checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 _TREE = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
 #: What each of its nodes sees.
@@ -76,11 +74,12 @@ def check_tree_forward(
     if model.config.get_text_config(decoder=True).model_type in VERIFIED:
         return
     kind = (padded, None if drafter is None else drafter.kind_of_forward)
-    if kind in _checked.setdefault(model, set()):
+    checked = memory(model).setdefault("self-checks", set())
+    if kind in checked:
         return
     reads = drafter is None or drafter.reads.nodes is not None
     trials = [(_Trial(model, padded), drafter, reads)]
-    if not _checked[model] and forgets_at(model) is None:
+    if not checked and forgets_at(model) is None:
         # Trials that cross the end of a context, where rotary frequencies may change.
         ends = [end for end in context_ends(model) if end > _PROMPT]
         trials = [(_Trial(model, False, end - _PROMPT - 1), None, False) for end in ends] + trials
@@ -104,7 +103,7 @@ def check_tree_forward(
             f"{error:.2g} in a trial{' with padding' * trial.padded} at position {trial.start})."
             f"{' Call model.eval() first.' * model.training}"
         )
-    _checked[model].add(kind)
+    checked.add(kind)
 
 
 class _Pruning:

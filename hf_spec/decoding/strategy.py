@@ -10,6 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.core.memory import recall
 from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
@@ -19,7 +20,6 @@ from hf_spec.drafting.options import StrategyOptions
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy.learned import Learned
-from hf_spec.policy.memory import recall
 from hf_spec.policy.step_policy import StepPolicy, switched_on
 from hf_spec.policy.tuned_trees import Device, measurements
 

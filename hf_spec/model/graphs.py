@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -28,6 +28,7 @@ from transformers import CompileConfig
 
 from hf_spec.core.cache import zeros
 from hf_spec.core.checks import first_line
+from hf_spec.core.memory import memory
 from modeling_patches.contents import contents
 from modeling_patches.per_call import foreign_hooks
 from modeling_patches.weights import placement
@@ -73,7 +74,6 @@ class _Kept:
         self.spare: list[Tensor] = []
 
 
-_KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
 _COMPILING = threading.RLock()
 #: Held while code runs that shares memory with all other code.
 _RUNNING = threading.Lock()
@@ -96,7 +96,7 @@ class Graphs:
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
         self.model = model
         with _COMPILING:
-            self._kept = _KEPT.setdefault(model, _Kept())
+            self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
         self._options = _options(config)
         self._frozen = config.backend == "inductor" and bool(
             self._options["options"].get("freezing", torch._inductor.config.freezing)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_spec.core.memory import memory
 from modeling_patches.per_call import Changes, step_aside
 from modeling_patches.weights import (
     features,
@@ -114,7 +114,8 @@ def shapes_logits(model: Any) -> bool:
 
     Determined once per model, on a constant state whose largest logit is large enough for caps.
     """
-    if model not in _SHAPES:
+    known = memory(model)
+    if "shapes logits" not in known:
         step_aside(model)
         width, _ = features(in_use(model.get_output_embeddings())) or input_features(model)[::-1]
         device, dtype = placement(model)
@@ -122,13 +123,12 @@ def shapes_logits(model: Any) -> bool:
         state *= LARGE_LOGIT / output_logits(model, state).abs().max().clamp(min=1e-3)
         plain, own = output_logits(model, state), model_logits(model, state)
         # Logits that differ by one rounding of bfloat16 count as equal.
-        _SHAPES[model] = not torch.allclose(plain.to(own), own, rtol=0.01, atol=1e-3)
-    return _SHAPES[model]
+        known["shapes logits"] = not torch.allclose(plain.to(own), own, rtol=0.01, atol=1e-3)
+    return bool(known["shapes logits"])
 
 
 #: A logit that a confident model gives to its token.
 LARGE_LOGIT = 30.0
-_SHAPES: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def taken(model: Any, **inputs: Any) -> dict[str, Any]:

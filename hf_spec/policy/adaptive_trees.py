@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_spec.core.memory import locked
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import HostTree, Tree
@@ -26,7 +27,6 @@ from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.likely_paths import Array
-from hf_spec.policy.memory import alone
 from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
 #: Number of candidates grown for the policy to choose from: at first, and at most.
@@ -246,7 +246,7 @@ class AdaptiveTrees(TreeSource):
             sample.teach(self.tempering, emitted)
         self._observe(emitted, num_drafted)
 
-    @alone
+    @locked
     def _observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         if not self._proposed:
             return

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_spec.core.memory import locked
 from hf_spec.drafting.options import CANDIDATES
 from hf_spec.policy.guard import Guard
-from hf_spec.policy.memory import alone
 from hf_spec.policy.step_times import StepTimes
 
 #: Steps of each of the two sizes that a setting starts with. Fitting a line takes two sizes, and
@@ -153,7 +153,7 @@ class Learned:
         wide = max(CANDIDATES // (1 if self.packed else batch_size), 2)
         return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
-    @alone
+    @locked
     def setting(
         self, key: tuple[int, int, str], measured: Callable[[], dict[int, float]] = dict
     ) -> Setting:

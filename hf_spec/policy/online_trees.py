@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_spec.core.memory import locked
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.likely_paths import Array
-from hf_spec.policy.memory import alone
 
 #: alpha of the hits. The first hits weigh more, as in a plain mean.
 HIT_ALPHA = 1 / 128
@@ -129,7 +129,7 @@ class OnlineTrees(AdaptiveTrees):
         self.hits = hits
         self._predicted: tuple[Predictions, Tensor] | None = None
 
-    @alone
+    @locked
     def predictions(
         self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
         known: Sequence[int] | Tensor, noise: Tensor | None,
@@ -138,7 +138,7 @@ class OnlineTrees(AdaptiveTrees):
         self._predicted = made, state.root
         return Ranked(made, self.hits.chances)
 
-    @alone
+    @locked
     def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
         super().observe(emitted, num_drafted)
         came = emitted

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
@@ -33,7 +34,6 @@ from hf_spec.drafting.options import StrategyOptions
 from hf_spec.policy.adaptive_trees import best_ends, ends
 from hf_spec.policy.learned import ALPHA, Learned
 from hf_spec.policy.likely_paths import Array
-from hf_spec.policy.memory import alone
 from hf_spec.policy.step_times import CLIP, StepTimes
 
 #: Numbers of candidates that a step may have. There are few, so that steps repeat, above all
@@ -118,7 +118,7 @@ class StepPolicy:
 
     # -- before a step -----------------------------------------------------------------------
 
-    @alone
+    @locked
     def drafts(self, looks_up: bool = False) -> bool:
         """Whether the step that begins now drafts.
 
@@ -139,7 +139,7 @@ class StepPolicy:
         is over."""
         return not (self.enabled and self.learned.guard.paused)
 
-    @alone
+    @locked
     def draft_cost(self) -> float | None:
         """Tokens that one more drafting forward must bring to pay: what its time, and that of
         another candidate in the step, would otherwise yield. None while unknown, or if nothing may
@@ -150,7 +150,7 @@ class StepPolicy:
             return None
         return rate * (seconds + line[1])
 
-    @alone
+    @locked
     def choose(
         self, tree: Tree, drafter: Drafter, active: Sequence[bool], limits: Sequence[int]
     ) -> Tree:
@@ -182,7 +182,7 @@ class StepPolicy:
         ends = best_ends(likely[:, :nodes], host.parents[:, :nodes], plan.probed)
         return drafter.attach_probes(tree, (ends * drafter.distances).tolist())
 
-    @alone
+    @locked
     def count(self, chances: Sequence[float], live: int) -> int:
         """How many candidates the step takes if the candidates of all rows are packed together.
 
@@ -290,7 +290,7 @@ class StepPolicy:
 
     # -- after a step ------------------------------------------------------------------------
 
-    @alone
+    @locked
     def observe(self, tree: Tree, emitted: Sequence[int], seconds: float) -> None:
         """Learn from a finished step.
 
@@ -304,7 +304,7 @@ class StepPolicy:
             tree.num_tokens - 1, self._width_of(tree), sum(live), len(live), seconds, self.prunes
         )
 
-    @alone
+    @locked
     def note(
         self, candidates: int, rows: int, tokens: int, live: int, seconds: float,
         pruned: bool = False,
@@ -368,7 +368,7 @@ class StepPolicy:
         self._key = setting
         self.setting = self.learned.setting(setting)
 
-    @alone
+    @locked
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``, as JSON types: the choices and their inputs."""
         times, line = self.setting.times, self.setting.times.line

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_spec.core.memory import locked
 from hf_spec.core.transfer import sent
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
-from hf_spec.policy.memory import alone
 
 #: One in so many steps that sample teaches both numbers: at first, and after so many updates.
 OFTEN, SELDOM, SETTLED = 4, 16, 64
@@ -75,7 +75,7 @@ class Tempering:
         if count:
             self._move(found)
 
-    @alone
+    @locked
     def _move(self, found: Sequence[float]) -> None:
         """Move both numbers along their slopes. Other threads wait for this, not for the device."""
         self.updates += 1

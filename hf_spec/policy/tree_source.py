@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.options import ADAPTIVE, AUTO, ONLINE, TUNED, TreeOptions, is_dynamic
@@ -14,7 +15,6 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.calibration import Calibration
-from hf_spec.policy.memory import recall
 from hf_spec.policy.online_trees import HitRates, OnlineTrees
 from hf_spec.policy.tempering import Tempering
 from hf_spec.policy.tuned_trees import TREE_FILE, Device, TunedTrees, measurements, read_trees

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.core.memory import locked, recall
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult
@@ -26,7 +27,6 @@ from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions
 from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.memory import alone, recall
 from hf_spec.policy.tempering import Tempering
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.low_rank import MergedCopies
@@ -277,7 +277,7 @@ class DraftExit:
         self.calibration = Calibration(options.max_draft)
         self._idle = 0
 
-    @alone
+    @locked
     def due(self) -> bool:
         """Whether this step should draft although it does not seem to pay, which is rare."""
         self._idle = (self._idle + 1) % AGAIN
@@ -305,7 +305,7 @@ class DraftExit:
         held = held or [0.0] * len(paths)
         return sum(max(path * rate - own, 0.0) for path, own in zip(paths, held)) > price
 
-    @alone
+    @locked
     def learn(
         self, trust: Sequence[float], trees: Sequence[Row], came: Sequence[Sequence[int]]
     ) -> None:
@@ -317,7 +317,7 @@ class DraftExit:
         """Whether to draft another token after one of this draft probability."""
         return self.options.draft_exit == "fixed" or confidence >= self.gamma
 
-    @alone
+    @locked
     def update(self, acceptance: float) -> None:
         """Adapt gamma to AR_e, the acceptance rate of drafting stage e over all sequences."""
         if self.options.draft_exit not in (POLICY, "adaptive"):

@@ -19,8 +19,8 @@ import torch
 from hf_spec.bench.contenders import PLAIN, Contender, ours
 from hf_spec.bench.prompts import Prompt, context_limit, encode_prompts
 from hf_spec.bench.session import Session, own_generation_config
+from hf_spec.core.memory import forget
 from hf_spec.core.stats import SpecStats
-from hf_spec.policy.memory import forget
 from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
 
 OBJECTIVES = ("modelled", "measured")

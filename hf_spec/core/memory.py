@@ -1,0 +1,53 @@
+"""What is kept between calls for a model: the only such store, freed with the model.
+
+Calls in several threads share it: functions that read or change it are wrapped by :func:`locked`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_LOCK = threading.RLock()
+_MEMORIES: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+#: Key of what was learned from decoding.
+_LEARNED = "learned"
+
+
+def locked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: at most one thread at a time runs the function."""
+
+    @functools.wraps(function)
+    def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _LOCK:
+            return function(*args, **kwargs)
+
+    return waiting
+
+
+@locked
+def memory(model: Any) -> dict[Hashable, Any]:
+    """The values that are kept for a model, by name."""
+    return _MEMORIES.setdefault(model, {})
+
+
+@locked
+def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
+    """What earlier calls have learned under this key; created if there is nothing."""
+    learned = memory(model).setdefault(_LEARNED, {})
+    if key not in learned:
+        learned[key] = make()
+    found: T = learned[key]
+    return found
+
+
+@locked
+def forget(model: Any) -> None:
+    """Forget everything that was learned about a model, so that calls can be compared."""
+    memory(model).pop(_LEARNED, None)
