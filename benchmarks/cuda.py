@@ -40,7 +40,7 @@ from hf_spec.bench.contenders import ours, parse_names
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.report import new_table
 from hf_spec.bench.results import PHASES
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.convert import pack
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import Stopwatch, synchronize
 from hf_spec.core.token_tree import TokenTree
@@ -143,7 +143,7 @@ class Bench:
         past = cache_in(self.model(input_ids=self.ids, use_cache=True, logits_to_keep=1))
         batch, context = self.ids.shape
         most = max(self.args.tokens)
-        cache = TreeCache.pack(past, None, context + most, self.device)
+        cache = pack(past, None, context + most, self.device)
         last = torch.full((batch,), context + most, device=self.device)
         for way in (EAGER, COMPILED):
             graphs = Graphs(self.model, self.compiling, "L(n)") if way == COMPILED else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig, GenerationConfig
 
-from hf_spec.core.cache import BUCKET
+from hf_spec.cache.buffers import BUCKET
 from hf_spec.core.checks import check_count
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.core.cache import Allocate, TreeCache
+from hf_spec.cache.buffers import Allocate
+from hf_spec.cache.convert import take_over, unpack_into
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.emission import Emission
 
 
@@ -70,20 +72,20 @@ class Handover:
         Args:
             source: is emptied.
             mask: ``(batch, slots)`` bool, real slots of ``source``; None if all are.
-            capacity, front: as for :meth:`TreeCache.take_over`.
+            capacity, front: as for :func:`hf_spec.cache.convert.take_over`.
             logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
         """
         cache = self.empty(len(source.layers), len(logits), logits.device)
         # Adopted before it takes over anything, as taking over empties ``source``.
         self.adopt(cache, mask)
-        cache.take_over(source, mask, capacity, front)
+        take_over(cache, source, mask, capacity, front)
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
         """Create an empty cache, which is not yet the call's."""
         cache = TreeCache(layers, rows, device)
         if self.allocate is not None:
-            cache.use_buckets(self.allocate)
+            cache.states.use_buckets(self.allocate)
         return cache
 
     def adopt(self, cache: TreeCache, mask: Tensor | None) -> None:
@@ -131,7 +133,7 @@ class Handover:
     def release(self) -> list[Tensor]:
         """The buffers of a cache that is not returned, once the call is over; else none."""
         kept = isinstance(self.given, TreeCache) or (self._wanted and self._target is None)
-        return [] if kept or self.cache is None else self.cache.release()
+        return [] if kept or self.cache is None else self.cache.states.release()
 
     def _give_back(self, cache: TreeCache) -> None:
         cache.repair()
@@ -154,7 +156,7 @@ class Handover:
             rows = zip(self.history, self.emission.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
         if self._target is not None:
-            cache.unpack_into(self._target, self._filled(cached, start, cache.lengths.device))
+            unpack_into(cache, self._target, self._filled(cached, start, cache.lengths.device))
 
     def _filled(self, cached: list[int], start: list[int], device: Any) -> Tensor | None:
         """``(batch, slots)`` bool, True for slots that hold a token; None if all do."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
-from hf_spec.core.cache import TreeCache, check_packable
+from hf_spec.cache.convert import check_packable
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.handover import Handover
@@ -133,7 +134,7 @@ def prefill(
         rows = [list(row) for row in emission.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
-        cache.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
+        cache.states.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
         target = make_target(cache, lengths)
         end = _append(target, rows, RIDING, group)
         handover.adopt(cache, real)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Row
 from hf_spec.drafting.noise import SamplingNoise

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import CompileConfig
 
-from hf_spec.core.cache import zeros
+from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from modeling_patches.contents import contents

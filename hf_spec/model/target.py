@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_spec.cache.buffers import bounded
+from hf_spec.cache.compiled import Layout, SlotCache
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
-from hf_spec.core.cache import TreeCache, bounded
 from hf_spec.core.pruning import keep_likely
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
@@ -26,7 +28,6 @@ from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.slot_cache import Layout, SlotCache
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
@@ -143,7 +144,7 @@ class Target:
         self.wants_hidden = wants_hidden
         self.reach: Reach | None = None
         if graphs is not None:
-            cache.use_buckets()
+            cache.states.use_buckets()
         self._changes = self.attention.changes
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
@@ -152,7 +153,7 @@ class Target:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
             if self.num_front:
-                cache.set_front(probe_inputs.front, Ranks(model).own_heads)
+                cache.states.set_front(probe_inputs.front, Ranks(model).own_heads)
 
     def __call__(
         self,
@@ -224,7 +225,7 @@ class Target:
         else:
             whole = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
             parts, width = whole.tensors(), whole.num_nodes
-        self.cache.reserve(self.cache.max_length + first + width)
+        self.cache.states.reserve(self.cache.max_length + first + width)
         layout = Layout.of(self.cache)
         extra = {n: x for n, x in self.model_kwargs.items() if isinstance(x, Tensor)}
         others = tuple((n, repr(x)) for n, x in self.model_kwargs.items() if n not in extra)
@@ -233,7 +234,7 @@ class Target:
             self.cache.lengths, self.position_shift, self.last_position, *parts, *learned,
             *extra.values(), *([self.cache.lengths + first] if first else []),
         ]  # fmt: skip
-        inputs = [buffer for buffer, _ in self.cache.buffers()]
+        inputs = [buffer for buffer, _ in self.cache.states.buffers()]
         inputs += [tensor.contiguous() for tensor in small]
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache
 
 
 class Layout(NamedTuple):
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, cache: TreeCache) -> Layout:
         """The layout of a cache with an open block."""
-        members = tuple(member for _, member in cache.buffers())
+        members = tuple(member for _, member in cache.states.buffers())
         return cls(len(cache.layers), members, cache.front, cache.shows_front)
 
 
@@ -67,7 +67,7 @@ class SlotLayer(CacheLayerMixin):
         rows, slots = self.rows.to(self.keys.device), self.slots.to(self.keys.device)
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
             finite = states.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
-            kept[rows, :, slots] = finite.to(kept.dtype)  # as wide: see TreeLayer.widen
+            kept[rows, :, slots] = finite.to(kept.dtype)  # as wide: see AttentionLayer
         return self.keys[:, :, self.hidden :], self.values[:, :, self.hidden :]
 
     def get_seq_length(self) -> int:

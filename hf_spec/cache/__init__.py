@@ -1,0 +1,1 @@
+"""The KV cache of trees, and its kinds of layers."""

@@ -1,0 +1,120 @@
+"""A layer of attention: its keys and values, as the model sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+class AttentionLayer(CacheLayerMixin):
+    """Keys and values of one layer: views ``(batch, kv_heads, capacity, head_dim)`` of a buffer.
+
+    ``with_front`` holds the same keys and values, preceded by the front slots.
+
+    Args:
+        cache: the ``TreeCache`` that it belongs to.
+    """
+
+    is_croppable = True
+
+    def __init__(self, cache: Any):
+        super().__init__()
+        self.cache = cache
+        self.appended = 0  # tokens appended outside a block, not yet counted in cache.lengths
+        self.with_front: dict[str, Tensor] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate slots for the first block of an empty cache."""
+        cache, states = self.cache, self.cache.states
+        if cache.block is None or not states.is_empty:
+            raise RuntimeError(
+                "TreeCache: this layer had no keys when the cache was packed. Start generation "
+                "again without a cache."
+            )
+        for name, own in (("keys", key_states), ("values", value_states)):
+            batch, heads, _, dim = own.shape
+            shape = batch, heads, states.front + cache.block[2], dim
+            self.attach(name, zeros(shape, own.dtype, own.device), states.front)
+        states.first_block_of(self)
+
+    def attach(self, name: str, with_front: Tensor, front: int) -> None:
+        """Use this view, front slots included, as ``keys`` or ``values``."""
+        self.with_front[name] = with_front
+        setattr(self, name, with_front[:, :, front:])
+        self.is_initialized = True
+        self.dtype, self.device = with_front.dtype, with_front.device
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
+
+        Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended.
+        Non-finite values become 0. A masked slot has weight 0, and 0 times NaN or infinity is NaN.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, states = self.cache, self.cache.states
+        if cache.block is not None:
+            start, slots, end = cache.block
+        else:
+            start = cache.uniform_length() + self.appended
+            slots, end = None, start + key_states.shape[-2]
+            states.reserve(end)
+            self.appended += key_states.shape[-2]
+        self._widen(key_states.dtype, value_states.dtype)
+        if slots is None:
+            stop = start + key_states.shape[-2]
+            _write_finite(self.keys[:, :, start:stop], key_states)
+            _write_finite(self.values[:, :, start:stop], value_states)
+        else:
+            for name, own in (("keys", key_states), ("values", value_states)):
+                view = self.with_front[name]
+                to = states.flat(slots, view.shape[1], view.shape[2], view.device)
+                finite = own.nan_to_num(0.0, 0.0, 0.0).flatten(0, 2)
+                view.view(-1, view.shape[3]).index_copy_(0, to, finite.to(view.dtype))
+        if cache.block is not None and cache.shows_front:
+            end += states.front
+            return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _widen(self, keys: torch.dtype, values: torch.dtype) -> None:
+        """Make sure that states of these dtypes can be written without loss.
+
+        What a model writes may change between calls, as with autocast. Like a ``DynamicCache``,
+        which concatenates them, the layer then holds all states in the wider dtype.
+        """
+        for name, dtype in (("keys", keys), ("values", values)):
+            have = self.with_front[name].dtype
+            if have != dtype and (wider := torch.promote_types(have, dtype)) != have:
+                self.cache.states.widen(self, name, wider)
+
+    def get_seq_length(self) -> int:
+        return self.cache.max_length + self.appended
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.cache.block is None:
+            self.cache.uniform_length()
+        return self.get_seq_length() + query_length, 0
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a buffer of zeros."""
+    # Not torch.empty: a masked slot has weight 0, and 0 * NaN is NaN. Not an inference tensor: a
+    # cache created under inference_mode can then be used outside it.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _write_finite(target: Tensor, states: Tensor) -> None:
+    # It does not trace a view as `out`, whose dtype must be that of the input.
+    if torch.compiler.is_compiling() or target.dtype != states.dtype:
+        target.copy_(states.nan_to_num(0.0, 0.0, 0.0))
+    else:  # in one pass, as cheap as the copy
+        torch.nan_to_num(states, 0.0, 0.0, 0.0, out=target)

@@ -1,0 +1,148 @@
+"""Taking over the states of Transformers' caches, and giving them back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from hf_spec.cache.buffers import aligned
+from hf_spec.cache.tree_cache import TreeCache
+
+
+def pack(
+    source: DynamicCache, mask: Tensor | None, capacity: int, device: torch.device | str,
+    front: int = 0,
+) -> TreeCache:  # fmt: skip
+    """Create a cache from the states of a prefill; see :func:`take_over`.
+
+    Args:
+        device: where ``lengths`` lives.
+    """
+    cache = TreeCache(len(source.layers), _rows(source), device)
+    take_over(cache, source, mask, capacity, front)
+    return cache
+
+
+def take_over(
+    cache: TreeCache, source: DynamicCache, mask: Tensor | None, capacity: int, front: int = 0
+) -> None:
+    """Take over the states of a prefill; ``source`` is emptied layer by layer.
+
+    Args:
+        cache: a new cache.
+        source: a cache of full-attention or sliding-window layers after the prefill.
+        mask: ``(batch, seq)`` bool, True for real tokens; None if all are. Padding is dropped,
+            wherever it is.
+        capacity: slots to allocate per row (rounded up).
+        front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
+    """
+    seq = source.get_seq_length()
+    order = None
+    lengths = [seq] * cache.batch_size
+    if mask is not None:
+        mask = mask.bool()
+        lengths = mask.sum(-1).tolist()
+        # Real tokens first, in order: slot j of a row gets its j-th real token.
+        order = torch.argsort(~mask, dim=-1, stable=True)[:, : max(lengths)]
+    cache.states.front = aligned(front)
+    states = {
+        (index, name): getattr(layer, name)
+        for index, layer in enumerate(source.layers)
+        if getattr(layer, "keys", None) is not None
+        for name in ("keys", "values")
+    }
+    windowed = any(tensor.shape[2] < seq for tensor in states.values())
+    cache.set_lengths(lengths, lengths if windowed else None)
+    cache.states.allocate(states, max(capacity, cache.max_length))
+    states.clear()
+    for own, layer in zip(cache.layers, source.layers):
+        if not own.is_initialized:
+            continue
+        for name in ("keys", "values"):
+            _copy_in(getattr(own, name), getattr(layer, name), order, seq)
+        layer.keys = layer.values = None
+
+
+def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
+    """Fill a user's ``DynamicCache`` in place, as plain generation would have left it.
+
+    Layers that already hold states are left alone: they were never taken over, or are filled.
+
+    Args:
+        cache: holds the states.
+        target: the cache to fill; sliding layers keep only their window.
+        mask: ``(batch, seq)`` bool over the slots to write, True where a slot holds the row's
+            next accepted token; None if all do. Other slots are zero.
+    """
+    cache.count_appended()
+    batch = len(cache.host_lengths)
+    if mask is None:
+        seq = cache.max_length
+        index = None
+    else:
+        seq = mask.shape[1]
+        index = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    for own, layer in zip(cache.layers, target.layers):
+        if not own.is_initialized or not (layer.keys is None or layer.values is None):
+            continue
+        states = []
+        for tensor in (own.keys, own.values):
+            if mask is None or index is None:
+                full = tensor[:, :, :seq].clone()
+            else:
+                where = index.to(tensor.device)[:, None, :, None]
+                shape = (batch, tensor.shape[1], seq, tensor.shape[3])
+                full = tensor.gather(2, where.expand(shape))
+                full = full * mask.to(tensor.device)[:, None, :, None]
+            states.append(full)
+        if not layer.is_initialized:
+            layer.lazy_initialization(*states)
+        if getattr(layer, "is_sliding", False):
+            keep = layer.sliding_window - 1
+            states = [full[:, :, max(seq - keep, 0) :].contiguous() for full in states]
+            layer.cumulative_length = seq
+        layer.keys, layer.values = states
+
+
+def check_packable(cache: Cache) -> None:
+    """Raise unless :func:`take_over` can take over this cache.
+
+    Raises:
+        ValueError: naming the cache or layer type.
+    """
+    remedy = "Pass a DynamicCache, the TreeCache of an earlier call, or no cache."
+    if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
+        kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
+        raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
+    for layer in cache.layers:
+        # Subclasses of the dynamic layer other than the sliding one quantise, index or compress.
+        known = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+        if not known or not (isinstance(layer, DynamicLayer) or "Dummy" in type(layer).__name__):
+            static = "Static" in type(layer).__name__
+            asks = " For compiled steps give cache_implementation='static' instead." * static
+            raise ValueError(
+                f"the given cache has a layer of type {type(layer).__name__}: rows cannot be "
+                f"rolled back there. {remedy}{asks}"
+            )
+
+
+def _rows(cache: DynamicCache) -> int:
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    return next(tensor.shape[0] for tensor in keys if tensor is not None)
+
+
+def _copy_in(target: Tensor, source: Tensor, order: Tensor | None, seq: int) -> None:
+    """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` slots.
+
+    Slots that a sliding layer dropped stay zero: they are outside every later query's window.
+    """
+    dropped = seq - source.shape[2]
+    if order is None:
+        target[:, :, dropped:seq] = source
+        return
+    slots = order.to(source.device) - dropped
+    index = slots.clamp(min=0)[:, None, :, None]
+    shape = (source.shape[0], source.shape[1], slots.shape[1], source.shape[3])
+    packed = source.gather(2, index.expand(shape))
+    target[:, :, : slots.shape[1]] = packed * (slots >= 0)[:, None, :, None]

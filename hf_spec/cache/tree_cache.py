@@ -1,0 +1,278 @@
+"""The one KV cache: preallocated buffers, per-row lengths, accepted paths kept in place.
+
+Row ``r`` holds its ``lengths[r]`` accepted tokens in slots ``0 .. lengths[r] - 1``, without padding
+or holes. A forward writes the nodes of its tree after them; they become part of the row only when
+:meth:`commit` keeps the accepted ones. What layers of one kind hold is in one object
+(:mod:`.buffers`), which begins, commits and selects for all of them together.
+
+An exception, such as an interrupt, may occur between any two lines. The buffers and the rows'
+lengths change together and stay valid; :meth:`repair` rebuilds the rest. Slots past a row's length
+are never read, so nothing there needs to be undone.
+
+Outside a speculative block this is an ordinary Transformers cache, provided that all rows have the
+same length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_spec.cache.attention import AttentionLayer
+from hf_spec.cache.buffers import AttentionStates, aligned
+from hf_spec.core.transfer import sent
+
+
+class TreeCache(Cache):
+    """One preallocated cache for speculative decoding.
+
+    Create it with :func:`hf_spec.cache.convert.pack` after a prefill, or empty. In an empty cache,
+    the first block sets the layers' shapes.
+
+    Attributes:
+        states: the buffers of its attention layers.
+        lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
+        host_lengths: the same as a list, which needs no device synchronization.
+        tokens: the tokens whose states each row holds, if the owner recorded them. A later call
+            uses them to find how much of its prompt is cached.
+        block: of an open block, the first slot, or ``(batch, n)`` slots if rows differ, and the
+            number of slots that attention sees.
+        shows_front: whether attention sees the front slots in this block, too.
+    """
+
+    layers: list[AttentionLayer]
+
+    def __init__(self, num_layers: int, batch_size: int, device: torch.device | str):
+        super().__init__(layers=[AttentionLayer(self) for _ in range(num_layers)])
+        self.states = AttentionStates(self.layers, batch_size)
+        self.host_lengths = [0] * batch_size
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.tokens: list[list[int]] | None = None
+        self.block: tuple[int, Tensor | None, int] | None = None
+        self.shows_front = False
+        self._offset = 0
+        #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
+        self._floor = [0] * batch_size
+
+    # -- lengths -----------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.host_lengths)
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest row."""
+        return max(self.host_lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated per row, without the front slots."""
+        return self.states.capacity
+
+    @property
+    def front(self) -> int:
+        """Number of front slots."""
+        return self.states.front
+
+    def uniform_length(self) -> int:
+        """The length that all rows share.
+
+        Raises:
+            ValueError: if rows differ, which ordinary (unmasked) use of a cache cannot express.
+        """
+        if min(self.host_lengths) != self.max_length:
+            raise ValueError(
+                f"TreeCache holds rows of different lengths {self.host_lengths}: outside "
+                "speculative decoding a cache has one length. Pass it to "
+                "generate(assistant_strategy=...), or process the rows one by one."
+            )
+        return self.max_length
+
+    def set_lengths(self, lengths: list[int], floor: list[int] | None = None) -> None:
+        """Set the accepted tokens per row.
+
+        Args:
+            floor: shortest nonzero lengths that rows can be cut to; None for the known ones.
+        """
+        self.tokens = None
+        self.host_lengths = lengths
+        self.lengths = sent(lengths, self.lengths.device)
+        self._floor = self._floor if floor is None else floor
+
+    @property
+    def _appended(self) -> int:
+        """Tokens appended outside blocks (by plain generation) in all layers."""
+        return min((one.appended for one in self.layers if one.is_initialized), default=0)
+
+    def count_appended(self) -> None:
+        """Add the appended tokens to the lengths."""
+        appended = self._appended
+        for layer in self.layers:
+            layer.appended = 0
+        if appended:
+            self.set_lengths([length + appended for length in self.host_lengths])
+
+    # -- a speculative block -----------------------------------------------------------------
+
+    def begin(self, num_nodes: int, offset: int = 0, front: bool = False) -> int:
+        """Open a block: the next forward writes ``num_nodes`` nodes after each row's tokens.
+
+        Args:
+            num_nodes: query tokens of the forward.
+            offset: slots to leave free before them (nodes written earlier in this step).
+            front: let attention see the front slots, too.
+
+        Returns:
+            The number of slots that attention sees (the mask's last dimension), without the front
+            slots.
+        """
+        self.count_appended()
+        self.shows_front, self._offset = front, offset
+        end = self.max_length + offset + num_nodes
+        self.states.reserve(end)
+        if min(self.host_lengths) == self.max_length:
+            start, slots = self.max_length + offset, None
+        else:
+            steps = torch.arange(offset, offset + num_nodes, device=self.lengths.device)
+            start, slots = 0, self.lengths[:, None] + steps
+        end = min(aligned(end), self.capacity)
+        self.block = (start, slots, end)
+        return end
+
+    def narrow(self, rows: Tensor) -> None:
+        """Keep only some query tokens of the open block for the layers that have yet to write.
+
+        Each query token keeps its slot, so an accepted token has the same slot in every layer.
+
+        Args:
+            rows: ``(batch, kept)`` indices of the kept query tokens in the block.
+        """
+        assert self.block is not None
+        slots = self.lengths[:, None] + self._offset + rows.to(self.lengths.device)
+        self.block = (0, slots, self.block[2])
+
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+        """Close the block: keep each row's accepted nodes and discard the others.
+
+        Args:
+            counts: accepted nodes per row, the root included; 0 keeps none.
+            path: ``(batch, depth)`` node indices of the accepted path, root first; entries past
+                ``counts`` may be any node. None if the accepted nodes already come first.
+        """
+        if self.states.is_empty:
+            self.states.join()
+        if path is not None:
+            self.states.move(self.lengths, path)
+        self.block = None
+        self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
+
+    def rollback(self) -> None:
+        """Close the block and discard all of its nodes."""
+        self.block = None
+
+    def repair(self) -> None:
+        """Close the block, and rebuild what an exception may have left half done."""
+        self.rollback()
+        self.set_lengths(self.host_lengths)
+        self.states.attach()
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows in this order and drop the others, in place.
+
+        Args:
+            rows: the former index of each row; each at most once.
+        """
+        self.count_appended()
+        self.states.select(rows, self.max_length)
+        self._keep_rows(rows)
+
+    def _keep_rows(self, rows: Sequence[int]) -> None:
+        tokens, floor = self.tokens, [self._floor[row] for row in rows]
+        self.set_lengths([self.host_lengths[row] for row in rows], floor)
+        self.tokens = None if tokens is None else [tokens[row] for row in rows]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows in this order; rows may repeat."""
+        self.count_appended()
+        self.states.repeat(indices)
+        self._keep_rows(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats)
+        self.batch_select_indices(rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    # -- the rest of a Transformers cache ----------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the longest row, even if the layer was skipped."""
+        return self.max_length + self._appended
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of every row (a number <= 0).
+
+        Raises:
+            ValueError: if the number is positive, removes more tokens than the shortest row has,
+                or leaves a sliding window without tokens that it needs.
+        """
+        self.count_appended()
+        if tokens_to_remove > 0 or -tokens_to_remove > min(self.host_lengths):
+            raise ValueError(
+                f"crop({tokens_to_remove}): give a number from -{min(self.host_lengths)} (the "
+                "shortest row) to 0, the tokens to remove."
+            )
+        lengths = [length + tokens_to_remove for length in self.host_lengths]
+        if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
+            raise ValueError(
+                f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, so "
+                f"that rows of {self.host_lengths} tokens cannot be cut below {self._floor}. "
+                "Remove fewer, or start without a cache."
+            )
+        self.truncate(lengths)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep at most ``lengths[row]`` tokens of each row.
+
+        A row becomes empty where a sliding window would need tokens that it has dropped.
+        """
+        self.count_appended()
+        kept = [min(have, keep) for have, keep in zip(self.host_lengths, lengths)]
+        kept = [n if n >= floor else 0 for n, floor in zip(kept, self._floor)]
+        tokens = self.tokens
+        self.set_lengths(kept)
+        if tokens is not None:
+            self.tokens = [row[:n] for row, n in zip(tokens, kept)]
+
+    def reset(self) -> None:
+        """Empty every row; keep the buffers."""
+        self.block = None
+        for layer in self.layers:
+            layer.appended = 0
+        self.set_lengths([0] * self.batch_size, [0] * self.batch_size)
+
+    def row(self, row: int, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""
+        layer, length = self.layers[layer_idx], self.host_lengths[row]
+        return layer.keys[row, :, :length], layer.values[row, :, :length]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.count_appended()
+        state = {name: value for name, value in vars(self).items() if name != "layers"}
+        state["states"] = self.states.packed(self.capacity if self.block else self.max_length)
+        return state | {"num_layers": len(self.layers)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        packed = state.pop("states")
+        self.layers = [AttentionLayer(self) for _ in range(state.pop("num_layers"))]
+        self.__dict__.update(state)
+        self.states = AttentionStates(self.layers, len(self.host_lengths))
+        self.states.unpack(packed)
