@@ -142,8 +142,6 @@ def impurities(source: str, module: str) -> list[str]:
     for name in imports_of(source, module):
         top = name.split(".")[0]
         allowed = top in ("numpy", "torch") or name.startswith("hf_spec.core")
-        if module == "hf_spec.core.cache":
-            allowed = allowed or name.startswith("transformers.cache_utils.")
         if not allowed and (top in IO_MODULES or top not in sys.stdlib_module_names):
             found.append(f"{module} imports {name}")
     for node in ast.walk(ast.parse(source)):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.transition import Transition
 
 #: Tokens per distance that a transition rescores.
@@ -84,21 +85,35 @@ class Predictions:
     def distances(self) -> int:
         return self.tokens.shape[1]
 
-    def given(self, previous: Tensor) -> Tensor:
+    def expand(self, frontier: Frontier) -> Children | None:
+        """See :class:`hf_spec.drafting.grow.Expands`. In rows without predictions of that distance,
+        no token has a probability."""
+        place, device = frontier.depth, self.tokens.device
+        if place >= self.distances:
+            return None
+        given = self.given(frontier.tokens[:, None], slice(place, place + 1))[:, 0]
+        if isinstance(self.known, Tensor) or min(self.known) <= place:
+            known = torch.as_tensor(self.known, device=device)[:, None, None]
+            given = given.masked_fill(known <= place, -torch.inf)
+        return Children(self.tokens[:, place], given)
+
+    def given(self, previous: Tensor, distances: slice = slice(None)) -> Tensor:
         """Log-probabilities of :attr:`tokens`.
 
         Args:
             previous: ``(batch, distances, n)`` tokens before each distance.
+            distances: the distances, counted from 0.
 
         Returns:
             ``(batch, distances, n, width)``; or ``(batch, distances, 1, width)`` without a
             transition.
         """
-        plain = self.log_probs[:, :, None]
+        plain = self.log_probs[:, distances, None]
         if self._transition is None:
             return plain
         assert self._states is not None
-        bias = self._transition.bias(previous.to(self.tokens.device), self._states, self.tokens)
+        states, tokens = self._states[:, distances], self.tokens[:, distances]
+        bias = self._transition.bias(previous.to(tokens.device), states, tokens)
         weighed = plain + (bias if self._sharpness is None else self._sharpness * bias)
         # Probability of all other tokens, independent of the previous one.
         rest = torch.log1p(-plain.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))

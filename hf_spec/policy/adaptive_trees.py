@@ -1,18 +1,15 @@
 """The likeliest tree of a step, grown from the step's own predictions.
 
 Trees by accuracies know which *rank* tends to be right. Here, paths are ordered by the
-probabilities of their own tokens, as in EAGLE-2 (Li et al., 2024, section 4.1), given the previous
-token if there is a transition.
+probabilities of their own tokens (:mod:`hf_spec.drafting.grow`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hf_spec.core.memory import locked
@@ -20,6 +17,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.tree_states import TreeState
+from hf_spec.drafting.grow import grow
 from hf_spec.drafting.options import CANDIDATES
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
@@ -31,78 +29,6 @@ from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
 #: Number of candidates grown for the policy to choose from: at first, and at most.
 FEWEST, MOST = 16, 64
-
-
-def grow(
-    predictions: Predictions,
-    root: Tensor,
-    count: int,
-    depth: int,
-    trust: Sequence[float] | Tensor | None = None,
-) -> Tensor:
-    """The ``count`` likeliest paths of every row as a tree, likeliest first: :meth:`Tree.packed`.
-
-    Exact: a path is never likelier than its parent, so the likeliest n form a tree, and no level
-    has more than n of them. Runs level by level on the device, for all rows at once.
-
-    Args:
-        predictions: no narrower than ``count``, unless they hold the whole vocabulary.
-        root: ``(batch,)`` tokens.
-        count: number of candidates, from 1.
-        depth: depth of the deepest candidate, from 1.
-        trust: per distance, a term added to the log-probabilities.
-    """
-    batch, depth = len(root), min(depth, predictions.distances)
-    after = predictions.after(root)[:, :depth]  # (batch, depth, before, width)
-    if isinstance(trust, Tensor):
-        after = after + trust[:depth, None, None].to(after)
-    elif trust is not None and any(trust[:depth]):
-        after = after + sent(trust[:depth], after.device)[:, None, None].to(after)
-    after = after.clamp(max=0)  # log-probabilities above 0 would put a child before its parent
-    known = predictions.known
-    if isinstance(known, Tensor) or min(known) < depth:
-        known = torch.as_tensor(known, device=after.device)[:, None]
-        missing = known <= torch.arange(depth, device=after.device)
-        after = after.masked_fill(missing[:, :, None, None], -torch.inf)
-    width, device = after.shape[-1], after.device
-    # For all levels in sequence: index of the parent, and of the token, counted over all distances.
-    place = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    chances = after.new_zeros(batch, 1)
-    log_probs, parents, places, sizes, first = [chances], [place - 1], [place], [1], 0
-    for level in range(depth):
-        given = after[:, level]
-        if given.shape[1] > 1:
-            given = given.gather(1, place[:, :, None].expand(-1, -1, width))
-        # A likely path's ancestors are at least as likely, so fewer remain at each depth.
-        kept = min(count - level, sizes[-1] * width)
-        if kept < 1:
-            break
-        chances, at = (chances[:, :, None] + given).flatten(1).topk(kept, dim=1)
-        above = at.div(width, rounding_mode="floor")
-        place = at - above * width
-        log_probs.append(chances)
-        parents.append(above + first)
-        places.append(place + level * width)
-        first += sizes[-1]
-        sizes.append(kept)
-    # Ties: the node of smaller depth first.
-    best, order = torch.cat(log_probs, 1).sort(dim=1, descending=True, stable=True)
-    fewest = torch.arange(order.shape[1], device=device).expand_as(order)
-    number = torch.empty_like(order).scatter_(1, order, fewest)
-    order, best = order[:, : count + 1], best[:, : count + 1]
-    above = number.gather(1, torch.cat(parents, 1).gather(1, order).clamp(min=0))
-    tokens = predictions.tokens[:, :depth].flatten(1)
-    tokens = tokens.gather(1, torch.cat(places, 1).gather(1, order))
-    tokens[:, 0] = root
-    depths = _levels(tuple(sizes), str(device))[order]
-    return Tree.packed(above, depths, tokens, best).to(root.device)
-
-
-@lru_cache(maxsize=256)
-def _levels(sizes: tuple[int, ...], device: str) -> Tensor:
-    """Level of each node, with nodes ordered by level."""
-    levels = [level for level, size in enumerate(sizes) for _ in range(size)]
-    return torch.tensor(levels, device=device)
 
 
 class Proposal(NamedTuple):

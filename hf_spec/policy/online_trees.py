@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.memory import locked
+from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter
@@ -101,15 +102,19 @@ class Ranked:
         self.tokens, self.known = predictions.tokens, predictions.known
         self.distances = predictions.distances
 
-    def after(self, root: Tensor) -> Tensor:
-        """See :meth:`Predictions.after`."""
-        own = self._predictions.after(root)  # (batch, depth, before, width)
-        table = np.zeros((own.shape[1], own.shape[-1]), np.float32)
-        ranks = min(table.shape[1], self._chances.shape[1])
-        table[:, :ranks] = self._chances[: len(table), :ranks]
+    def expand(self, frontier: Frontier) -> Children | None:
+        """See :class:`hf_spec.drafting.grow.Expands`."""
+        found = self._predictions.expand(frontier)
+        if found is None:
+            return None
+        own = found.log_probs
+        row = np.zeros(own.shape[-1], np.float32)
+        ranks = min(len(row), self._chances.shape[1])
+        row[:ranks] = self._chances[frontier.depth, :ranks]
         order = own.argsort(dim=-1, descending=True, stable=True)
-        chances = torch.from_numpy(table).to(own.device).log()[None, :, None].expand_as(own)
-        return torch.empty_like(chances).scatter_(-1, order, chances)
+        probs = torch.from_numpy(row).to(own.device).log().expand_as(own)
+        ranked = torch.empty_like(probs).scatter_(-1, order, probs)
+        return Children(found.tokens, ranked.masked_fill(own == -torch.inf, -torch.inf))
 
 
 class OnlineTrees(AdaptiveTrees):

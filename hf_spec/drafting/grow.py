@@ -1,0 +1,115 @@
+"""Growing the likeliest draft tree, level by level, from what a drafter expands nodes with.
+
+Paths are ordered by the probabilities of their own tokens, as in EAGLE-2 (Li et al., 2024, section
+4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.transfer import sent
+from hf_spec.core.tree import Tree
+
+
+class Frontier(NamedTuple):
+    """The nodes of a level that is expanded.
+
+    Attributes:
+        depth: their depth, 0 for the root.
+        tokens: ``(batch, nodes)`` int64
+    """
+
+    depth: int
+    tokens: Tensor
+
+
+class Children(NamedTuple):
+    """The likeliest tokens after each node of a frontier.
+
+    Attributes:
+        tokens: ``(batch, width)`` int64, the same for all nodes.
+        log_probs: ``(batch, nodes, width)`` float32, or ``(batch, 1, width)`` for all nodes.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+class Expands(Protocol):
+    """What knows how a tree goes on."""
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        """The children of a frontier's nodes; None if the tree can be no deeper."""
+
+
+def grow(
+    source: Expands,
+    root: Tensor,
+    count: int,
+    depth: int,
+    trust: Sequence[float] | Tensor | None = None,
+) -> Tensor:
+    """The ``count`` likeliest paths of every row as a tree, likeliest first.
+
+    Exact: a path is never likelier than its parent, so the likeliest n form a tree, and no level
+    has more than n of them. Runs on the device, for all rows at once.
+
+    Args:
+        source: expands nodes; no narrower than ``count``, unless by the whole vocabulary.
+        root: ``(batch,)`` tokens.
+        count: number of draft tokens, from 1.
+        depth: depth of the deepest draft token, from 1.
+        trust: per depth, a term added to the log-probabilities.
+
+    Returns:
+        :meth:`Tree.packed`, which :meth:`Tree.unpacked` reads.
+    """
+    if trust is not None and not isinstance(trust, Tensor):
+        trust = sent(trust[:depth], root.device) if any(trust[:depth]) else None
+    tokens, batch = root[:, None], len(root)
+    levels = [(torch.zeros_like(tokens, dtype=torch.float32), tokens - tokens - 1, tokens)]
+    first = 0  # node of the frontier's first token
+    for level in range(depth):
+        path, _, tokens = levels[-1]
+        nodes = path.shape[1]
+        children = source.expand(Frontier(level, tokens))
+        if children is None:
+            break
+        given, width = children.log_probs, children.log_probs.shape[-1]
+        if trust is not None:
+            given = given + trust[level].to(given)
+        given = given.clamp(max=0)  # above 0, a child would stand before its parent
+        # A likely path's ancestors are at least as likely, so fewer remain at each depth.
+        kept = min(count - level, nodes * width)
+        if kept < 1:
+            break
+        path, at = (path.to(given)[:, :, None] + given).flatten(1).topk(kept, dim=1)
+        above = at.div(width, rounding_mode="floor")
+        levels.append((path, above + first, children.tokens.gather(1, at - above * width)))
+        first += nodes
+    device = levels[-1][0].device
+    path, parents, tokens = (
+        torch.cat([part.to(device) for part in column], 1) for column in zip(*levels)
+    )
+    # Ties: the node of smaller depth first.
+    best, order = path.sort(dim=1, descending=True, stable=True)
+    number = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=device).expand(batch, -1)
+    )
+    order, best = order[:, : count + 1], best[:, : count + 1]
+    above = number.gather(1, parents.gather(1, order).clamp(min=0))
+    depths = _depths(tuple(part[0].shape[1] for part in levels), str(device))[order]
+    return Tree.packed(above, depths, tokens.gather(1, order), best).to(root.device)
+
+
+@lru_cache(maxsize=256)
+def _depths(sizes: tuple[int, ...], device: str) -> Tensor:
+    """Depth of each node, with nodes ordered by level."""
+    depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
+    return torch.tensor(depths, device=device)
