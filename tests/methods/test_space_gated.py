@@ -23,8 +23,8 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, hang
 from hf_spec.core.tree import TokenTree
-from hf_spec.methods.space import objective
-from hf_spec.methods.space.masks import mask_tokens
+from hf_spec.methods.space import adapter as space
+from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.tree_forward import ProbeInputs, TreeForward, TreeOutput
 from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.cache_name import CACHE
@@ -241,7 +241,7 @@ def test_the_loss_is_that_of_the_mask_tokens(fresh: Tiny) -> None:
         adapter = added(model, p_ar=p_ar)
         for training in (True, False):
             model.train(training)
-            output = objective.loss(model, adapter, TrainingBatch(**batch_of(ROWS)))
+            output = space.loss(model, adapter, TrainingBatch(**batch_of(ROWS)))
             losses = torch.nn.functional.cross_entropy(
                 output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
             )
@@ -260,7 +260,7 @@ def test_training_sees_the_states_that_decoding_sees(fresh: Tiny) -> None:
     ids = prompt(10)
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[4]])}
     with torch.no_grad():
-        trained = objective.loss(model, adapter, TrainingBatch(**batch))["logits"][0, 0]
+        trained = space.loss(model, adapter, TrainingBatch(**batch))["logits"][0, 0]
         forward, _ = behind(model, ids[:, :4], mask_tokens(adapter, model))
         tree = TokenTree.chain(0).batch()
         probes = hang(ProbeGroup.causal(3), tree, [[3]])
