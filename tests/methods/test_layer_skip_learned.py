@@ -40,7 +40,7 @@ from hf_spec.training.train import TrainSettings, bit_sums, split, train
 from modeling_patches import per_call
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.low_rank import _COPIES, _Forward
+from modeling_patches.merged_copies import _COPIES, _Forward
 
 Tiny = Callable[..., PreTrainedModel]
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}

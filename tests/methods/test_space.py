@@ -25,7 +25,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import get_method
 from hf_spec.methods.space import adapter as space
 from hf_spec.training.anchors import AnswerDataset, collate
-from modeling_patches.low_rank import linear_modules
+from modeling_patches.modules import linear_modules
 
 Tiny = Callable[..., PreTrainedModel]
 NEW = 16

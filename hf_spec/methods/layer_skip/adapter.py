@@ -25,7 +25,7 @@ from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
 from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.low_rank import linear_modules
+from modeling_patches.modules import linear_modules
 from modeling_patches.weights import placement
 
 

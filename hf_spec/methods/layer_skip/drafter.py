@@ -24,7 +24,7 @@ from hf_spec.methods.layer_skip.options import POLICY, DraftExit, LayerSkipOptio
 from hf_spec.policy.memory import recall
 from hf_spec.policy.tempering import Tempering
 from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.low_rank import MergedCopies
+from modeling_patches.merged_copies import MergedCopies
 from modeling_patches.per_call import Changes
 
 #: Candidates per drafting forward; drafting continues from the first.

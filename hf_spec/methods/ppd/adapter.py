@@ -30,7 +30,7 @@ from hf_spec.drafting.losses import future_losses, wanted_mean
 from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
 from hf_spec.model.sequences import future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
-from modeling_patches.layer_skip import num_layers
+from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features, placement
 
 MASKS = ("ensemble", "decoder", "encoder")

@@ -25,7 +25,7 @@ from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
 from modeling_patches.early_pruning import layer_input
-from modeling_patches.layer_skip import num_layers
+from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes
 
 #: Default number of layers before pruning (section 5.3).

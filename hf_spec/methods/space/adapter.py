@@ -26,7 +26,7 @@ from hf_spec.drafting.losses import future_losses, prediction_losses, wanted_mea
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
 from hf_spec.model.tree_forward import ProbeInputs
-from modeling_patches.low_rank import linear_modules, output_projections
+from modeling_patches.modules import linear_modules, output_projections
 from modeling_patches.support import check_unquantised
 from modeling_patches.weights import input_features, placement
 
