@@ -18,14 +18,14 @@ from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import StrategyOptions
-from hf_spec.methods.bita.config import BitaConfig
-from hf_spec.methods.layer_skip.config import LayerSkipConfig
-from hf_spec.methods.medusa.config import MedusaConfig
-from hf_spec.methods.ppd.config import PPDConfig
-from hf_spec.methods.propd.config import ProPDConfig
+from hf_spec.methods.bita import BitaConfig
+from hf_spec.methods.layer_skip import LayerSkipConfig
+from hf_spec.methods.medusa import MedusaConfig
+from hf_spec.methods.ppd import PPDConfig
+from hf_spec.methods.propd import ProPDConfig
 from hf_spec.methods.registry import Method, register_method
 from hf_spec.methods.registry import methods as _methods
-from hf_spec.methods.space.config import SpaceConfig
+from hf_spec.methods.space import SpaceConfig
 from modeling_patches import generation_mode as _generation_mode
 from modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
 

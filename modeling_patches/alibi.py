@@ -9,6 +9,8 @@ This module knows the three architectures, but no trees, caches or drafting: the
 which slots a query sees, the caller each slot's position.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -20,8 +22,6 @@ from transformers import PreTrainedModel
 from modeling_patches.cache_name import cache_in
 from modeling_patches.per_call import Changes, plain
 
-SetPositions = Callable[[Tensor, Tensor], None]
-
 
 def applies(model: PreTrainedModel) -> bool:
     """Whether `model` adds ALiBi and so needs `tree_positions` for 4-D masks."""
@@ -30,27 +30,24 @@ def applies(model: PreTrainedModel) -> bool:
     return model.config.model_type in MODEL_TYPES
 
 
-def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
-    """Add the patch to `changes` and return `set_positions(query_positions, key_positions)`.
-
-    Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
-    additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
-    query attends may have any position. Forwards with a 2-D mask or none are unchanged.
-    """
-    positions = Positions()
+def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
+    """Let forwards with a 4-D mask take their biases from ``positions``, within ``changes``."""
     _PATCHES[model.config.model_type](model.get_decoder(), positions, changes)
-    return positions.set
 
 
 class Positions:
-    """The positions last passed to `set_positions`."""
+    """The positions of the tokens and keys of the next forward, for models that need both.
+
+    Keys that no query attends may have any position. Forwards with a 2-D mask or none need none.
+    """
 
     def __init__(self) -> None:
-        self.query: Tensor | None = None  # (batch, query)
-        self.key: Tensor | None = None  # (batch, key)
+        self._last: tuple[Tensor, ...] = ()
 
     def set(self, query_positions: Tensor, key_positions: Tensor) -> None:
-        self.query, self.key = query_positions, key_positions
+        """To be called with ``(batch, query)`` and ``(batch, key)`` before each forward whose mask
+        is 4-D: additive ``(batch, 1, query, key)``, 0 or negative, in the model's dtype."""
+        self._last = query_positions, key_positions
 
     def of(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (batch, query) and (batch, key) for a forward with this 4-D mask.
@@ -58,20 +55,15 @@ class Positions:
         Keys that no query attends count as position 0, as padding does in transformers: a stale
         position times a slope can overflow fp16, and inf survives the addition of the mask.
         """
-        if self.query is None or self.key is None:
-            raise RuntimeError(
-                f"A 4-D attention mask {tuple(mask.shape)} came without positions; "
-                "call set_positions(query_positions, key_positions) before the forward."
-            )
-        sizes = (self.query.shape[-1], self.key.shape[-1])
-        if tuple(mask.shape[-2:]) != sizes or not mask.is_floating_point():
+        sizes = [positions.shape[-1] for positions in self._last]
+        if list(mask.shape[-2:]) != sizes or not mask.is_floating_point():
             raise ValueError(
-                f"Got a {mask.dtype} mask of shape {tuple(mask.shape)} for {sizes[0]} query and "
-                f"{sizes[1]} key positions; the mask must be additive (0 or finfo.min) and of "
-                "shape (batch, 1, query, key) with the sizes last given to set_positions."
+                f"a {mask.dtype} mask of shape {tuple(mask.shape)} came with {sizes} query and key "
+                "positions: it must be additive, (batch, 1, query, key), with the sizes given to "
+                "set_positions before the forward."
             )
-        unseen = (mask < 0).all(dim=-2)[:, 0]  # (batch, key)
-        return self.query, self.key.masked_fill(unseen, 0)
+        query, key = self._last
+        return query, key.masked_fill((mask < 0).all(dim=-2)[:, 0], 0)
 
 
 def is_tree(mask: Any) -> TypeGuard[Tensor]:

@@ -23,7 +23,7 @@ from modeling_patches.support import sliding_windows
 
 logger = logging.getLogger(__name__)
 
-#: Architecture patches; each has ``applies(model)`` and ``tree_positions(model, changes)``.
+#: Architecture patches; each has ``applies(model)`` and ``tree_positions``.
 PATCHES: tuple[Any, ...] = (alibi, local_attention)
 
 
@@ -97,7 +97,8 @@ class TreeAttention:
     Attributes:
         windows: sliding-window size of each kind of layer (None = full attention), keyed as the
             model's forward wants its masks; a single entry "" where it wants one mask.
-        wants_positions: whether :meth:`set_positions` must be called before each forward.
+        set_positions: takes ``(batch, query)`` and ``(batch, key)`` positions of the next forward.
+        wants_positions: whether it must be called before each forward.
         changes: the changes that forwards run with.
 
     Raises:
@@ -122,8 +123,11 @@ class TreeAttention:
                 )
         elif current not in ("eager", "flex_attention"):
             self._take_over(model, current)
-        self._setters = [patch.tree_positions(model, self.changes) for patch in patches]
-        self.wants_positions = bool(self._setters)
+        positions = alibi.Positions()
+        for patch in patches:
+            patch.tree_positions(model, positions, self.changes)
+        self.wants_positions = bool(patches)
+        self.set_positions = positions.set
 
     def _take_over(self, model: Any, current: str) -> None:
         """Let attention that is looked up by name take tree masks."""
@@ -141,11 +145,6 @@ class TreeAttention:
                 f"{type(model).__name__} chooses its attention when it is built: load it with "
                 "attn_implementation='sdpa' or 'eager'."
             )
-
-    def set_positions(self, query_positions: Tensor, key_positions: Tensor) -> None:
-        """Token positions (batch, query) and (batch, key), for patches that need them."""
-        for setter in self._setters:
-            setter(query_positions, key_positions)
 
     def convert(self, masks: dict[str, Tensor], dtype: torch.dtype) -> Any:
         """Boolean masks (True = attend), keyed like ``windows`` -> the forward's attention_mask."""

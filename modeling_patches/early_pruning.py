@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modeling_patches.attention_masks import narrowed_block_mask
-from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes, step_aside
 
 #: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.modules import decoder_layers
 from modeling_patches.per_call import Changes, step_aside
 
 

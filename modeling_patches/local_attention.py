@@ -10,6 +10,8 @@ This module knows this architecture, but no trees, caches or drafting: the mask 
 slots a query sees, the caller each slot's position.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from modeling_patches.alibi import Positions, SetPositions, is_tree
+from modeling_patches.alibi import Positions, is_tree
 from modeling_patches.per_call import Changes, plain
 
 MODEL_TYPES = frozenset({"gpt_neo"})
@@ -28,62 +30,49 @@ def applies(model: PreTrainedModel) -> bool:
     return model.config.model_type in MODEL_TYPES
 
 
-def tree_positions(model: PreTrainedModel, changes: Changes) -> SetPositions:
-    """Add the patch to `changes` and return `set_positions(query_positions, key_positions)`.
-
-    Call it with LongTensors (batch, query) and (batch, key) before every forward whose mask is 4-D:
-    additive (batch, 1, query, key), 0 or `finfo(dtype).min`, in the model's dtype. Keys that no
-    query attends may have any position. Forwards with a 2-D mask or none are unchanged.
+def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
+    """Let forwards with a 4-D mask take their bands from ``positions``, within ``changes``.
 
     Positions are compared once per forward; all local layers share the banded mask.
     """
-    decoder = model.get_decoder()
-    band = _Band(model.config.window_size)
-    changes.before(decoder, band.before_model)
+    decoder, window = model.get_decoder(), model.config.window_size
+    band: Tensor | None = None  # (batch, 1, query, key), additive; while a forward has a 4-D mask
+
+    def before_model(args: tuple, kwargs: dict) -> None:
+        nonlocal band
+        mask, band = kwargs.get("attention_mask"), None
+        if is_tree(mask):
+            band = banded(mask, *positions.of(mask), window)
+
+    def before_block(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs if band is None else kwargs | {"attention_mask": band}
+
+    def without_triangle(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        stock = plain(attention, "_attn")
+
+        def _attn(
+            query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            if band is None:
+                return stock(query, key, value, attention_mask)
+            mask: Any = attention_mask
+            # GPT-Neo does not scale its scores, hence fp32, as in the original.
+            scores = query.float() @ key.float().transpose(-1, -2)  # (batch, heads, query, key)
+            scores = scores + mask.to(scores.device)  # the band stays where the first layer is
+            weights = attention.attn_dropout(scores.softmax(dim=-1).to(value.dtype))
+            return weights @ value, weights
+
+        return _attn
+
+    changes.before(decoder, before_model)
     for block in decoder.h:
         attention = block.attn.attention
         if attention.attention_type == "local":
-            changes.before(block, band.before_block)
-        changes.instead(attention, "_attn", _attn(attention, band))
-    return band.positions.set
+            changes.before(block, before_block)
+        changes.instead(attention, "_attn", without_triangle(attention))
 
 
-class _Band:
-    """The mask of local layers while a forward with a 4-D mask runs, else None."""
-
-    def __init__(self, window_size: int) -> None:
-        self.window_size = window_size
-        self.mask: Tensor | None = None  # (batch, 1, query, key), additive
-        self.positions = Positions()
-
-    def before_model(self, args: tuple, kwargs: dict) -> None:
-        mask = kwargs.get("attention_mask")
-        self.mask = self.of(mask) if is_tree(mask) else None
-
-    def before_block(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs if self.mask is None else kwargs | {"attention_mask": self.mask}
-
-    def of(self, mask: Tensor) -> Tensor:
-        """`mask` (batch, 1, query, key) without the keys at a distance of the window or more."""
-        query, key = self.positions.of(mask)
-        outside = query[:, :, None] - key[:, None, :] >= self.window_size  # (batch, query, key)
-        return mask.masked_fill(outside[:, None], torch.finfo(mask.dtype).min)
-
-
-def _attn(attention: Any, band: _Band) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`GPTNeoSelfAttention._attn` without its triangle over slots while `band` has a mask."""
-    stock = plain(attention, "_attn")
-
-    def _attn(
-        query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if band.mask is None:
-            return stock(query, key, value, attention_mask)
-        mask: Any = attention_mask
-        # GPT-Neo does not scale its scores, hence fp32, as in the original.
-        scores = query.float() @ key.float().transpose(-1, -2)  # (batch, heads, query, key)
-        scores = scores + mask.to(scores.device)  # the band stays where the first layer is
-        weights = attention.attn_dropout(scores.softmax(dim=-1).to(value.dtype))
-        return weights @ value, weights
-
-    return _attn
+def banded(mask: Tensor, query: Tensor, key: Tensor, window: int) -> Tensor:
+    """`mask` (batch, 1, query, key) without the keys at a distance of the window or more."""
+    outside = query[:, :, None] - key[:, None, :] >= window  # (batch, query, key)
+    return mask.masked_fill(outside[:, None], torch.finfo(mask.dtype).min)

@@ -10,179 +10,20 @@ into copies of these weights, for the forwards of some calls (`MergedCopies`). T
 adapters or files; the caller provides the factors.
 """
 
-import inspect
-import threading
-import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from __future__ import annotations
 
-import regex
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.contents import contents
-from modeling_patches.layer_skip import decoder_layers, sublayers
-from modeling_patches.per_call import Changes, plain
+from modeling_patches.merging import Factors, bit_sum, check_mergeable, merged
+from modeling_patches.per_call import Changes
 from modeling_patches.ranks import own_share, summed
-from modeling_patches.weights import features, in_use
 
-#: PEFT's name for the linear modules of all decoder layers.
-ALL_LINEAR = "all-linear"
-#: Integers as wide as the entries of a weight, to compare bits.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-#: Most characters of a pattern of names, and most seconds for matching all names of a model.
-PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
-
-Targets = str | Sequence[str] | None
 #: Returns the number of tokens of a forward, and how many of the last ones are updated.
 Gate = Callable[[], tuple[int, int]]
-
-
-class Factors(NamedTuple):
-    """A low-rank update.
-
-    Attributes:
-        down: A, ``(rank, in_features)``.
-        up: B, ``(out_features, rank)``.
-        scale: factor of their product.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float
-
-
-def linear_modules(model: nn.Module, targets: Targets = None) -> dict[str, nn.Module]:
-    """Linear modules of a causal language model, by name.
-
-    A module that PEFT has wrapped is found inside the wrapper, under its original name.
-
-    Args:
-        model: the model itself, not a `PeftModel` around it.
-        targets: the modules to find, like PEFT's `target_modules`: a list of names, or of ends of
-            names after a dot; or a regular expression that matches whole names. None and
-            "all-linear" stand for all linear modules inside the decoder layers.
-
-    Raises:
-        ValueError: nothing matches, a name in the list matches nothing, or the regular expression
-            is invalid or takes too long.
-    """
-    everything = {name: m for name, m in _walk(model) if _is_linear(m)}
-    if targets is None or targets == ALL_LINEAR:
-        inside = {id(module) for module in decoder_layers(model).modules()}
-        found = {name: module for name, module in everything.items() if id(module) in inside}
-        unmatched = [] if found else ["the decoder layers"]
-    elif isinstance(targets, str):
-        found = _matching(targets, everything)
-        unmatched = [] if found else [targets]
-    else:
-        ends = {end: [name for name in everything if _ends(name, end)] for end in targets}
-        matched = {name for names in ends.values() for name in names}
-        found = {name: module for name, module in everything.items() if name in matched}
-        unmatched = [end for end, names in ends.items() if not names] or ([] if found else [""])
-    if unmatched:
-        last = sorted({name.rpartition(".")[2] for name in everything})
-        raise ValueError(
-            f"no linear module of {type(model).__name__} matches "
-            f"{', '.join(map(repr, unmatched))}: name linear modules, such as "
-            f"{', '.join(last[:8]) or 'none here'}, or give a regular expression for whole "
-            "names."
-        )
-    return found
-
-
-def output_projections(model: nn.Module) -> dict[str, nn.Module]:
-    """The last linear module of each decoder layer, which writes to the residual stream.
-
-    That of its MLP; of its attention where the MLP has none, as with routed experts.
-
-    Args:
-        model: a causal language model.
-
-    Returns:
-        The modules by name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    hidden = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
-    names = {id(module): name for name, module in _walk(model)}
-    found: dict[str, nn.Module] = {}
-    for layer in decoder_layers(model):
-        inside = [
-            module
-            for parts in sublayers(layer)  # attention comes first
-            for part in parts
-            for _, module in _walk(part)
-            if _is_linear(module) and (features(module) or (0, 0))[1] == hidden
-        ]
-        found |= {names[id(module)]: module for module in inside[-1:]}
-    if not found:
-        raise ValueError(
-            f"no linear module of {type(model).__name__} is the last of an attention or an MLP: "
-            "name them in target_modules."
-        )
-    return found
-
-
-def compiled(pattern: str) -> regex.Pattern[str]:
-    """Compile a regular expression of module names.
-
-    Raises:
-        ValueError: it is invalid or too long.
-    """
-    shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}...")
-    if len(pattern) > PATTERN_LENGTH:
-        raise ValueError(
-            f"the pattern {shown} has {len(pattern)} characters: at most {PATTERN_LENGTH} are "
-            "tried. Give a list of names."
-        )
-    try:
-        return regex.compile(pattern)
-    except (regex.error, RecursionError) as error:
-        raise ValueError(f"{shown} is no regular expression: {error}.") from error
-
-
-def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules whose whole names match.
-
-    This uses the package `regex`: some patterns take exponential time, and `re` has no timeout.
-    """
-    expression, end = compiled(pattern), time.monotonic() + PATTERN_SECONDS
-    try:
-        return {
-            name: module
-            for name, module in modules.items()
-            if expression.fullmatch(name, timeout=max(end - time.monotonic(), 1e-3))
-        }
-    except TimeoutError as error:
-        raise ValueError(
-            f"the pattern {pattern!r} takes longer than {PATTERN_SECONDS:g} seconds to match the "
-            "names of the model's modules: simplify it, or give a list of names."
-        ) from error
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module has features and returns only their product; routers of experts return
-    more."""
-    returns = str(inspect.signature(type(module).forward).return_annotation)
-    return features(module) is not None and "tuple" not in returns.lower()
-
-
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
-def _walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their names; a PEFT wrapper is replaced by the module that it wraps."""
-    module = in_use(module)
-    yield name, module
-    for child_name, child in module.named_children():
-        yield from _walk(child, f"{name}.{child_name}" if name else child_name)
 
 
 class LowRank:
@@ -258,21 +99,19 @@ class LowRank:
         """
         if self.merged:
             return
-        shared = _shared_weights(model)
-        for name, module in self.modules.items():
-            _check_mergeable(name, module, shared)
+        check_mergeable(model, self.modules)
         for name, module in self.modules.items():
             factors = self.factors(name)
             if factors is None:
                 continue
-            original, result = module.weight.data, _merged(module, factors)
+            original, result = module.weight.data, merged(module, factors)
             if check_finite and not bool(result.isfinite().all()):
                 self._restore()
                 raise ValueError(
                     f"merging gives entries of {name}.weight that are not finite: the update is "
                     "broken, or too large for the weight's type."
                 )
-            self._originals[name] = (original, _bit_sum(result))
+            self._originals[name] = (original, bit_sum(result))
             module.weight.data = result
 
     @torch.no_grad()
@@ -283,7 +122,7 @@ class LowRank:
             ValueError: weights were changed after the merge, which restoring would undo, too.
         """
         for name, (_, bits) in self._originals.items():
-            if _bit_sum(self.modules[name].weight.data) != bits:
+            if bit_sum(self.modules[name].weight.data) != bits:
                 raise ValueError(
                     f"{name}.weight has been changed since the update was merged into it: undo "
                     "that first (another adapter merged later, a cast), or load the model anew."
@@ -315,85 +154,6 @@ class _Hook:
         if factors is None:
             return None
         return _updated(args[0], output, *factors, self.owner.modules[self.name])
-
-
-class MergedCopies:
-    """Lets modules compute with copies of their weights, W + scale BA, where ``changes`` run.
-
-    The modules keep their weights. If a module has no plain one, as it is quantised, offloaded or
-    split over ranks, its output is updated instead. Copies are made when they are first needed; all
-    calls share them until a weight or a factor changes or the update is deleted.
-
-    Args:
-        update: the update.
-        changes: the changes that this is added to.
-    """
-
-    def __init__(self, update: LowRank, changes: Changes) -> None:
-        self._update = update
-        self._factors: dict[str, Factors] = {}
-        for name, module in update.modules.items():
-            factors = update.factors(name)
-            if factors is not None and _copyable(module, factors):
-                self._factors[name] = factors
-                changes.instead(module, "forward", _Forward(self, name, module))
-            else:
-                changes.after(module, _Hook(update, name).within_call)
-
-    @cached_property
-    def weights(self) -> dict[str, Tensor]:
-        """The copies by name of module, in the shape of the originals."""
-        modules = {name: self._update.modules[name] for name in self._factors}
-        factors = [part for one in self._factors.values() for part in (one.down, one.up)]
-        with _COPYING, torch.inference_mode(False), torch.no_grad():
-            made_of = contents([*(module.weight for module in modules.values()), *factors])
-            kept = _COPIES.get(self._update)
-            if kept is not None and kept[0] == made_of:
-                return kept[1]
-            _COPIES.pop(self._update, None)  # frees them before new ones are allocated
-            del kept
-            copies = {name: _merged(modules[name], factors)
-                      for name, factors in self._factors.items()}  # fmt: skip
-            _COPIES[self._update] = made_of, copies
-            return copies
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the copies; 0 while they are not needed."""
-        made: dict[str, Tensor] = vars(self).get("weights", {})
-        return sum(weight.nbytes for weight in made.values())
-
-
-class _Forward:
-    """A linear module's forward with another weight."""
-
-    def __init__(self, owner: MergedCopies, name: str, module: Any) -> None:
-        self.owner, self.name, self.module = owner, name, module
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        weight = self.owner.weights[self.name]
-        if isinstance(self.module, Conv1D):
-            weight = weight.T
-        return nn.functional.linear(inputs, weight, self.module.bias)
-
-
-#: The copies of each update, and what identifies their sources. They are not an attribute of the
-#: update, so models are copied and pickled without them.
-_COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, dict[str, Tensor]]] = WeakKeyDictionary()
-_COPYING = threading.Lock()
-
-
-def _copyable(module: Any, factors: Factors) -> bool:
-    """Whether a module only multiplies with a plain weight that is not split."""
-    runs = getattr(plain(module, "forward"), "__func__", None)
-    shape = factors.up.shape[0], factors.down.shape[1]
-    if isinstance(module, Conv1D):
-        shape = shape[::-1]
-    return (
-        runs in (nn.Linear.forward, Conv1D.forward)
-        and not _unmergeable(module)
-        and tuple(module.weight.shape) == shape
-    )
 
 
 class _Gated:
@@ -469,59 +229,3 @@ def _updated(
         inner = summed(inner, module)
     update = nn.functional.linear(inner, up)  # (..., out_features)
     return torch.add(output, update, alpha=scale).to(output.dtype)
-
-
-def _merged(module: Any, factors: Factors) -> Tensor:
-    """The weight of ``module`` with the update added."""
-    weight = module.weight.data
-    precise = torch.promote_types(weight.dtype, torch.float32)
-    down, up = (part.to(weight.device, precise) for part in factors[:2])
-    update = (up @ down) * factors.scale  # (out_features, in_features)
-    if isinstance(module, Conv1D):
-        update = update.T
-    return (weight.to(precise) + update).to(weight.dtype)
-
-
-def _shared_weights(model: nn.Module) -> set[int]:
-    """Ids of the weights that several modules share."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for _, module in _walk(model):
-        for parameter in module.parameters(recurse=False):
-            (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
-
-
-def _unmergeable(module: Any) -> str:
-    """Why updates cannot be merged into a module; empty if they can."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, (nn.Linear, Conv1D)):
-        return f"is a {type(module).__name__}"
-    # Quantised parameters are tensor subclasses or integers; sharded ones are DTensors, or
-    # DeepSpeed's, which are whole within forwards only.
-    if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
-        kind = f"{type(weight).__name__} of {getattr(weight, 'dtype', None)}"
-        return f"is quantised or sharded ({kind})"
-    if hasattr(weight, "ds_id"):
-        return "is sharded (DeepSpeed)"
-    if weight.dtype.itemsize < 2:
-        return f"is stored in {weight.dtype}"
-    return "has no weight in memory" if weight.is_meta else ""
-
-
-def _check_mergeable(name: str, module: Any, shared: set[int]) -> None:
-    """Raise a ValueError unless the module has a plain weight that it does not share."""
-    reason = _unmergeable(module)
-    if not reason and id(module.weight) in shared:
-        reason = "shares its weight with another module"
-    if reason:
-        raise ValueError(
-            f"cannot merge into {name}, which {reason}: leave the update unmerged, or load the "
-            "model in bfloat16 or another plain type, in memory."
-        )
-
-
-def _bit_sum(weight: Tensor) -> int:
-    """A checksum of the bits of a weight."""
-    bits = weight.contiguous().view(_BITS[weight.element_size()])
-    return int(bits.sum(dtype=torch.int64))

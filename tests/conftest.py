@@ -245,7 +245,7 @@ def fresh(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel
 @pytest.fixture
 def shallow(fresh: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
     """Like ``fresh``, with the first layers only, where nothing depends on how many there are."""
-    from modeling_patches.layer_skip import decoder_layers
+    from modeling_patches.modules import decoder_layers
 
     def factory(architecture: str = "llama", layers: int = 1) -> PreTrainedModel:
         model: Any = fresh(architecture)

@@ -22,7 +22,7 @@ import transformers
 from adapter_oracle import lent
 from architectures import EXCLUDED, REFUSED, build, model_types
 from conftest import ragged
-from test_method_contract import FIELDS, VARIANTS
+from test_method_contract import RUNS
 
 from hf_spec.methods.registry import methods
 
@@ -83,7 +83,7 @@ def adapted(model: Any, name: str) -> Any:
     if not method.needs_adapter:
         yield
         return
-    fields = FIELDS[name].get(next(iter(VARIANTS[name])), {})
+    fields = RUNS[name].adapters.get(next(iter(RUNS[name].options)), {})
     with lent(model, method.adapter_config(**fields), random=bool(fields)):  # all of it matters
         yield
 

@@ -7,11 +7,9 @@ compared with rounding, so a single differing token is a bug.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -20,6 +18,7 @@ import torch
 from adapter_oracle import lent
 from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, prompt, ragged, shared
 from covering import covering, pairs
+from method_variants import VARIANTS, Variants
 from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -29,35 +28,9 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.methods.registry import Method, methods
 from modeling_patches.cache_name import CACHE
 
-
-def variants(method: Method) -> Any:
-    """``variants.py`` beside the method's options; without one it runs its defaults."""
-    name = f"{method.package}.variants"
-    if importlib.util.find_spec(name) is None:
-        return SimpleNamespace(VARIANTS={"default": {}})
-    return importlib.import_module(name)
-
-
-#: Options worth a run of their own.
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    name: variants(method).VARIANTS for name, method in methods().items()
-}
-#: Options whose candidates are sampled, verified by rejection; only tests of sampling need them.
-SAMPLED: dict[str, dict[str, dict[str, Any]]] = {
-    name: getattr(variants(method), "SAMPLED", {}) for name, method in methods().items()
-}
-#: Variants whose candidates hit, untrained as they are, where few tokens are allowed.
-HITTING: dict[str, str] = {
-    name: variants(method).HITTING
-    for name, method in methods().items()
-    if hasattr(variants(method), "HITTING")
-}
-#: Fields of adapters' configs of variants that need others than the defaults. Such an adapter's
-#: parameters are random, so that all of them matter.
-FIELDS: dict[str, dict[str, dict[str, Any]]] = {
-    name: getattr(variants(method), "ADAPTERS", {}) for name, method in methods().items()
-}
-CASES = [(name, variant) for name in methods() for variant in VARIANTS[name]]
+#: What each method runs with; one without an entry runs its defaults.
+RUNS = {name: VARIANTS.get(name, Variants({"default": {}})) for name in methods()}
+CASES = [(name, variant) for name, run in RUNS.items() for variant in run.options]
 IDS = ["-".join(case) for case in CASES]
 #: One case per strategy, for what does not depend on its options.
 FIRST = [next(case for case in CASES if case[0] == name) for name in methods()]
@@ -72,7 +45,7 @@ NEW = 20
 
 
 def options(name: str, variant: str) -> dict[str, Any]:
-    return {**VARIANTS[name], **SAMPLED[name]}[variant]
+    return {**RUNS[name].options, **RUNS[name].sampled}[variant]
 
 
 def strategy(name: str, variant: str) -> dict[str, Any]:
@@ -84,7 +57,7 @@ def strategy(name: str, variant: str) -> dict[str, Any]:
 def adapted(model: PreTrainedModel, name: str, variant: str) -> Any:
     """The model with an adapter of the method's own, where it cannot run without one: an untrained
     one, or one of random parameters where the variant says what it has."""
-    method, fields = methods()[name], FIELDS[name].get(variant)
+    method, fields = methods()[name], RUNS[name].adapters.get(variant)
     if not method.needs_adapter:
         yield model
         return
@@ -364,17 +337,17 @@ FALSE_ALARM = 1e-6
             (name, variant, warper)
             for name, variant in CASES
             for warper in WARPERS
-            if variant == HITTING.get(name, variant)
-            and (name in HITTING or (name, variant) in FIRST or warper == "all")
+            if variant == (RUNS[name].hitting or variant)
+            and (RUNS[name].hitting or (name, variant) in FIRST or warper == "all")
         ]
         + [
             (name, variant, warper)
-            for name, variants in SAMPLED.items()
-            for variant in variants
+            for name, run in RUNS.items()
+            for variant in run.sampled
             for warper in WARPERS
         ],
         # Each rule of acceptance with each warper; one call's draws are compared with each above.
-        lambda name, variant, warper: [(name, variant), (variant in SAMPLED[name], warper)],
+        lambda name, variant, warper: [(name, variant), (variant in RUNS[name].sampled, warper)],
     ),
 )  # fmt: skip
 def test_sampling_follows_the_plain_distribution(
@@ -393,7 +366,7 @@ def test_sampling_follows_the_plain_distribution(
 
     monkeypatch.setattr(verify, "rejection", noted)
     assert chi_square_of_run(tiny("llama_tied"), name, variant, warper) > FALSE_ALARM
-    assert bool(rules) == (variant in SAMPLED[name])  # the rule that is meant
+    assert bool(rules) == (variant in RUNS[name].sampled)  # the rule that is meant
 
 
 def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: str) -> float:
@@ -421,7 +394,7 @@ def test_the_chi_square_test_sees_a_biased_rule(
 ) -> None:
     """Sampling from p instead of the residual after a rejection, as in SPACE's algorithm 1."""
     plain_multinomial, rule = torch.multinomial, verify.rejection
-    name, variant = next((name, v) for name in methods() for v in SAMPLED[name])
+    name, variant = next((name, v) for name in methods() for v in RUNS[name].sampled)
     right = chi_square_of_run(tiny("llama_tied"), name, variant, "top_p")
     assert right > FALSE_ALARM
 

@@ -1,7 +1,7 @@
 """Renders the card of an adapter folder from its configs and results.
 
-The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``card.md`` in its
-folder, with the variables ``adapter`` (the adapter's config), ``options``, ``search``
+The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``Method.card``,
+with the variables ``adapter`` (the adapter's config), ``options``, ``search``
 (``search.json``, or None) and ``files`` (names in the folder). ``hub_cards/training.md`` adds a
 section for trained adapters. The card depends on the folder alone.
 """
@@ -61,10 +61,10 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     )
     parsed = method.parse_options(options)
     names = sorted(path.name for path in folder.iterdir())
-    source, section = files(method.package) / "card.md", ""
-    if source.is_file():  # the method's own section
+    section = ""
+    if method.card.is_file():  # the method's own section
         facts = {"adapter": adapter, "options": options, "search": search, "files": names}
-        section = _render(source.read_text(encoding="utf-8"), **facts)
+        section = _render(method.card.read_text(encoding="utf-8"), **facts)
     card = ModelCard.from_template(
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),

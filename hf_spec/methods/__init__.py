@@ -1,1 +1,1 @@
-"""Speculative decoding methods: one folder per method, and the registry."""
+"""Speculative decoding methods: one module or small folder per method, and the registry."""

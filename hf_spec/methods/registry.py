@@ -1,8 +1,8 @@
 """Methods and their registry.
 
-Methods of hf_spec live in ``hf_spec/methods/<name>/`` and export ``METHOD``; other packages call
-:func:`register_method`. Nothing else in the project names a method: the loop, the
-command line, the tests and the documentation list what is registered here.
+Methods of hf_spec live in ``hf_spec/methods/<name>.py``, or a folder of that name, and export
+``METHOD``; other packages call :func:`register_method`. Nothing else in the project names a
+method: the loop, the command line, the tests and the documentation list what is registered here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from torch import Tensor
@@ -62,7 +64,7 @@ class Method:
     """A strategy.
 
     Attributes:
-        name: value of ``assistant_strategy``, and name of the folder.
+        name: value of ``assistant_strategy``, and name of the module.
         summary: one line for listings.
         options: dataclass of ``assistant_kwargs``, derived from :class:`StrategyOptions`.
         drafter: builds the drafter.
@@ -93,9 +95,10 @@ class Method:
     exports: Mapping[str, Export] = field(default_factory=dict)
 
     @property
-    def package(self) -> str:
-        """The package of its options, which also contains its card and test variants."""
-        return sys.modules[self.options.__module__].__package__ or ""
+    def card(self) -> Traversable:
+        """The method's section of model cards: ``<name>.md`` beside its options, if it is there."""
+        package = sys.modules[self.options.__module__].__package__ or ""
+        return files(package) / f"{self.name}.md"
 
     def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
         """Build and validate the options.
@@ -157,12 +160,12 @@ def _path(cls: type) -> str:
 
 @cache
 def _discover() -> None:
-    """Register the method of every folder of ``hf_spec.methods``."""
+    """Register the method of every module of ``hf_spec.methods`` but this one."""
     import hf_spec.methods as package
 
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.ispkg:
-            register_method(importlib.import_module(f"{package.__name__}.{info.name}").METHOD)
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if info.name != __name__:
+            register_method(importlib.import_module(info.name).METHOD)
 
 
 def methods() -> dict[str, Method]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.modules import decoder_layers
 
 
 def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:

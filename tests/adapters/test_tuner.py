@@ -21,13 +21,12 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-import hf_spec.methods.layer_skip.adapter  # noqa: F401  registers LAYER_SKIP
 from hf_spec.adapters import tuner as peft_bridge
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.adapters.tuner import register_type
-from hf_spec.methods.layer_skip.config import LayerSkipConfig
+from hf_spec.methods.layer_skip import LayerSkipConfig
 
 TOKENS = torch.arange(3, 12)[None]
 
@@ -370,7 +369,7 @@ def test_fresh_process(base_path, tmp_path):
     """Importing the adapter's module is all it takes."""
     folder, _, _ = saved(base_path, tmp_path, CONFIGS["LAYER_SKIP"]())
     code = f"""
-import hf_spec.methods.layer_skip.adapter
+import hf_spec
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from hf_spec.adapters.active import find_active

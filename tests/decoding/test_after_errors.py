@@ -158,7 +158,7 @@ class Turn:
 
 WATCHED = tuple(
     str(Path(hf_spec.__file__).parent / name)
-    for name in ("core/cache.py", "decoding/", "methods/forward.py", "methods/prompt_lookup/")
+    for name in ("core/cache.py", "decoding/", "methods/forward.py", "methods/prompt_lookup.py")
 )
 
 

@@ -20,7 +20,7 @@ from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import probe_sequences
 from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE
-from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.modules import decoder_layers
 
 Tiny = Callable[..., PreTrainedModel]
 

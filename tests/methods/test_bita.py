@@ -17,8 +17,7 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.predictions import Predictions
-from hf_spec.methods.bita.drafter import BitaDrafter
-from hf_spec.methods.bita.options import BitaOptions
+from hf_spec.methods.bita import BitaDrafter, BitaOptions
 from modeling_patches.cache_name import CACHE
 
 NEW = 16

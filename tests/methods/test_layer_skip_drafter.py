@@ -24,8 +24,8 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Found
 from hf_spec.drafting.retrieval import with_retrieval
-from hf_spec.methods.layer_skip.drafter import AGAIN, DraftExit, LayerSkipDrafter
-from hf_spec.methods.layer_skip.options import LayerSkipOptions
+from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
+from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
 from hf_spec.policy import memory

@@ -33,14 +33,14 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.methods.layer_skip import objective
+from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.train import TrainSettings, bit_sums, split, train
 from modeling_patches import per_call
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.low_rank import _COPIES, _Forward
+from modeling_patches.merged_copies import _COPIES, _Forward
 
 Tiny = Callable[..., PreTrainedModel]
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
@@ -324,7 +324,7 @@ def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
         full = model(ids[None]).logits[0].double().log_softmax(-1)
         terms = []
         for anchor in sorted(set(batch["anchors"][row].tolist())):
-            piece = ids[anchor + 1 : anchor + 1 + objective.PIECE]
+            piece = ids[anchor + 1 : anchor + 1 + layer_skip.PIECE]
             if not len(piece):
                 continue
             cache = DynamicCache()
@@ -365,7 +365,7 @@ def test_the_loss_is_that_of_pieces_behind_the_full_models_cache(
         rows.append((ids[:6], ids[6:]))
     batch = batch_of(rows)
     model.train()
-    output = objective.loss(model, adapter, TrainingBatch(**batch))
+    output = layer_skip.loss(model, adapter, TrainingBatch(**batch))
     assert model.training and hooked(model) == 0
     model.eval()  # gpt2 has dropout, which the loss runs without
     # The divergence is taken in fp32, and so are some norms.
@@ -389,7 +389,7 @@ def test_a_draft_of_the_whole_model_has_nothing_to_learn(tiny: Tiny) -> None:
     config = hf_spec.LayerSkipConfig(draft_rank=2)
     model.add_adapter(config)
     batch = batch_of([([5, 6, 7, 8], list(range(9, 20)))])
-    output = objective.loss(model, find_active(model, "LAYER_SKIP"), TrainingBatch(**batch))
+    output = layer_skip.loss(model, find_active(model, "LAYER_SKIP"), TrainingBatch(**batch))
     assert abs(float(output["loss"])) < 1e-5
 
 

@@ -18,7 +18,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.heads import head_logits, head_states
-from hf_spec.methods.medusa.options import MedusaOptions
+from hf_spec.methods.medusa import MedusaOptions
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.cache_name import CACHE

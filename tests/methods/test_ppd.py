@@ -30,11 +30,10 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.hub.card import write_card
-from hf_spec.methods.ppd import published
-from hf_spec.methods.ppd.drafter import PPDDrafter
-from hf_spec.methods.ppd.objective import loss as objective
-from hf_spec.methods.ppd.options import PPDOptions
-from hf_spec.methods.ppd.probes import ept_group
+from hf_spec.methods.ppd import adapter as published
+from hf_spec.methods.ppd.adapter import ept_group
+from hf_spec.methods.ppd.adapter import loss as objective
+from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.policy.tree_source import tree_source
 from hf_spec.training.train import TrainSettings, train

@@ -16,8 +16,7 @@ from hf_spec.drafting.ngram import (
     NgramIndex,
     continuation_tree,
 )
-from hf_spec.methods.prompt_lookup.drafter import PromptLookupDrafter
-from hf_spec.methods.prompt_lookup.options import PromptLookupOptions
+from hf_spec.methods.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 from hf_spec.methods.registry import get_method
 
 Matches = list[tuple[int, int]]

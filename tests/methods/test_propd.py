@@ -23,8 +23,8 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.heads import heads_loss
-from hf_spec.methods.propd.early_head import EarlyPruning, early_states
-from hf_spec.methods.propd.options import ProPDOptions
+from hf_spec.methods.propd.adapter import early_states
+from hf_spec.methods.propd.drafter import EarlyPruning, ProPDOptions
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
 

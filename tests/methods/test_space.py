@@ -23,9 +23,9 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import get_method
-from hf_spec.methods.space import objective
+from hf_spec.methods.space import adapter as space
 from hf_spec.training.anchors import AnswerDataset, collate
-from modeling_patches.low_rank import linear_modules
+from modeling_patches.modules import linear_modules
 
 Tiny = Callable[..., PreTrainedModel]
 NEW = 16
@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_one_mask_group_per_forward(
     adapter = added(model, num_mask_tokens=3, p_ar=0.3, rank=2, shared_mask=shared_mask)
     batch = batch_of(some_rows())
     model.eval()
-    output = objective.loss(model, adapter, TrainingBatch(**batch))
+    output = space.loss(model, adapter, TrainingBatch(**batch))
     ar, sar = naive(model, adapter, batch)
     expected = torch.stack([0.3 * one + 0.7 * two for one, two in zip(ar, sar)]).mean()
     # Norms, some softmaxes and ALiBi's slopes are in fp32.
@@ -145,7 +145,7 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     for index in range(len(rows)):
         batch = collate([data[index]])
         with torch.no_grad():
-            value = objective.loss(model, adapter, TrainingBatch(**batch))["loss"]
+            value = space.loss(model, adapter, TrainingBatch(**batch))["loss"]
             ar, sar = naive(model, adapter, batch)
         is_ar = torch.isclose(value, ar[0], rtol=1e-5)  # norms are in fp32
         is_sar = torch.isclose(value, sar[0], rtol=1e-5)
@@ -156,7 +156,7 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     assert 6 <= sum(chosen) <= 26
     # In one batch, padded, each row has the loss that it has alone.
     with torch.no_grad():
-        together = float(objective.loss(model, adapter, TrainingBatch(**batch_of(rows)))["loss"])
+        together = float(space.loss(model, adapter, TrainingBatch(**batch_of(rows)))["loss"])
     assert together == pytest.approx(sum(alone) / len(alone), rel=1e-4)
 
 
@@ -170,7 +170,7 @@ def test_other_anchors_are_another_draw() -> None:
         batch = collate([dataset[0]])
         useful = torch.ones_like(batch["anchors"], dtype=torch.bool)
         args = (batch["input_ids"], batch["labels"], batch["anchors"], useful)
-        drawn.add(objective._sar_share(config, True, *args).item())
+        drawn.add(space._sar_share(config, True, *args).item())
     assert drawn == {0.0, 1.0}
 
 
@@ -180,7 +180,7 @@ def test_p_ar_of_one_is_plain_fine_tuning(tiny: Tiny) -> None:
     batch = batch_of(some_rows())
     for training in (True, False):
         model.train(training)
-        output = objective.loss(model, adapter, TrainingBatch(**batch))
+        output = space.loss(model, adapter, TrainingBatch(**batch))
         ar, _ = naive(model, adapter, batch)
         torch.testing.assert_close(output["loss"].double(), torch.stack(ar).mean())
         assert "logits" not in output
@@ -194,7 +194,7 @@ def test_without_an_update_the_mask_tokens_alone_are_trained(tiny: Tiny) -> None
     adapter = added(model, update="none", num_mask_tokens=3)
     assert list(adapter.weights()) == ["masks"]
     batch = batch_of(some_rows())
-    output = objective.loss(model, adapter, TrainingBatch(**batch))
+    output = space.loss(model, adapter, TrainingBatch(**batch))
     losses = torch.nn.functional.cross_entropy(
         output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
     )
@@ -472,7 +472,7 @@ def test_bfloat16(tiny: Tiny, tmp_path: Path) -> None:
 def find_and_compute(model: Any) -> Tensor:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapter = find_active(model, "SPACE")
-    return objective.loss(base, adapter, TrainingBatch(**batch_of(some_rows())))["loss"]
+    return space.loss(base, adapter, TrainingBatch(**batch_of(some_rows())))["loss"]
 
 
 def pickled(model: Any) -> Any:
@@ -642,7 +642,7 @@ def test_gradient_checkpointing(tiny: Tiny) -> None:
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        loss = objective.loss(model, adapter, TrainingBatch(**batch_of(some_rows())))["loss"]
+        loss = space.loss(model, adapter, TrainingBatch(**batch_of(some_rows())))["loss"]
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradients.append(torch.autograd.grad(loss, parameters))
     for one, two in zip(*gradients):
@@ -658,7 +658,7 @@ def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="gradient_checkpointing"):
-        objective.loss(model, adapter, TrainingBatch(**batch_of(some_rows())))
+        space.loss(model, adapter, TrainingBatch(**batch_of(some_rows())))
 
 
 # -- configs -------------------------------------------------------------------------------------
@@ -709,7 +709,7 @@ def test_the_default_targets_are_recorded(
     names = ends or [f"transformer.h.{layer}.mlp.c_proj" for layer in range(3)]
     assert model.peft_config["default"].target_modules == names
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("hf_spec.methods.space.config.output_projections", linear_modules)
+    monkeypatch.setattr("hf_spec.methods.space.adapter.output_projections", linear_modules)
     again = copy.deepcopy(tiny(architecture))
     again.load_adapter(tmp_path)
     assert again.peft_config["default"].target_modules == names

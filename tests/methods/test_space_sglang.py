@@ -22,8 +22,8 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.hub.transfer import export_adapter
-from hf_spec.methods.space import objective
-from hf_spec.methods.space.masks import random_tokens
+from hf_spec.methods.space import adapter as space
+from hf_spec.methods.space.adapter import random_tokens
 from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.cache_name import CACHE
 
@@ -80,9 +80,9 @@ def test_exported_and_read_by_peft(fresh: Tiny, tmp_path: Path, fields: dict[str
         return drawn[-1]
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(objective, "random_tokens", remember)
+        patch.setattr(space, "random_tokens", remember)
         adapter = find_active(model, "SPACE")
-        ours = objective.loss(model, adapter, TrainingBatch(**batch))["logits"][0]
+        ours = space.loss(model, adapter, TrainingBatch(**batch))["logits"][0]
     assert not torch.equal(drawn[0][0], drawn[0][1])  # other tokens under each anchor
     for row, place in enumerate(places[0].tolist()):
         theirs = uno_logits(fresh("llama"), uno, ids[:, : place + 1], drawn[0][row])
@@ -144,7 +144,7 @@ def test_noise_belongs_to_a_sequence(fresh: Tiny) -> None:
     ]
     dataset = AnswerDataset(rows, num_anchors=8)
     data = [dataset[index] for index in range(2)]
-    both = objective.loss(model, adapter, TrainingBatch(**collate(data)))["loss"]
-    each = [objective.loss(model, adapter, TrainingBatch(**collate([row])))["loss"] for row in data]
+    both = space.loss(model, adapter, TrainingBatch(**collate(data)))["loss"]
+    each = [space.loss(model, adapter, TrainingBatch(**collate([row])))["loss"] for row in data]
     # Rounding of fp32 sums.
     torch.testing.assert_close(both, sum(each) / 2, rtol=1e-5, atol=1e-5)

@@ -22,6 +22,14 @@ from tree_oracle import (
 )
 
 from modeling_patches import alibi
+from modeling_patches.alibi import Positions
+
+
+def tree_positions(model, changes):
+    positions = Positions()
+    alibi.tree_positions(model, positions, changes)
+    return positions.set
+
 
 BLOOM = {"hidden_size": 48, "n_layer": 2, "initializer_range": 0.3}
 FALCON = {"hidden_size": 48, "num_hidden_layers": 2, "alibi": True, "initializer_range": 0.3}
@@ -73,7 +81,7 @@ def model(request):
 
 def test_tree_logits_equal_plain_forwards_of_each_path(model):
     first, second = random_tokens(2, 7, seed=2), random_tokens(2, 7, seed=3)
-    with added(alibi.tree_positions, model) as set_positions:
+    with added(tree_positions, model) as set_positions:
         decoding = Decoding(model)
         prompts = decoding.rows
         one = decoding.tree(first, set_positions)
@@ -105,7 +113,7 @@ def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(name, dtype):
     model = build(name).to(dtype)
     ids, mask, positions = padded_prompt()
     causal = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
-    with added(alibi.tree_positions, model) as set_positions, torch.no_grad():
+    with added(tree_positions, model) as set_positions, torch.no_grad():
         want = model(ids, attention_mask=mask).logits
         set_positions(positions, positions)
         got = model(ids, attention_mask=additive(causal, dtype)).logits
@@ -118,7 +126,7 @@ def test_stale_positions_do_not_overflow_half_precision(name):
     ids, mask, positions = padded_prompt()
     causal = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
     logits = []
-    with added(alibi.tree_positions, model) as set_positions, torch.no_grad():
+    with added(tree_positions, model) as set_positions, torch.no_grad():
         for filler in (0, STALE):  # STALE times a slope is infinite in fp16
             set_positions(positions, positions.masked_fill(mask == 0, filler))
             logits.append(model(ids, attention_mask=additive(causal, torch.float16)).logits)
@@ -138,7 +146,7 @@ def test_other_masks_run_the_original(model):
             )
 
     want = run()
-    with added(alibi.tree_positions, model) as set_positions:
+    with added(tree_positions, model) as set_positions:
         before = run()
         Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
         after = run()
@@ -155,7 +163,7 @@ def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
             return str(error)
 
     def use():
-        with added(alibi.tree_positions, model) as set_positions:
+        with added(tree_positions, model) as set_positions:
             Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
 
     config, before = model.config.to_dict(), outcome()
@@ -164,7 +172,7 @@ def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
     assert outcome() == before
     use()
     # Token 999 is not in the vocabulary of 128: the forward fails after the first changes ran.
-    with pytest.raises(IndexError), added(alibi.tree_positions, model) as set_positions:
+    with pytest.raises(IndexError), added(tree_positions, model) as set_positions:
         Decoding(model).tree(torch.full((2, 7), 999), set_positions)
     assert outcome() == before
     assert fingerprint(model) == once and model.config.to_dict() == config
@@ -180,7 +188,7 @@ def test_a_method_the_instance_had_still_runs():
         return own(*args, **kwargs)
 
     attention.forward = spy
-    with added(alibi.tree_positions, model) as set_positions:
+    with added(tree_positions, model) as set_positions:
         decoding = Decoding(model)
         assert len(calls) == 1
         decoding.tree(random_tokens(2, 7, seed=2), set_positions)
@@ -192,7 +200,7 @@ def test_a_method_the_instance_had_still_runs():
 def test_another_instance_is_not_touched(model):
     other = AutoModelForCausalLM.from_config(model.config)
     untouched = fingerprint(other)
-    with added(alibi.tree_positions, model):
+    with added(tree_positions, model):
         assert fingerprint(other) == untouched
 
 
@@ -206,24 +214,14 @@ def test_applies():
     assert {"bloom", "falcon", "mpt"} == alibi.MODEL_TYPES
 
 
-def test_a_tree_without_positions_is_an_error(model):
-    with (
-        added(alibi.tree_positions, model),
-        pytest.raises(RuntimeError, match="call set_positions"),
-    ):
-        Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
-
-
-def test_positions_of_another_size_are_an_error(model):
-    with added(alibi.tree_positions, model) as set_positions:
-        set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
-        with pytest.raises(ValueError, match="for 7 query and 15 key positions"):
+def test_positions_that_do_not_fit_the_mask_are_an_error(model):
+    with added(tree_positions, model) as set_positions:
+        with pytest.raises(ValueError, match=r"came with \[\] query and key"):
             Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
-
-
-def test_a_boolean_mask_is_an_error(model):
-    ids, _, positions = padded_prompt()
-    with added(alibi.tree_positions, model) as set_positions:
+        set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
+        with pytest.raises(ValueError, match=r"came with \[7, 15\] query and key"):
+            Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
+        ids, _, positions = padded_prompt()
         set_positions(positions, positions)
-        with pytest.raises(ValueError, match=r"torch\.bool mask .* must be additive"):
+        with pytest.raises(ValueError, match=r"a torch\.bool mask .* must be additive"):
             model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))

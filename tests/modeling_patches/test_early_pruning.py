@@ -20,7 +20,7 @@ from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.model.probe_inputs import ProbeInputs, TreeForward, TreeOutput
 from modeling_patches.cache_name import CACHE
 from modeling_patches.early_pruning import early_pruning, layer_input
-from modeling_patches.layer_skip import num_layers
+from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes
 
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])

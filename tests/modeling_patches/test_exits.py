@@ -13,7 +13,7 @@ from running import added, fingerprint
 from transformers import PreTrainedModel
 
 from modeling_patches.exits import averaged_exits
-from modeling_patches.layer_skip import decoder_layers
+from modeling_patches.modules import decoder_layers
 
 #: The module that runs on what the layers give, before the output embeddings.
 NORMS = {"llama": "norm", "gpt2": "ln_f", "falcon_alibi": "ln_f", "gpt_neo": "ln_f"}

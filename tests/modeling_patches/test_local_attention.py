@@ -14,6 +14,13 @@ from tree_oracle import (
 )
 
 from modeling_patches import local_attention
+from modeling_patches.alibi import Positions
+
+
+def tree_positions(model, changes):
+    positions = Positions()
+    local_attention.tree_positions(model, positions, changes)
+    return positions.set
 
 
 def build(layers=("global", "local", "local"), window=4, max_positions=20):
@@ -39,7 +46,7 @@ def model(request):
 
 def test_tree_logits_equal_plain_forwards_of_each_path(model):
     first, second = random_tokens(2, 7, seed=2), random_tokens(2, 7, seed=3)
-    with added(local_attention.tree_positions, model) as set_positions:
+    with added(tree_positions, model) as set_positions:
         decoding = Decoding(model)
         prompts = decoding.rows
         one = decoding.tree(first, set_positions)
@@ -52,13 +59,11 @@ def test_tree_logits_equal_plain_forwards_of_each_path(model):
 
 
 def test_the_band_is_a_double_loop_over_queries_and_keys():
-    band = local_attention._Band(window_size=4)
     generator = torch.Generator().manual_seed(0)
     queries = torch.randint(0, 12, (2, 5), generator=generator)
     keys = torch.randint(0, 12, (2, 9), generator=generator)
     visible = torch.rand(2, 1, 5, 9, generator=generator) < 0.7
-    band.positions.set(queries, keys)
-    got = band.of(additive(visible)) == 0
+    got = local_attention.banded(additive(visible), queries, keys, window=4) == 0
     for row in range(2):
         for i, query in enumerate(queries[row].tolist()):
             for j, key in enumerate(keys[row].tolist()):
@@ -94,7 +99,7 @@ def test_other_masks_run_the_original(model):
             )
 
     want = run()
-    with added(local_attention.tree_positions, model) as set_positions:
+    with added(tree_positions, model) as set_positions:
         before = run()
         Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
         after = run()
@@ -111,7 +116,7 @@ def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
             return str(error)
 
     def use():
-        with added(local_attention.tree_positions, model) as set_positions:
+        with added(tree_positions, model) as set_positions:
             Decoding(model).tree(random_tokens(2, 7, seed=2), set_positions)
 
     config, before = model.config.to_dict(), outcome()
@@ -120,7 +125,7 @@ def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
     assert outcome() == before
     use()
     # Token 999 is not in the vocabulary of 128: the forward fails after the first changes ran.
-    with pytest.raises(IndexError), added(local_attention.tree_positions, model) as set_positions:
+    with pytest.raises(IndexError), added(tree_positions, model) as set_positions:
         Decoding(model).tree(torch.full((2, 7), 999), set_positions)
     assert outcome() == before
     assert fingerprint(model) == once and model.config.to_dict() == config
@@ -136,7 +141,7 @@ def test_a_method_the_instance_had_still_runs():
         return own(*args, **kwargs)
 
     attention._attn = spy
-    with added(local_attention.tree_positions, model) as set_positions:
+    with added(tree_positions, model) as set_positions:
         decoding = Decoding(model)
         assert len(calls) == 1
         decoding.tree(random_tokens(2, 7, seed=2), set_positions)
@@ -148,7 +153,7 @@ def test_a_method_the_instance_had_still_runs():
 def test_another_instance_is_not_touched(model):
     other = build()
     untouched = fingerprint(other)
-    with added(local_attention.tree_positions, model):
+    with added(tree_positions, model):
         assert fingerprint(other) == untouched
 
 
@@ -156,26 +161,3 @@ def test_applies_to_every_gpt_neo():
     assert local_attention.applies(build())
     assert local_attention.applies(build(layers=("global", "global")))
     assert frozenset({"gpt_neo"}) == local_attention.MODEL_TYPES
-
-
-def test_a_tree_without_positions_is_an_error(model):
-    with (
-        added(local_attention.tree_positions, model),
-        pytest.raises(RuntimeError, match="call set_positions"),
-    ):
-        Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
-
-
-def test_positions_of_another_size_are_an_error(model):
-    with added(local_attention.tree_positions, model) as set_positions:
-        set_positions(torch.zeros(2, 7).long(), torch.zeros(2, 15).long())
-        with pytest.raises(ValueError, match="for 7 query and 15 key positions"):
-            Decoding(model).tree(random_tokens(2, 7, seed=2), lambda *_: None)
-
-
-def test_a_boolean_mask_is_an_error(model):
-    ids, _, positions = padded_prompt()
-    with added(local_attention.tree_positions, model) as set_positions:
-        set_positions(positions, positions)
-        with pytest.raises(ValueError, match=r"torch\.bool mask .* must be additive"):
-            model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))

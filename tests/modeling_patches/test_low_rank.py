@@ -23,14 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches import low_rank
-from modeling_patches.layer_skip import decoder_layers
-from modeling_patches.low_rank import (
-    Factors,
-    LowRank,
-    linear_modules,
-    output_projections,
-)
+from modeling_patches import modules
+from modeling_patches.low_rank import LowRank
+from modeling_patches.merging import Factors
+from modeling_patches.modules import decoder_layers, linear_modules, output_projections
 from modeling_patches.weights import features
 
 Tiny = Callable[..., PreTrainedModel]
@@ -300,7 +296,7 @@ def test_a_pattern_that_takes_for_ever(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
     """Seconds for each name, twice as many for each two letters more."""
-    monkeypatch.setattr(low_rank, "PATTERN_SECONDS", 0.05)
+    monkeypatch.setattr(modules, "PATTERN_SECONDS", 0.05)
     with pytest.raises(ValueError, match=r"takes longer than 0.05 seconds to .*a list of names"):
         linear_modules(tiny("llama"), pattern)
 

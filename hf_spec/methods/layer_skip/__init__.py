@@ -1,9 +1,7 @@
 """``layer_skip``: draft with the model itself, leaving out layers (Draft & Verify)."""
 
-from hf_spec.methods.layer_skip.adapter import LayerSkipAdapter
-from hf_spec.methods.layer_skip.config import LayerSkipConfig
+from hf_spec.methods.layer_skip.adapter import LayerSkipAdapter, LayerSkipConfig, loss
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
-from hf_spec.methods.layer_skip.objective import loss
 from hf_spec.methods.layer_skip.options import LayerSkipOptions
 from hf_spec.methods.registry import Method
 

@@ -1,13 +1,134 @@
-"""The LAYER_SKIP adapter: its config, and low-rank updates of the drafting path if it has any."""
+"""The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest.
 
-from collections.abc import Mapping
-from typing import Any
+The updates, if there are any, are trained by distillation from the full model (Draft & Verify,
+appendix F). As in decoding, drafted tokens see the full model's keys and values: the full model
+runs over a sequence once, and the drafting model runs over short pieces of it, as if they were
+drafted.
+"""
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.low_rank import LowRankLayer, fresh_factors
-from hf_spec.methods.layer_skip.config import LayerSkipConfig
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.low_rank import LowRankLayer, check_settings, fresh_factors
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.checks import check_count
+from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.sequences import future_labels, probe_sequences
+from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.modules import linear_modules
+from modeling_patches.weights import placement
+
+
+@dataclass
+class LayerSkipConfig(SpecPeftConfig):
+    """Attention and MLP sublayers that drafting skips.
+
+    Both lists may be empty; drafting then costs as much as verifying. They are kept sorted. The
+    adapter has weights only with a `draft_rank`.
+
+    Raises:
+        ValueError: if an entry is not an integer >= 0, is given twice, or exceeds the last layer
+            of `base_facts`.
+    """
+
+    type_name: ClassVar[str] = "LAYER_SKIP"
+
+    skip_attention: list[int] = field(
+        default_factory=list, metadata={"help": "Layers whose attention drafting skips."}
+    )
+    skip_mlp: list[int] = field(
+        default_factory=list, metadata={"help": "Layers whose MLP drafting skips."}
+    )
+    draft_rank: int = setting(0, "Rank of trained low-rank updates for drafting; 0: none.")
+    draft_alpha: float = setting(16, "The updates are scaled by draft_alpha / draft_rank.")
+    draft_target_modules: list[str] | str | None = setting(
+        None,
+        "Linear modules with updates: names, or a regular expression. Default: all that drafting "
+        "runs.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers: Any = (self.base_facts or {}).get("num_hidden_layers")
+        if layers is not None and (type(layers) is not int or layers < 1):
+            raise ValueError(
+                f"the base model's number of layers must be a positive integer, got {layers!r}. "
+                "Leave it out: attaching the adapter records it."
+            )
+        self.skip_attention = layer_indices("skip_attention", self.skip_attention)
+        self.skip_mlp = layer_indices("skip_mlp", self.skip_mlp)
+        for name, indices in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
+            if layers is not None and max(indices, default=0) >= layers:
+                raise ValueError(
+                    f"{name} names layer {max(indices)}, but the base model has {layers} layers, "
+                    f"0 to {layers - 1}, by base_facts. Correct one of them."
+                )
+
+        check_count("draft_rank", self.draft_rank, low=0)
+        check_settings("draft_", self.draft_rank or 1, self.draft_alpha, self.draft_target_modules)
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise a ValueError if the indices do not fit the layers of `model`."""
+        super().check_base(model)
+        LayerSkipper(model, self.skip_attention, self.skip_mlp)  # finds every sublayer or raises
+        self.draft_modules(model)
+
+    def training_defaults(self) -> dict[str, Any]:
+        if not self.draft_rank or not (self.skip_attention or self.skip_mlp):
+            raise ValueError(
+                f"draft_rank={self.draft_rank}, skip_attention={self.skip_attention}, skip_mlp="
+                f"{self.skip_mlp}: nothing to train. What is trained are low-rank updates of a "
+                "model with layers left out: give a draft_rank, such as 8, and layers to skip, "
+                "such as `hf-spec search` finds. Without updates layer_skip needs no training."
+            )
+        return {}
+
+    def draft_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The linear modules that drafting runs and that get updates, by name.
+
+        Raises:
+            ValueError: the config has a rank, but no module matches.
+        """
+        if not self.draft_rank:
+            return {}
+        skipper = LayerSkipper(model, self.skip_attention, self.skip_mlp)
+        left_out = {id(module) for stubbed in skipper.replaced for module in stubbed.modules()}
+        chosen = linear_modules(model, self.draft_target_modules)
+        found = {name: module for name, module in chosen.items() if id(module) not in left_out}
+        if not found:
+            raise ValueError(
+                f"draft_target_modules={self.draft_target_modules!r}: drafting leaves out all "
+                "linear modules of that name. Choose others, or skip less."
+            )
+        return found
+
+
+def layer_indices(name: str, values: Iterable[int]) -> list[int]:
+    """`values` as a sorted list; ValueError unless they are distinct integers >= 0."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list of layer indices, got {values!r}.")
+    indices = list(values)
+    for value in indices:
+        if type(value) is not int or value < 0:
+            raise ValueError(
+                f"{name} must list integers >= 0 (layers count from 0), got {value!r} in {indices}."
+            )
+    if len(set(indices)) < len(indices):
+        twice = sorted(index for index, times in Counter(indices).items() if times > 1)
+        raise ValueError(
+            f"{name} must list each layer once, got {twice} more than once. Remove them."
+        )
+    return sorted(indices)
 
 
 class LayerSkipAdapter(LowRankLayer):
@@ -26,3 +147,47 @@ class LayerSkipAdapter(LowRankLayer):
             adapter_name, config.draft_modules(model), config.draft_rank, config.draft_alpha,
             only_if_active=False,
         )  # fmt: skip
+
+
+#: Tokens of a piece, about as many as a step drafts.
+PIECE = 4
+
+
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """KL divergence of the drafting model's next-token distribution from the full model's.
+
+    Averaged over the drafted tokens of a sequence and then over sequences. A piece of
+    :data:`PIECE` tokens starts after each anchor.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, PIECE, vocab)`` of the drafting model;
+        ``labels``, ``(batch, anchors, PIECE)``, the token after each drafted one.
+    """
+    input_ids, labels, anchors, attention_mask = batch
+    config: Any = adapter.config
+    if not config.draft_rank:
+        raise ValueError("draft_rank=0: the adapter has no weights to train.")
+    layer: Any = adapter.layer
+    drafting = LayerSkipper(model, config.skip_attention, config.skip_mlp).changes
+    layer.updates[adapter.name].add_to(drafting)
+    # Like a group of probes, a piece attends causally to the tokens up to its anchor and to itself.
+    group = ProbeGroup.causal(PIECE)
+    wanted = future_labels(labels, anchors, group)
+    offsets, _ = group_tensors(group, str(anchors.device))
+    places = (anchors[:, :, None] + offsets).clamp(max=input_ids.shape[1] - 1).flatten(1)
+    with torch.no_grad():
+        embed = model.get_input_embeddings()
+        tokens = input_ids.gather(1, places).to(placement(model).device)
+        pieces = ProbeInputs(embed(tokens).unflatten(1, (-1, PIECE)))
+    hidden = probe_sequences(
+        model, input_ids, attention_mask, anchors, group, pieces, while_probing=drafting
+    )
+    drafted = model_logits(model, hidden.probe_hidden.flatten(1, 2), drafting)
+    with torch.no_grad():
+        columns = places.to(drafted.device)[:, :, None]
+        width = hidden.token_hidden.shape[-1]
+        full = model_logits(model, hidden.token_hidden.gather(1, columns.expand(-1, -1, width)))
+    wanted, logits = wanted.to(drafted.device), drafted.unflatten(1, (-1, PIECE))
+    losses = prediction_losses(logits, wanted, full.view_as(logits))
+    means = wanted_mean(losses, wanted, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": wanted}

@@ -1,6 +1,4 @@
-"""Options of ``layer_skip``."""
-
-from __future__ import annotations
+"""Options of ``layer_skip``, and when it stops drafting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +6,17 @@ from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
+from hf_spec.core.memory import locked
+from hf_spec.core.tree import Row
 from hf_spec.drafting.options import AUTO, StrategyOptions
-from hf_spec.methods.layer_skip.config import layer_indices
+from hf_spec.methods.layer_skip.adapter import layer_indices
+from hf_spec.policy.calibration import Calibration, walk
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
 POLICY = "policy"
 EXITS = (POLICY, "adaptive", "threshold", "fixed")
+#: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
+AGAIN = 64
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,77 @@ class LayerSkipOptions(StrategyOptions):
         defaults = {name: getattr(type(self), name) for name in self.adapting}
         unused = {name: value for name, value in defaults.items() if value != getattr(self, name)}
         return {**super().untimed(), "draft_exit": "threshold", **unused}
+
+
+class DraftExit:
+    """Decides when to stop drafting: when it stops paying, or by gamma (section 3.4, eqs. (2)-(4)).
+
+    A drafting stage moves gamma by (1 - beta2) epsilon, 0.001 with the paper's numbers, so adapting
+    takes hundreds of stages. One object therefore serves all calls on a model, in all threads.
+
+    Attributes:
+        gamma: draft probability below which drafting stops.
+        acceptance: AR, smoothed; None before the first stage.
+        calibration: corrects the drafting model's probabilities.
+    """
+
+    def __init__(self, options: LayerSkipOptions):
+        self.options = options
+        self.gamma = options.threshold
+        self.acceptance: float | None = None
+        self.calibration = Calibration(options.max_draft)
+        self._idle = 0
+
+    @locked
+    def due(self) -> bool:
+        """Whether this step should draft although it does not seem to pay, which is rare."""
+        self._idle = (self._idle + 1) % AGAIN
+        return not self._idle
+
+    def pays(
+        self, distance: int, paths: Sequence[float], sure: Sequence[float], price: float | None,
+        held: Sequence[float] = (),
+    ) -> bool:  # fmt: skip
+        """Whether to run the drafting model for the tokens at a distance.
+
+        Args:
+            distance: the distance, from 1.
+            paths: probability of each sequence that all tokens before are accepted; 0 if it is
+                finished.
+            sure: draft probability of each sequence's last token; empty at distance 1.
+            price: tokens that the forward must bring to pay; None (unknown) if gamma decides.
+            held: probability of each sequence that a token at this distance is already a candidate
+                and accepted.
+        """
+        if price is None:
+            sure = sure or [1.0] * len(paths)
+            return any(self.go_on(one) for one, path in zip(sure, paths) if path > 0)
+        rate = self.calibration.rate(distance)
+        held = held or [0.0] * len(paths)
+        return sum(max(path * rate - own, 0.0) for path, own in zip(paths, held)) > price
+
+    @locked
+    def learn(
+        self, trust: Sequence[float], trees: Sequence[Row], came: Sequence[Sequence[int]]
+    ) -> None:
+        """Learn from the tokens that each sequence emitted after its tree was proposed."""
+        for one, tokens in zip(trees, came):
+            walk(self.calibration, one.parents, one.tokens, one.probs, trust, tokens)
+
+    def go_on(self, confidence: float) -> bool:
+        """Whether to draft another token after one of this draft probability."""
+        return self.options.draft_exit == "fixed" or confidence >= self.gamma
+
+    @locked
+    def update(self, acceptance: float) -> None:
+        """Adapt gamma to AR_e, the acceptance rate of drafting stage e over all sequences."""
+        if self.options.draft_exit not in (POLICY, "adaptive"):
+            return
+        o = self.options
+        beta1 = o.beta1 if self.acceptance is not None else 0.0
+        smoothed = beta1 * (self.acceptance or 0.0) + (1 - beta1) * acceptance  # eq. (2)
+        step = o.threshold_step if smoothed <= o.target_acceptance else -o.threshold_step
+        gamma = o.beta2 * self.gamma + (1 - o.beta2) * (self.gamma + step)  # eqs. (3), (4)
+        # Values beyond [0, 1] have the same effect, but returning from them would take long.
+        self.gamma = min(max(gamma, 0.0), 1.0)
+        self.acceptance = smoothed

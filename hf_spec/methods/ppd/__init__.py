@@ -1,12 +1,8 @@
 """``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
 
 from hf_spec.adapters.predicting import TRAINED
-from hf_spec.methods.ppd.adapter import PPDAdapter
-from hf_spec.methods.ppd.config import PPDConfig
-from hf_spec.methods.ppd.drafter import PPDDrafter
-from hf_spec.methods.ppd.objective import loss
-from hf_spec.methods.ppd.options import PPDOptions
-from hf_spec.methods.ppd.published import FILES, convert, wants
+from hf_spec.methods.ppd.adapter import FILES, PPDAdapter, PPDConfig, convert, loss, wants
+from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
 from hf_spec.methods.registry import Method, Published
 
 METHOD = Method(

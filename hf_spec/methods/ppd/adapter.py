@@ -1,15 +1,136 @@
-"""The PPD adapter's parameters."""
+"""The PPD adapter: prompt tokens, what they predict, and how they are trained.
+
+Chen, "Parallel Prompt Decoding: A Cost-Effective and Memory-Efficient Approach for Accelerating LLM
+Inference" (2024), chapter 4.
+
+Published prompt tokens of the author's code (github.com/hmarkc, ppd-* on the Hub) are read, too.
+The author saves adapters as PEFT saves prompt tuning: ``adapter_model.safetensors`` (or ``.bin``)
+has one tensor ``prompt_embeddings``, ``(prompt tokens * EPTs, hidden)``. As here, the EPTs of
+distance 1 come first. The published adapters have one EPT each, for which all masks are equal.
+Learned weights, heads and prefixes are in other files, which are not read.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.config import SpecPeftConfig, setting
 from hf_spec.adapters.layer import SpecAdapterLayer
-from hf_spec.methods.ppd.config import PPDConfig
+from hf_spec.adapters.predicting import FrontConfig, of_tokens
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
+from hf_spec.core.probes import ProbeGroup, group_tensors
+from hf_spec.drafting.losses import future_losses, wanted_mean
+from hf_spec.model.hidden_states import Head, model_logits, output_logits, states_at
+from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.sequences import future_labels, probe_sequences
+from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features, placement
+
+MASKS = ("ensemble", "decoder", "encoder")
+AGGREGATIONS = ("average", "learned")
+LOSSES = ("distillation", "hard")
+HEADS = ("none", "vocabulary", "residual")
+#: With two stages, share of the steps that train everything but the head.
+FIRST_STAGE = 0.5
+
+
+@dataclass
+class PPDConfig(FrontConfig):
+    """Config of a PPD adapter: prompt tokens that draft.
+
+    Raises:
+        ValueError: if a field is invalid.
+    """
+
+    type_name: ClassVar[str] = "PPD"
+
+    num_prompt_tokens: int = setting(3, "m, prompt tokens, each drafting one future token.")
+    num_ept: int = setting(1, "n, ensemble prompt tokens (EPTs) per prompt token.")
+    ept_mask: str = setting(
+        "ensemble",
+        "Which other EPTs an EPT sees. ensemble: the one of its own number in each earlier prompt "
+        "token. decoder: all before it. encoder: all of earlier prompt tokens and of its own.",
+    )
+    ept_aggregation: str = setting("average", "How EPTs are combined: average, or learned weights.")
+    loss: str = setting(
+        "distillation",
+        "distillation: KL divergence from the base's own distributions. hard: cross-entropy of the "
+        "answers' tokens.",
+    )
+    decay: float = setting(0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).")
+    num_prefix_tokens: int = setting(
+        0,
+        "Learned keys and values in every layer for each prompt token, which alone sees them "
+        "(prefix tuning).",
+    )
+    head: str = setting(
+        "none",
+        "A decoding head for prompt tokens. none: the base's. vocabulary: a second output layer. "
+        "residual: a block of hidden size before the base's.",
+    )
+    head_rank: int | None = setting(
+        None,
+        "Rank of a residual head's matrix; a low one keeps the adapter below 0.1 % of the base.  "
+        "[default: a full matrix]",
+    )
+    head_stages: int = setting(
+        2,
+        "1: the head is trained from the first step. 2: the head is trained in the second half of "
+        "the steps, together with the rest.",
+    )
+    num_exits: int = setting(
+        1, "Last layers whose hidden states are averaged (multi-exit ensemble)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_prompt_tokens", self.num_prompt_tokens, high=MAX_FUTURE)
+        check_count("num_ept", self.num_ept, high=MAX_PROBES // self.num_prompt_tokens)
+        most = MAX_FRONT // self.num_prompt_tokens
+        check_count("num_prefix_tokens", self.num_prefix_tokens, low=0, high=most)
+        check_count("num_exits", self.num_exits)
+        check_count("head_stages", self.head_stages, high=2)
+        check_range("decay", self.decay, 0.0, 1.0, open_low=True)
+        check_choices(self, ept_mask=MASKS, ept_aggregation=AGGREGATIONS, loss=LOSSES, head=HEADS)
+        if self.head_rank is not None:
+            check_count("head_rank", self.head_rank, high=MAX_RANK)
+            if self.head != "residual":
+                raise ValueError(
+                    f"head_rank={self.head_rank} with head={self.head!r}: only residual heads have "
+                    "a rank. Give head='residual', or leave head_rank out."
+                )
+        if self.num_ept == 1 and self.ept_aggregation == "learned":
+            raise ValueError(
+                "ept_aggregation='learned' with num_ept=1: there is nothing to weigh. Give at "
+                "least 2 EPTs, or ept_aggregation='average'."
+            )
+
+    def untrained(self, progress: float) -> frozenset[str]:
+        waits = self.head_stages == 2 and progress < FIRST_STAGE
+        parts = {"head", "head_down", "head_up", "head_bias"}
+        return frozenset(parts) if waits else frozenset()
+
+    @property
+    def reads_head(self) -> bool:
+        return self.head != "vocabulary"
+
+    def check_base(self, model: nn.Module) -> None:
+        """Set defaults that depend on the base model; raise a ValueError if it does not fit."""
+        super().check_base(model)
+        if self.num_exits > 1 and self.num_exits > num_layers(model):
+            raise ValueError(
+                f"num_exits={self.num_exits}: the model has {num_layers(model)} layers."
+            )
+        if self.num_prefix_tokens:
+            self.record_shape(model)
+
 
 #: Standard deviation of initial prefix tokens, which are not initialised from text.
 INIT_STD = 0.02
@@ -59,3 +180,164 @@ def _text_embeddings(model: Any, count: int) -> Tensor:
         return torch.randn(count, width) * INIT_STD
     with torch.no_grad():
         return model.get_input_embeddings()(ids.to(device)).float()
+
+
+@lru_cache(maxsize=64)
+def ept_group(distances: int, num_ept: int, mask: str) -> ProbeGroup:
+    """EPTs of all prompt tokens, those of distance 1 first (section 4.4.3, figures 4.6 to 4.8).
+
+    Args:
+        distances: number of prompt tokens.
+        num_ept: EPTs per prompt token.
+        mask: ``ensemble``, ``decoder`` or ``encoder``.
+    """
+    places = [(distance, number) for distance in range(distances) for number in range(num_ept)]
+    sees = {
+        "ensemble": lambda q, k: k[1] == q[1] and k[0] <= q[0],
+        "decoder": lambda q, k: k <= q,
+        "encoder": lambda q, k: k[0] <= q[0],
+    }[mask]
+    visible = tuple(tuple(sees(query, key) for key in places) for query in places)
+    return ProbeGroup(tuple(distance + 1 for distance, _ in places), visible)
+
+
+class PromptTokens:
+    """Applies an adapter's parameters; gradients flow to them.
+
+    Args:
+        adapter: the active adapter.
+        distances: number of prompt tokens to use; None for all.
+
+    Attributes:
+        group: the EPTs under a node.
+        inputs: their inputs of a forward.
+    """
+
+    def __init__(self, adapter: ActiveAdapter, distances: int | None = None):
+        self.config: Any = adapter.config
+        self.weights: Mapping[str, Tensor] = adapter.weights()
+        self.distances: int = distances or self.config.num_prompt_tokens
+        self.group = ept_group(self.distances, self.config.num_ept, self.config.ept_mask)
+        prefix = self.config.num_prefix_tokens
+        front, seen = [], None
+        if prefix:
+            slots = self.distances * prefix
+            keys, values = self.weights["prefix_keys"], self.weights["prefix_values"]
+            front = list(zip(keys[:, :, :slots].unbind(0), values[:, :, :slots].unbind(0)))
+            # Figure 4.4: prompt token i attends to the prefix tokens i only.
+            own = torch.eye(self.distances, dtype=torch.bool, device=keys.device)
+            seen = own.repeat_interleave(self.config.num_ept, 0).repeat_interleave(prefix, 1)
+        embeddings = self.weights["prompts"][: len(self.group)]
+        self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Combine EPTs into the states that predict, one per prompt token.
+
+        EPTs are combined before the output embeddings, which are linear: this equals the weighted
+        sum of logits of section 4.4.4, except that a bias of the output embeddings counts once.
+
+        Args:
+            hidden: ``(batch, n * EPTs, hidden)`` final hidden states of the probes under n nodes,
+                with all EPTs of each distance.
+
+        Returns:
+            ``(batch, n * distances, hidden)``.
+        """
+        config, weights = self.config, self.weights
+        if config.num_ept > 1:
+            each = hidden.unflatten(1, (-1, config.num_ept))
+            if config.ept_aggregation == "average":
+                hidden = each.mean(2)
+            else:
+                count = each.shape[1]
+                share = weights["weights"][: self.distances].to(hidden)
+                share = share.repeat(-(-count // self.distances), 1)[:count]
+                hidden = (each * share[:, :, None]).sum(2)
+        if config.head == "residual":
+            names = ("head",) if config.head_rank is None else ("head_down", "head_up")
+            inner = hidden
+            for name in names:
+                inner = torch.nn.functional.linear(inner, weights[name].to(hidden))
+            hidden = hidden + torch.nn.functional.silu(inner + weights["head_bias"].to(hidden))
+        return hidden
+
+    def logits(
+        self, model: Any, states: Tensor, exact: bool = True,
+        head: Head | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits that the prompt tokens predict, ``(batch, n, tokens)``.
+
+        Args:
+            model: the base model.
+            states: ``(batch, n, hidden)`` from :meth:`states`.
+            exact: whether to apply the model's scaling and soft cap; False may skip operations that
+                keep the order of logits.
+            head: replaces the base's output embeddings.
+        """
+        if self.config.head == "vocabulary":  # added to logits, so their scale matters
+            own = states @ self.weights["head"].to(states).T
+            return model_logits(model, states) + of_tokens(model, own, 0.0)
+        if exact:
+            return model_logits(model, states, head=head)
+        return output_logits(model, states, head)
+
+
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """Divergence from the base's distributions, averaged per sequence and then over sequences.
+
+    The loss of distance i has weight decay^(i-1). The base's distribution is that at the same
+    position of the same sequence, from the same forward; the divergence is KL(base || prompt
+    token), as in distillation and in the authors' code. With ``loss="hard"`` it is the
+    cross-entropy of the sequence's token.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, m, vocab)``; ``labels``, ``(batch,
+        anchors, m)``.
+    """
+    input_ids, labels, anchors, attention_mask = batch
+    prompts = PromptTokens(adapter)
+    config = prompts.config
+    group = ProbeGroup.causal(prompts.distances)
+    wanted = future_labels(labels, anchors, group)  # (batch, anchors, m)
+    states = probe_sequences(
+        model, input_ids, attention_mask, anchors, prompts.group, prompts.inputs
+    )
+    device = states.probe_hidden.device
+    wanted, anchors = wanted.to(device), anchors.to(device)
+    made = prompts.states(states.probe_hidden.flatten(1, 2)).unflatten(1, wanted.shape[1:])
+    offsets, _ = group_tensors(group, str(device))
+    own = None
+    if config.loss == "distillation":
+        at = (anchors[:, :, None] + offsets).clamp(max=labels.shape[1] - 1)
+        with torch.no_grad():
+            own = model_logits(model, states_at(states.token_hidden, at.flatten(1)))
+            own = own.unflatten(1, wanted.shape[1:])
+    losses, logits = future_losses(
+        model, prompts.weights, partial(prompts.logits, model), made, input_ids, anchors, wanted,
+        own,
+    )  # fmt: skip
+    share = config.decay ** (offsets - 1).to(losses.dtype)
+    means = wanted_mean(losses * share, wanted, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": wanted}
+
+
+EMBEDDINGS = "prompt_embeddings"
+#: Files that hold them, the first one of these in a folder.
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def wants(name: str) -> bool:
+    """Whether a tensor of this name belongs to the adapter."""
+    return name == EMBEDDINGS
+
+
+def convert(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fields of ``PPDConfig`` and the adapter's parameters, from published tensors by name.
+
+    Raises:
+        ValueError: there are no prompt embeddings.
+    """
+    found = tensors.get(EMBEDDINGS)
+    if found is None or found.ndim != 2:
+        raise ValueError(f"it has no tensor {EMBEDDINGS!r} (prompt tokens, hidden)")
+    return {"num_prompt_tokens": len(found)}, {"prompts": found}

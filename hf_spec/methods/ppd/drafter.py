@@ -5,17 +5,40 @@ next one, which are the candidates of the next step. Their number is the sequenc
 state may have its own tree.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.drafting.options import CHAIN, TreeOptions
 from hf_spec.drafting.probe_drafter import ProbeDrafter
-from hf_spec.methods.ppd.options import PPDOptions
-from hf_spec.methods.ppd.probes import PromptTokens
+from hf_spec.methods.ppd.adapter import PromptTokens
 from hf_spec.policy.tree_source import tree_source
+
+#: Rank paths of the static tree: many at depth 1, which every step verifies, and few below.
+STATIC: tuple[tuple[int, ...], ...] = (
+    (0,), (1,), (2,), (3,), (4,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PPDOptions(TreeOptions):
+    """Options of ``ppd`` (PPD, chapters 4 and 5).
+
+    Attributes:
+        tree: ``static``: ten candidates, all prompt tokens under each node (section 5.3).
+            ``chain``: the likeliest ones only. All values in :class:`TreeOptions` are allowed, too;
+            dynamic trees are the dynamic sparse trees of section 5.4.
+        max_depth: number of prompt tokens used; None for all that the adapter has.
+    """
+
+    trees: ClassVar[tuple[str, ...]] = ("static", CHAIN)
+
+    def named_tree(self, depth: int) -> TokenTree:
+        chain = {(0,) * length for length in range(1, depth + 1)}
+        return TokenTree.from_paths(sorted(chain.union(STATIC))).truncate(depth)
 
 
 class PPDDrafter(ProbeDrafter):

@@ -1,11 +1,8 @@
 """``propd``: trees whose unlikely candidates are pruned after the first layers (ProPD)."""
 
 from hf_spec.adapters.predicting import TRAINED
-from hf_spec.methods.propd.adapter import ProPDAdapter
-from hf_spec.methods.propd.config import ProPDConfig
-from hf_spec.methods.propd.drafter import ProPDDrafter
-from hf_spec.methods.propd.objective import loss
-from hf_spec.methods.propd.options import ProPDOptions
+from hf_spec.methods.propd.adapter import ProPDAdapter, ProPDConfig, loss
+from hf_spec.methods.propd.drafter import ProPDDrafter, ProPDOptions
 from hf_spec.methods.registry import Method
 
 METHOD = Method(

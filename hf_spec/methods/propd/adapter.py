@@ -1,14 +1,92 @@
-"""The PROPD adapter's parameters: heads, and the early head that prunes."""
+"""The PROPD adapter: the heads of Medusa, and the early head that prunes.
+
+Zhong et al., "ProPD: Dynamic Token Tree Pruning and Generation for LLM Parallel Decoding" (2024),
+section 4.1. The early head maps hidden states after the first layers to final ones, for the model's
+own output embeddings: ``gain * rms_norm(h + A h + b)``, the form of the tuned lens (Belrose et al.,
+"Eliciting Latent Predictions from Transformers with the Tuned Lens", 2023). On a 22M model, after
+layer 4, its 50 likeliest tokens contain the model's own at 82 % of positions; a residual block as
+in Medusa's heads reaches 73 % (docs/methods/propd.md).
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.drafting.heads import WEIGHTS, HeadsAdapter
-from hf_spec.methods.propd.early_head import BIAS, GAIN, MATRIX
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.checks import check_count
+from hf_spec.drafting.heads import WEIGHTS, HeadsAdapter, HeadsConfig, loss_of_states
+from hf_spec.drafting.losses import prediction_losses, wanted_mean
+from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.sequences import IGNORED, token_hidden
+from modeling_patches.early_pruning import layer_input
+from modeling_patches.modules import num_layers
+from modeling_patches.per_call import Changes
+
+#: Default number of layers before pruning (section 5.3).
+PRUNE_LAYER = 4
+
+
+@dataclass
+class ProPDConfig(HeadsConfig):
+    """Config of a PROPD adapter.
+
+    Raises:
+        ValueError: a field is invalid; the message names it, its value and the rule.
+    """
+
+    type_name: ClassVar[str] = "PROPD"
+
+    prune_layer: int | None = setting(
+        None,
+        "Layers that run on the whole tree; the early prediction head reads the hidden states "
+        f"behind them.  [default: {PRUNE_LAYER}, or all but one where there are fewer]",
+    )
+    prune_top_k: int = setting(
+        50, "k: candidates that are not among the early head's k likeliest tokens are dropped."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prune_layer is not None:
+            check_count("prune_layer", self.prune_layer)
+        check_count("prune_top_k", self.prune_top_k)
+
+    def check_base(self, model: nn.Module) -> None:
+        """Set the default layer; raise a ValueError if the base model cannot be pruned there."""
+        super().check_base(model)
+        layers = num_layers(model)
+        if layers < 2:
+            raise ValueError(
+                "the model has 1 layer: there are no deeper ones to leave candidates out of. Use "
+                "medusa."
+            )
+        if self.prune_layer is None:
+            self.prune_layer = min(PRUNE_LAYER, layers - 1)
+        if self.prune_layer >= layers:
+            raise ValueError(
+                f"prune_layer={self.prune_layer}: the model has {layers} layers, so candidates can "
+                f"be pruned behind 1 to {layers - 1} of them."
+            )
+
+
+#: Names of the head's parameters: A (hidden, hidden), b (hidden,) and gain (hidden,).
+MATRIX, BIAS, GAIN = "early_matrix", "early_bias", "early_gain"
+EPSILON = 1e-6
+
+
+def early_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Apply the early head to hidden states, ``(..., hidden)``, in its parameters' dtype."""
+    hidden = hidden.to(weights[MATRIX])
+    moved = hidden + functional.linear(hidden, weights[MATRIX], weights[BIAS])
+    wide = moved.to(torch.promote_types(moved.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return wide.to(moved.dtype) * weights[GAIN]
 
 
 class ProPDAdapter(HeadsAdapter):
@@ -30,3 +108,33 @@ class ProPDAdapter(HeadsAdapter):
             GAIN: torch.ones(hidden),
         }
         return {**tensors, **early}
+
+
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """The heads' loss plus that of the early head, which predicts token t + 1 at each anchor t.
+
+    With ``loss="hard"``, the latter is the cross-entropy of the answer's token, with
+    ``distillation`` the KL divergence from the model's distribution: a mean over the anchors of a
+    sequence, then over sequences. The early head shares no parameters with the other heads, so the
+    losses need no weights.
+
+    Returns:
+        ``loss``, a scalar; ``logits`` and ``labels`` of the heads, as in Medusa's loss.
+    """
+    config: Any = adapter.config
+    changes = Changes()
+    seen = layer_input(model, changes, config.prune_layer)
+    hidden = changes.run(token_hidden, model, batch.input_ids, batch.attention_mask)
+    found = loss_of_states(model, adapter, hidden, batch)
+    anchors, labels = batch.anchors.to(hidden.device), batch.labels.to(hidden.device)
+    states = early_states(adapter.weights(), states_at(seen[0].to(hidden.device), anchors))
+    logits = model_logits(model, states.to(hidden))
+    inside = anchors + 1 < labels.shape[1]
+    wanted = labels.gather(1, (anchors + 1).clamp(max=labels.shape[1] - 1))
+    wanted = torch.where(inside, wanted, IGNORED)
+    own = None
+    if config.loss == "distillation":
+        with torch.no_grad():
+            own = model_logits(model, states_at(hidden, anchors))
+    early = wanted_mean(prediction_losses(logits, wanted, own), wanted, 1)
+    return {**found, "loss": found["loss"] + early.mean()}

@@ -2,11 +2,8 @@
 
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.registry import Export, Method
-from hf_spec.methods.space.adapter import SpaceAdapter
-from hf_spec.methods.space.config import SpaceConfig
-from hf_spec.methods.space.drafter import SpaceDrafter
-from hf_spec.methods.space.objective import loss
-from hf_spec.methods.space.options import SpaceOptions
+from hf_spec.methods.space.adapter import SpaceAdapter, SpaceConfig, loss
+from hf_spec.methods.space.drafter import SpaceDrafter, SpaceOptions
 from hf_spec.methods.space.sglang import uno_files
 
 METHOD = Method(

@@ -1,20 +1,146 @@
-"""The SPACE adapter's parameters, and its changes to the model.
+"""The SPACE adapter: mask tokens, low-rank updates, and how both are trained.
 
-While an adapter that fine-tunes the model is active, every call of the model uses its updates, as
-with LoRA.
+Yi et al., "Generation Meets Verification: Accelerating Large Language Model Inference with Smart
+Parallel Auto-Correct Decoding" (2024), section 3.1. While an adapter that fine-tunes the model is
+active, every call of the model uses its updates, as with LoRA.
 """
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.low_rank import LowRankLayer, fresh_factors
-from hf_spec.methods.space.config import SpaceConfig
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.low_rank import DOWN, UP, LowRankLayer, check_settings, fresh_factors
+from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.limits import MAX_FUTURE
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.drafting.losses import future_losses, prediction_losses, wanted_mean
+from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.sequences import IGNORED, future_labels, probe_sequences
+from modeling_patches.modules import linear_modules, output_projections
 from modeling_patches.support import check_unquantised
-from modeling_patches.weights import input_features
+from modeling_patches.weights import input_features, placement
+
+UPDATES = ("gated", "lora", "full", "none")
+MASKS = ("learned", "noise")
+#: Learning rate by kind of update; that of ``full`` is the paper's (table 2). Mask tokens alone are
+#: soft prompts, which need a higher one.
+LEARNING_RATES = {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
+
+
+@dataclass
+class SpaceConfig(PredictingConfig):
+    """Config of a SPACE adapter.
+
+    Raises:
+        ValueError: a field is invalid; the message names it, its value and the rule.
+    """
+
+    type_name: ClassVar[str] = "SPACE"
+    num_mask_tokens: int = setting(5, "k, mask tokens, each drafting one future token.")
+    shared_mask: bool = setting(
+        False, "One embedding for all mask tokens, as in the paper, instead of k."
+    )
+    masks: str = setting(
+        "learned",
+        "learned: mask tokens have embeddings of their own. noise: random tokens of the vocabulary "
+        "stand in their place, with gated updates only, which is what SGLang drafts with.",
+    )
+    p_ar: float = setting(
+        0.5, "Share of autoregressive sequences in training; 1 is plain fine-tuning."
+    )
+    update: str = setting(
+        "gated",
+        "What is trained besides the mask tokens. gated: low-rank updates of mask tokens only; the "
+        "model's output stays the same. lora: low-rank updates of the model, and full: all its "
+        "weights, saved beside the adapter; both fine-tune the model, as in the paper. none: "
+        "nothing.",
+    )
+    rank: int = setting(16, "Rank of the low-rank updates.")
+    update_learning_rate: float = setting(
+        5e-3, "Peak learning rate of gated updates; mask tokens have that of training."
+    )
+    alpha: float = setting(32, "The updates are scaled by alpha / rank.")
+    target_modules: list[str] | str | None = setting(
+        None,
+        "Linear modules that get low-rank updates: names, or a regular expression. Default: all in "
+        "the decoder layers; for gated updates the last one of each layer.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
+        check_range("p_ar", self.p_ar, 0.0, 1.0)
+        if not isinstance(self.shared_mask, bool):
+            raise ValueError(f"shared_mask={self.shared_mask!r}: must be True or False.")
+        check_choices(self, update=UPDATES, masks=MASKS)
+        if self.masks == "noise" and (self.update != "gated" or self.shared_mask):
+            raise ValueError(
+                f"masks='noise' with update={self.update!r} and shared_mask={self.shared_mask}: "
+                "random tokens are told from text by gated updates alone, and have no embedding to "
+                "share. Take update='gated' and shared_mask=False, or masks='learned'."
+            )
+        check_settings("", self.rank, self.alpha, self.target_modules)
+        if self.target_modules is not None and not isinstance(self.target_modules, str):
+            self.target_modules = sorted(self.target_modules)
+
+    @property
+    def trains_base(self) -> bool:
+        return self.update == "full"
+
+    def training_defaults(self) -> dict[str, Any]:
+        if self.update == "none" and self.p_ar == 1:
+            raise ValueError(
+                "update='none' with p_ar=1.0: nothing is trained. Lower p_ar, or choose another "
+                "update."
+            )
+        rate = {"learning_rate": LEARNING_RATES[self.update]}
+        if not self.changes_model:
+            return {**rate, "num_train_epochs": 8}
+        # The checkpoint of the lowest loss is kept: tau would favour models that repeat themselves,
+        # which are easy to predict. Epochs are those of table 2.
+        return {**rate, "metric_for_best_model": "loss", "greater_is_better": False}
+
+    def learning_rates(self) -> dict[str, float]:
+        gated = self.update == "gated"
+        own = dict.fromkeys((DOWN, UP), self.update_learning_rate) if gated else {}
+        return {**super().learning_rates(), **own}
+
+    def modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules of `model` that have low-rank updates, by name."""
+        if self.update == "gated" and self.target_modules is None:
+            return output_projections(model)
+        low_rank = self.update in ("gated", "lora")
+        return linear_modules(model, self.target_modules) if low_rank else {}
+
+    @property
+    def changes_model(self) -> bool:  # type: ignore[override]
+        """Whether the adapter changes the model's output."""
+        return self.update in ("lora", "full")
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise a ValueError if `model` cannot have these updates; replace a pattern by names."""
+        super().check_base(model)
+        found = self.modules(model)
+        if isinstance(self.target_modules, str):  # PEFT would match it again, however long it takes
+            self.target_modules = sorted(found) or None
+        elif self.target_modules is None and self.update == "gated":
+            # What the default means may change; what a trained adapter has must not.
+            ends = sorted({name.rpartition(".")[2] for name in found})
+            alike = linear_modules(model, ends).keys() == found.keys()
+            self.target_modules = ends if alike else sorted(found)
+        if self.trains_base and not self.inference_mode:
+            check_unquantised(model, "update='full'", "update='lora' or 'none'")
+
 
 #: Standard deviation of initial mask tokens ("normal distribution", section 4.1).
 INIT_STD = 0.02
@@ -108,3 +234,116 @@ class SpaceAdapter(LowRankLayer):
         for name in self.merged_adapters:
             self.updates[name].unmerge()
         self.merged_adapters = []
+
+
+def mask_tokens(adapter: ActiveAdapter, model: Any, noise: Tensor | None = None) -> ProbeInputs:
+    """The k mask tokens as probes, with the low-rank updates if these are gated.
+
+    Gradients flow to the adapter's parameters.
+
+    Args:
+        adapter: the adapter.
+        model: the base model.
+        noise: ``(..., k)`` random tokens, if mask tokens are noise; None for a fixed choice.
+    """
+    config: Any = adapter.config
+    layer: Any = adapter.layer
+    update = layer.updates.get(adapter.name) if config.update == "gated" else None
+    if config.masks == "noise":
+        if noise is None:
+            noise = random_tokens(model, 0, config.num_mask_tokens)
+        embed = model.get_input_embeddings()
+        with torch.no_grad():
+            embeddings = embed(noise.to(placement(model).device))
+    else:
+        embeddings = adapter.weights()["masks"].expand(config.num_mask_tokens, -1)
+    return ProbeInputs(embeddings, update=update)
+
+
+def random_tokens(model: Any, seed: int, *shape: int) -> Tensor:
+    """Uniformly random tokens of the model's vocabulary: int64 of this shape, on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    known, _ = input_features(model)
+    return torch.randint(known, shape, generator=generator, device="cpu")
+
+
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """Eq. (4), averaged over sequences (semi-autoregressive supervised fine-tuning, section 3.1).
+
+    In training, the loss of a sequence is the autoregressive L_AR with probability p_ar, otherwise
+    the semi-autoregressive L_SAR, averaged over its anchors; the choice is a function of its tokens
+    and anchors. In evaluation, both count with these probabilities. If the model is not trained,
+    the loss is that of the mask tokens alone. An anchor is y_(m-1); k mask tokens follow it. Each
+    loss is a mean over the tokens it predicts, where the paper's equations have a sum. The token
+    y_m, which is in both sums of eq. (3), counts once.
+
+    Returns:
+        ``loss``, a scalar; unless no sequence has mask tokens, their ``logits``, ``(batch, anchors,
+        k, vocab)``, and ``labels``, ``(batch, anchors, k)``.
+    """
+    input_ids, labels, anchors, attention_mask = batch
+    config: Any = adapter.config
+    frozen = not config.changes_model
+    group = ProbeGroup.causal(config.num_mask_tokens)
+    wanted = future_labels(labels, anchors, group)
+    useful = (wanted != IGNORED).any(-1)  # (batch, anchors); padding has nothing to predict
+    noise = None
+    if config.masks == "noise":
+        shape = (anchors.shape[1], len(group))
+        seeds = [_draw(*row) for row in zip(input_ids, labels, anchors, useful)]
+        noise = torch.stack([random_tokens(model, seed, *shape) for seed in seeds])
+    inputs = mask_tokens(adapter, model, noise)
+    share = _sar_share(config, model.training, input_ids, labels, anchors, useful)
+    if not bool(share.any()):
+        anchors, wanted, useful = anchors[:, :0], wanted[:, :0], useful[:, :0]
+    hidden = probe_sequences(model, input_ids, attention_mask, anchors, group, inputs, frozen)
+
+    device = hidden.token_hidden.device
+    precision = torch.promote_types(hidden.token_hidden.dtype, torch.float32)
+    anchors, wanted, useful, share = (x.to(device) for x in (anchors, wanted, useful, share))
+    output: dict[str, Tensor] = {}
+    mask_losses = hidden.token_hidden.new_zeros(wanted.shape, dtype=precision)
+    if wanted.shape[1]:
+        mask_losses, logits = future_losses(
+            model, adapter.weights(), partial(model_logits, model), hidden.probe_hidden, input_ids,
+            anchors, wanted,
+        )  # fmt: skip
+        output = {"logits": logits, "labels": wanted}
+    sums, counts = mask_losses.sum(-1), (wanted != IGNORED).sum(-1)  # (batch, anchors)
+    ar_loss = sums.new_zeros(len(wanted))
+    if not frozen:
+        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).to(device)
+        real = following != IGNORED  # (batch, seq)
+        predicted = model_logits(model, hidden.token_hidden[real][None])[0]
+        losses = sums.new_zeros(real.shape)
+        losses = losses.masked_scatter(real, prediction_losses(predicted, following[real]))
+        ar_loss = wanted_mean(losses, following, 1)
+        # The first sum of eq. (3): the tokens up to y_m, which the anchor itself predicts.
+        sums = sums + losses.cumsum(-1).gather(1, anchors)
+        counts = counts + real.cumsum(-1).gather(1, anchors)
+    sar_losses = torch.where(useful, sums / counts.clamp(min=1), 0.0)
+    sar_loss = sar_losses.sum(-1) / useful.sum(-1).clamp(min=1)
+    share = torch.where(useful.any(-1), share, 0.0)  # an answer too short for a mask token
+    total = (1 - share) * ar_loss + share * sar_loss
+    return {"loss": total.mean(), **output}
+
+
+def _sar_share(
+    config: Any, training: bool, input_ids: Tensor, labels: Tensor, anchors: Tensor, useful: Tensor
+) -> Tensor:
+    """``(batch,)`` weight of L_SAR in each sequence's loss: 0 or 1 in training."""
+    if not config.changes_model:
+        return torch.ones(len(labels))
+    if not training:
+        return torch.full((len(labels),), 1.0 - config.p_ar)
+    rows = zip(input_ids, labels, anchors, useful)
+    return torch.tensor([_draw(*row) / 2**63 >= config.p_ar for row in rows], dtype=torch.float32)
+
+
+def _draw(ids: Tensor, labels: Tensor, anchors: Tensor, useful: Tensor) -> int:
+    """A pseudo-random number below 2**63, a function of a sequence and its anchors.
+
+    It does not depend on padding or the number of processes. Anchors differ between epochs.
+    """
+    parts = (ids[labels != IGNORED].tolist(), anchors[useful].tolist())
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

@@ -4,23 +4,51 @@ A step forwards k candidates with a group of k mask tokens after the last token 
 candidate, eqs. (5)-(7). The group after the last accepted token gives the next k candidates.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, TreeOptions
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.state import DecodeState
-from hf_spec.methods.space.masks import mask_tokens
-from hf_spec.methods.space.options import SpaceOptions
+from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.policy.tree_source import tree_source
+
+
+@dataclass(frozen=True)
+class SpaceOptions(TreeOptions):
+    """Options of ``space`` (SPACE, section 3.2).
+
+    Attributes:
+        tree: ``chain``: one candidate for each mask token, as in the paper. All values in
+            :class:`TreeOptions` are allowed, too. Only the candidates of a chain can be sampled, so
+            ``acceptance="rejection"`` uses a chain instead of an adaptive tree.
+        max_depth: number of mask tokens used; None for all that the adapter has.
+    """
+
+    can_sample: ClassVar[bool] = True
+    trees: ClassVar[tuple[str, ...]] = (CHAIN,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.acceptance != "rejection" or self.is_chain:
+            return
+        if self.tree != ADAPTIVE or self.candidates != AUTO:
+            raise ValueError(
+                f"acceptance='rejection' with tree={self.tree!r}, whose candidates are not "
+                "sampled. Use tree='chain', or acceptance='match', which is exact for them."
+            )
+        object.__setattr__(self, "tree", CHAIN)
+
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self.tree, str) and self.tree == CHAIN
 
 
 class SpaceDrafter(ProbeDrafter):

@@ -6,8 +6,6 @@ with ``masks="noise"``. The LoRA is a folder in PEFT's format. SGLang requires u
 together with those of q_proj, and of up_proj together with those of gate_proj.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

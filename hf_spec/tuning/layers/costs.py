@@ -21,7 +21,8 @@ from hf_spec.core.cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.model.tree_forward import TreeForward
 from modeling_patches.cache_name import cache_in
-from modeling_patches.layer_skip import LayerSkipper, decoder_layers, num_layers
+from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.modules import decoder_layers, num_layers
 from modeling_patches.weights import placement
 
 #: Node counts that are measured; those between are interpolated.

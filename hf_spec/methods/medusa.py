@@ -1,8 +1,11 @@
-"""Reads published Medusa heads.
+"""``medusa``: heads on the hidden state of the last accepted token predict the next tokens.
 
-The known layouts name the tensors of head k, from 0, with L blocks, as follows. Names may have the
-prefix ``medusa_head.``, ``medusa_heads.`` or ``medusa.``; other tensors, such as the base model's,
-are ignored.
+Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads"
+(2024), section 2.1.
+
+Published heads are read, too. The known layouts name the tensors of head k, from 0, with L blocks,
+as follows. Names may have the prefix ``medusa_head.``, ``medusa_heads.`` or ``medusa.``; other
+tensors, such as the base model's, are ignored.
 
 * Medusa-1 (``medusa_lm_head.pt``, such as medusa-vicuna-7b-v1.3): ``k.j.linear.weight`` and
   ``k.j.linear.bias`` of block j, and ``k.L.weight``, the head's own projection. A model that was
@@ -19,17 +22,63 @@ Medusa's training script builds the L blocks of a head from one module, so its f
 copies, which are read as separate blocks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.active import require_active
+from hf_spec.adapters.predicting import TRAINED
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
-from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.drafting.head_drafter import HeadDrafter
+from hf_spec.drafting.heads import (
+    BIASES,
+    PROJECTION,
+    WEIGHTS,
+    HeadsAdapter,
+    HeadsConfig,
+    heads_loss,
+)
+from hf_spec.drafting.options import HeadOptions
+from hf_spec.methods.registry import Method, Published
+from hf_spec.policy.tree_source import tree_source
+
+
+@dataclass
+class MedusaConfig(HeadsConfig):
+    """Heads on the final hidden state, one per future token.
+
+    Raises:
+        ValueError: if a field is invalid.
+    """
+
+    type_name: ClassVar[str] = "MEDUSA"
+
+
+@dataclass(frozen=True)
+class MedusaOptions(HeadOptions):
+    """Options of ``medusa`` (Medusa, sections 2.1.2 and 2.3.3), those of all strategies with heads.
+
+    Attributes:
+        tree: ``sparse``, ``chain``, ``tuned``, ``online``, rank paths or states.
+        max_depth: number of heads used; None for all that the adapter has.
+    """
+
+
+class MedusaDrafter(HeadDrafter):
+    """Trees of the heads' likeliest tokens."""
+
+    options: MedusaOptions
+
+    def __init__(self, model: Any, options: MedusaOptions):
+        adapter = require_active(model, "MEDUSA", "medusa")
+        weights = adapter.weights()
+        source = tree_source(options, model, adapter, len(weights[WEIGHTS]))
+        super().__init__(model, options, weights, source)
+
 
 _PREFIX = r"(?:module\.)?(?:(?:.+\.)?medusa(?:_heads?)?\.)?"
 #: Head, block and part.
@@ -154,3 +203,19 @@ def _stack(found: Mapping[_Key, Tensor], keys: list[Any], shape: tuple[int, ...]
                 f"a tensor of head {key[0]} has shape {tuple(found[key].shape)}, expected {shape}."
             )
     return torch.stack([found[key] for key in keys])
+
+
+METHOD = Method(
+    name="medusa",
+    summary="heads on the final hidden state predict the next tokens",
+    options=MedusaOptions,
+    drafter=MedusaDrafter,
+    adapter_config=MedusaConfig,
+    adapter_layer=HeadsAdapter,
+    objective=heads_loss,
+    needs_adapter=True,
+    training={"learning_rate": 3e-3, "num_train_epochs": 8},
+    trained=TRAINED,
+    num_anchors=64,
+    published=Published(wants, convert, FILES),
+)

@@ -1,0 +1,234 @@
+"""``bita``: learned mask tokens predict the next tokens in the verifying forward.
+
+Lin et al., "BiTA: Bi-Directional Tuning for Lossless Acceleration in Large Language Models" (2024).
+Every node has a group of mask tokens. The group under the last accepted node predicts the tokens
+after the next one, which are the candidates of the next step (section 3.2).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_spec.adapters.active import ActiveAdapter, require_active
+from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.predicting import TRAINED, FrontConfig
+from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.core.checks import check_choices, check_count
+from hf_spec.core.limits import MAX_CANDIDATES, MAX_FRONT, MAX_FUTURE
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
+from hf_spec.drafting.losses import future_losses, wanted_mean
+from hf_spec.drafting.options import CHAIN, TreeOptions
+from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.methods.registry import Method
+from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.sequences import computed_states, future_labels, probe_sequences
+from hf_spec.policy.tree_source import tree_source
+from modeling_patches.weights import input_features
+
+DEPTHS = ("deep", "shallow", "none")
+#: Models with more parameters get four mask tokens (section 4.1).
+LARGE = 13e9
+
+
+@dataclass
+class BitaConfig(FrontConfig):
+    """Config of a BITA adapter: mask tokens that draft, and prompt tokens that only they attend to.
+
+    Raises:
+        ValueError: if a field is invalid.
+    """
+
+    type_name: ClassVar[str] = "BITA"
+
+    num_mask_tokens: int | None = setting(
+        None,
+        "M, mask tokens, each drafting one future token. Default: 3, or 4 for a base model of more "
+        "than 13 billion parameters.",
+    )
+    num_prompt_tokens: int = setting(16, "P, learned prompt tokens that only mask tokens see.")
+    prompt_depth: str = setting(
+        "deep",
+        "deep: learned keys and values in every layer. shallow: learned input embeddings. none: "
+        "mask tokens only.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_mask_tokens is not None:
+            check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
+        check_count("num_prompt_tokens", self.num_prompt_tokens, low=0, high=MAX_FRONT)
+        check_choices(self, prompt_depth=DEPTHS)
+        if self.prompt_depth == "none":
+            self.num_prompt_tokens = 0
+        elif not self.num_prompt_tokens:
+            raise ValueError(
+                f"prompt_depth={self.prompt_depth!r} with num_prompt_tokens=0: give at least 1, "
+                "or prompt_depth='none'."
+            )
+
+    def check_base(self, model: nn.Module) -> None:
+        """Set defaults that depend on the base model; raise a ValueError if it does not fit."""
+        super().check_base(model)
+        if self.num_mask_tokens is None:
+            parameters = sum(p.numel() for p in model.parameters())
+            self.num_mask_tokens = 4 if parameters > LARGE else 3
+        if self.prompt_depth == "deep":
+            self.record_shape(model)
+
+
+#: Standard deviation of initial embeddings (section 4.1).
+INIT_STD = 0.02
+
+
+class BitaAdapter(SpecAdapterLayer):
+    """Mask tokens, and prompt tokens by depth of prompting.
+
+    ``masks`` is ``(M, hidden)``. Shallow prompts are ``prompts``, ``(P, hidden)``; deep ones are
+    ``prompt_keys`` and ``prompt_values``, ``(layers, kv_heads, P, head_dim)`` each.
+    """
+
+    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
+        assert isinstance(config, BitaConfig) and config.num_mask_tokens is not None
+        _, hidden = input_features(model)
+        count = config.num_prompt_tokens
+        tensors = {"masks": torch.randn(config.num_mask_tokens, hidden) * INIT_STD}
+        if config.prompt_depth == "shallow":
+            tensors["prompts"] = torch.randn(count, hidden) * INIT_STD
+        elif config.prompt_depth == "deep":
+            tensors |= config.fresh_states("prompt", count, INIT_STD)
+        return {**tensors, **config.fresh_shared(model, config.num_mask_tokens)}
+
+
+def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
+    """The adapter's parameters as inputs of probes; gradients flow to the parameters."""
+    if "prompt_keys" in weights:
+        front = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
+    elif "prompts" in weights:
+        # Prompts attend to prompts only, so their states do not depend on what follows.
+        front = list(computed_states(model, weights["prompts"]))
+    else:
+        front = []
+    return ProbeInputs(weights["masks"], front)
+
+
+def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:
+    """Cross-entropy of the future tokens, averaged per sequence and then over sequences.
+
+    Returns:
+        ``loss``, a scalar; ``logits``, ``(batch, anchors, M, vocab)``; ``labels``, ``(batch,
+        anchors, M)``.
+    """
+    weights = adapter.weights()
+    inputs = probe_inputs(model, weights)
+    group = ProbeGroup.causal(inputs.embeddings.shape[0])
+    hidden = probe_sequences(
+        model, batch.input_ids, batch.attention_mask, batch.anchors, group, inputs
+    ).probe_hidden
+    wanted = future_labels(batch.labels, batch.anchors, group).to(hidden.device)
+    losses, logits = future_losses(
+        model, weights, partial(output_logits, model), hidden, batch.input_ids, batch.anchors,
+        wanted,
+    )  # fmt: skip
+    means = wanted_mean(losses, wanted, (1, 2))
+    return {"loss": means.mean(), "logits": logits, "labels": wanted}
+
+
+#: Default number of candidates per mask token.
+TOP_K = 5
+#: The tree with mask tokens after the last token only: the first line of table 4.
+STRAIGHTFORWARD = "straightforward"
+
+
+@dataclass(frozen=True)
+class BitaOptions(TreeOptions):
+    """Options of ``bita`` (BiTA, section 3.2).
+
+    Attributes:
+        tree: ``efficient``: ``top_k`` candidates per level, all under the likeliest one of the
+            level above (figure 5). ``full``: ``top_k`` candidates under every candidate. ``chain``:
+            the likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
+            with one group of mask tokens, which do not attend to the candidates (figure 4). All
+            values in :class:`TreeOptions` are allowed, too.
+        top_k: k, candidates per mask token of ``efficient`` and ``full`` trees; None for 5.
+        max_depth: number of mask tokens used; None for all that the adapter has.
+    """
+
+    top_k: int | None = None
+
+    trees: ClassVar[tuple[str, ...]] = ("efficient", "full", CHAIN, STRAIGHTFORWARD)
+    shape: ClassVar[tuple[str, ...]] = (*TreeOptions.shape, "top_k")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree == STRAIGHTFORWARD and self.retrieval is True:
+            raise ValueError(
+                "retrieval=True with tree='straightforward', whose one group of mask tokens is for "
+                "its own chain. Use tree='chain'."
+            )
+        if self.top_k is None:
+            return
+        check_count("top_k", self.top_k, high=MAX_CANDIDATES)
+        if self.tree not in ("efficient", "full"):
+            raise ValueError(
+                f"top_k={self.top_k} is of the trees 'efficient' and 'full'; leave it out with "
+                "another one."
+            )
+
+    def named_tree(self, depth: int) -> TokenTree:
+        if self.tree == STRAIGHTFORWARD:
+            return TokenTree.chain(depth)
+        width = self.top_k or TOP_K
+        paths: list[list[int]] = []
+        level: list[list[int]] = [[]]
+        for _ in range(depth):
+            parents = level if self.tree == "full" else level[:1]
+            level = [[*parent, rank] for parent in parents for rank in range(width)]
+            paths += level
+            if len(paths) > MAX_CANDIDATES:  # refused below; deeper levels may not fit in memory
+                break
+        return TokenTree.from_paths(paths)
+
+
+class BitaDrafter(ProbeDrafter):
+    """Trees of the mask tokens' likeliest tokens."""
+
+    options: BitaOptions
+
+    def __init__(self, model: Any, options: BitaOptions):
+        adapter = require_active(model, "BITA", "bita")
+        weights: Mapping[str, Tensor] = adapter.weights()
+        source = tree_source(options, model, adapter, len(weights["masks"]), probes=1)
+        used = {**weights, "masks": weights["masks"][: source.max_depth]}
+        super().__init__(model, options, probe_inputs(model, used), source, weights)
+
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
+        if self.options.tree != STRAIGHTFORWARD:
+            return super().attach_probes(tree, ahead)
+        count = len(self.group)
+        probed = super().attach_probes(tree, [[count] + [0] * (len(row) - 1) for row in ahead])
+        # After c accepted draft tokens, the first c predictions of the root's group are outdated.
+        return probed.changed(first_probe=tree.depths, probe_counts=count - tree.depths)
+
+
+METHOD = Method(
+    name="bita",
+    summary="learned mask tokens predict the next tokens in the verifying forward",
+    options=BitaOptions,
+    drafter=BitaDrafter,
+    adapter_config=BitaConfig,
+    adapter_layer=BitaAdapter,
+    objective=loss,
+    needs_adapter=True,
+    # Section 4.1; its batch of 128 has one anchor per sequence.
+    training={"learning_rate": 3e-2, "num_train_epochs": 8},
+    trained=TRAINED,
+    num_anchors=32,
+)

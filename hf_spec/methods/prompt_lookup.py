@@ -1,0 +1,88 @@
+"""``prompt_lookup``: n-gram matches in prompt and output, several continuations in one tree.
+
+Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into a tree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.limits import MAX_CANDIDATES
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.lookup import BatchLookup
+from hf_spec.drafting.ngram import Limits, NgramIndex, continuation_tree
+from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.state import DecodeState
+from hf_spec.methods.registry import Method
+
+
+@dataclass(frozen=True)
+class PromptLookupOptions(StrategyOptions):
+    """Options of ``prompt_lookup``.
+
+    Attributes:
+        max_ngram: longest n-gram that is looked up.
+        min_ngram: shortest n-gram that is looked up.
+        max_matches: most occurrences whose continuations are merged into the tree (its width).
+        max_depth: most tokens of each continuation.
+        max_nodes: most candidates in the tree.
+        min_probability: lowest estimated probability of a candidate; 0 keeps all.
+    """
+
+    max_ngram: int = Limits.max_ngram
+    min_ngram: int = Limits.min_ngram
+    max_matches: int = Limits.max_matches
+    max_depth: int = Limits.max_depth
+    max_nodes: int = Limits.max_nodes
+    min_probability: float = Limits.min_probability
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
+            check_count(name, getattr(self, name), high=MAX_CANDIDATES)
+        check_range("min_probability", self.min_probability, 0.0, 1.0)
+        if self.retrieval is True:
+            raise ValueError(
+                "retrieval=True with prompt_lookup: looking up is all that prompt_lookup does. "
+                "Leave it out."
+            )
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}: lower it."
+            )
+
+
+class PromptLookupDrafter(Drafter):
+    """Looks the sequence's last tokens up in the sequence itself."""
+
+    options: PromptLookupOptions
+
+    def start(self, state: DecodeState) -> None:
+        self.lookups = BatchLookup(self.options, state.batch_size)
+
+    def propose(self, state: DecodeState) -> Tree:
+        return Tree.of_rows(self.lookups.lookup(state), state.root.device)
+
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        self.lookups.observe(result)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.lookups.select(rows)
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        tokens, depth = input_ids[0].tolist(), self.options.max_depth
+        index = NgramIndex(self.options.min_ngram, self.options.max_ngram)
+        index.update(tokens)
+        return continuation_tree(tokens, index.matches(tokens, 1), depth, depth).tokens[1:]
+
+
+METHOD = Method(
+    name="prompt_lookup",
+    summary="n-gram matches in prompt and output form a tree; nothing to train",
+    options=PromptLookupOptions,
+    drafter=PromptLookupDrafter,
+)

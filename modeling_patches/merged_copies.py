@@ -1,0 +1,97 @@
+"""Lets linear modules compute with copies of their weights, in the forwards of some calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from modeling_patches.contents import contents
+from modeling_patches.low_rank import LowRank
+from modeling_patches.merging import Factors, merged, unmergeable
+from modeling_patches.per_call import Changes, plain
+
+
+class MergedCopies:
+    """Lets modules compute with copies of their weights, W + scale BA, where ``changes`` run.
+
+    The modules keep their weights. If a module has no plain one, as it is quantised, offloaded or
+    split over ranks, its output is updated instead. Copies are made when they are first needed; all
+    calls share them until a weight or a factor changes or the update is deleted.
+
+    Args:
+        update: the update.
+        changes: the changes that this is added to.
+    """
+
+    def __init__(self, update: LowRank, changes: Changes) -> None:
+        self._update = update
+        self._factors: dict[str, Factors] = {}
+        for name, module in update.modules.items():
+            factors = update.factors(name)
+            if factors is not None and _copyable(module, factors):
+                self._factors[name] = factors
+                changes.instead(module, "forward", _Forward(self, name, module))
+            else:
+                LowRank({name: module}, update.factors).add_to(changes)
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The copies by name of module, in the shape of the originals."""
+        modules = {name: self._update.modules[name] for name in self._factors}
+        factors = [part for one in self._factors.values() for part in (one.down, one.up)]
+        with _COPYING, torch.inference_mode(False), torch.no_grad():
+            made_of = contents([*(module.weight for module in modules.values()), *factors])
+            kept = _COPIES.get(self._update)
+            if kept is not None and kept[0] == made_of:
+                return kept[1]
+            _COPIES.pop(self._update, None)  # frees them before new ones are allocated
+            del kept
+            copies = {name: merged(modules[name], factors)
+                      for name, factors in self._factors.items()}  # fmt: skip
+            _COPIES[self._update] = made_of, copies
+            return copies
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies; 0 while they are not needed."""
+        made: dict[str, Tensor] = vars(self).get("weights", {})
+        return sum(weight.nbytes for weight in made.values())
+
+
+class _Forward:
+    """A linear module's forward with another weight."""
+
+    def __init__(self, owner: MergedCopies, name: str, module: Any) -> None:
+        self.owner, self.name, self.module = owner, name, module
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        weight = self.owner.weights[self.name]
+        if isinstance(self.module, Conv1D):
+            weight = weight.T
+        return nn.functional.linear(inputs, weight, self.module.bias)
+
+
+#: The copies of each update, and what identifies their sources. They are not an attribute of the
+#: update, so models are copied and pickled without them.
+_COPIES: WeakKeyDictionary[LowRank, tuple[Hashable, dict[str, Tensor]]] = WeakKeyDictionary()
+_COPYING = threading.Lock()
+
+
+def _copyable(module: Any, factors: Factors) -> bool:
+    """Whether a module only multiplies with a plain weight that is not split."""
+    runs = getattr(plain(module, "forward"), "__func__", None)
+    shape = factors.up.shape[0], factors.down.shape[1]
+    if isinstance(module, Conv1D):
+        shape = shape[::-1]
+    return (
+        runs in (nn.Linear.forward, Conv1D.forward)
+        and not unmergeable(module)
+        and tuple(module.weight.shape) == shape
+    )

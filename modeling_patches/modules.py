@@ -1,0 +1,211 @@
+"""Finds the parts of a causal language model: its decoder layers, sublayers and linear modules.
+
+A module that PEFT has wrapped is found inside the wrapper, under its original name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import regex
+from torch import nn
+
+from modeling_patches.weights import features, in_use
+
+#: PEFT's name for the linear modules of all decoder layers.
+ALL_LINEAR = "all-linear"
+#: Most characters of a pattern of names, and most seconds for matching all names of a model.
+PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
+#: Names of a layer's attention, and of its MLP. Several MLPs in one layer (shared experts beside
+#: routed ones) form one sublayer.
+ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
+#: Layers without an MLP module: the calls it consists of, in order. OPT's family.
+INLINE_MLP = ("fc1", "fc2")
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model, also inside a `PeftModel` or compiled model.
+
+    Raises:
+        ValueError: the model has an encoder, or no unique list of `num_hidden_layers` modules with
+            an attention submodule.
+    """
+    model = unwrapped(model)
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model: a decoder-only one is needed.")
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    expected = getattr(config, "num_hidden_layers", None)
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == expected
+        and any(child_of(layer, ATTENTION_NAMES) is not None for layer in module)
+    }
+    if len(found) > 1:  # a multimodal model whose encoder is as deep as its decoder
+        get_decoder = getattr(model, "get_decoder", None)
+        inside = {id(m) for m in get_decoder().modules()} if get_decoder is not None else set()
+        found = {path: module for path, module in found.items() if id(module) in inside} or found
+    if len(found) != 1:
+        what = f"several ({', '.join(found)})" if found else "none"
+        raise ValueError(
+            f"cannot find the decoder layers of {name}: wanted one nn.ModuleList of "
+            f"num_hidden_layers={expected} modules with an attention submodule "
+            f"({', '.join(ATTENTION_NAMES)}), found {what}. Choose a method that needs none."
+        )
+    return next(iter(found.values()))
+
+
+def sublayers(layer: nn.Module) -> list[list[nn.Module]]:
+    """The modules of a decoder layer's attention, and those of its MLP, dense or shared.
+
+    Routed experts are left out, as each of them sees only some of the tokens.
+    """
+    attention = child_of(layer, ATTENTION_NAMES)
+    inline = [getattr(layer, name) for name in INLINE_MLP if hasattr(layer, name)]
+    mlp = child_of(layer, MLP_NAMES)
+    dense = [] if mlp is None else [child for name, child in mlp.named_children()
+                                    if "expert" not in name]  # fmt: skip
+    return [[] if attention is None else [attention], dense or inline]
+
+
+def num_layers(model: nn.Module) -> int:
+    """Number of decoder layers; raises the errors of `decoder_layers`."""
+    return len(decoder_layers(model))
+
+
+def unwrapped(model: Any) -> Any:
+    """The Transformers model inside `torch.compile`'s and PEFT's wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def child_of(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """The first of these attributes that is there."""
+    return next((m for m in (getattr(layer, n, None) for n in names) if m is not None), None)
+
+
+def linear_modules(
+    model: nn.Module, targets: str | Sequence[str] | None = None
+) -> dict[str, nn.Module]:
+    """Linear modules of a causal language model, by name.
+
+    Args:
+        model: the model itself, not a `PeftModel` around it.
+        targets: the modules to find, like PEFT's `target_modules`: a list of names, or of ends of
+            names after a dot; or a regular expression that matches whole names. None and
+            "all-linear" stand for all linear modules inside the decoder layers.
+
+    Raises:
+        ValueError: nothing matches, a name in the list matches nothing, or the regular expression
+            is invalid or takes too long.
+    """
+    everything = {name: m for name, m in walk(model) if _is_linear(m)}
+    if targets is None or targets == ALL_LINEAR:
+        inside = {id(module) for module in decoder_layers(model).modules()}
+        matches = {"the decoder layers": [n for n, m in everything.items() if id(m) in inside]}
+    elif isinstance(targets, str):
+        matches = {targets: _matching(targets, everything)}
+    else:
+        matches = {end: [n for n in everything if f".{n}".endswith(f".{end}")] for end in targets}
+    unmatched = [target for target, names in matches.items() if not names]
+    if unmatched or not matches:
+        last = sorted({name.rpartition(".")[2] for name in everything})
+        raise ValueError(
+            f"no linear module of {type(model).__name__} matches "
+            f"{', '.join(map(repr, unmatched or ['']))}: name linear modules, such as "
+            f"{', '.join(last[:8]) or 'none here'}, or give a regular expression for whole "
+            "names."
+        )
+    found = {name for names in matches.values() for name in names}
+    return {name: module for name, module in everything.items() if name in found}
+
+
+def output_projections(model: nn.Module) -> dict[str, nn.Module]:
+    """The last linear module of each decoder layer, which writes to the residual stream.
+
+    That of its MLP; of its attention where the MLP has none, as with routed experts.
+
+    Args:
+        model: a causal language model.
+
+    Returns:
+        The modules by name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    hidden = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
+    names = {id(module): name for name, module in walk(model)}
+    found: dict[str, nn.Module] = {}
+    for layer in decoder_layers(model):
+        inside = [
+            module
+            for parts in sublayers(layer)  # attention comes first
+            for part in parts
+            for _, module in walk(part)
+            if _is_linear(module) and (features(module) or (0, 0))[1] == hidden
+        ]
+        found |= {names[id(module)]: module for module in inside[-1:]}
+    if not found:
+        raise ValueError(
+            f"no linear module of {type(model).__name__} is the last of an attention or an MLP: "
+            "name them in target_modules."
+        )
+    return found
+
+
+def compiled(pattern: str) -> regex.Pattern[str]:
+    """Compile a regular expression of module names.
+
+    Raises:
+        ValueError: it is invalid or too long.
+    """
+    shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}...")
+    if len(pattern) > PATTERN_LENGTH:
+        raise ValueError(
+            f"the pattern {shown} has {len(pattern)} characters: at most {PATTERN_LENGTH} are "
+            "tried. Give a list of names."
+        )
+    try:
+        return regex.compile(pattern)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"{shown} is no regular expression: {error}.") from error
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that match; `regex`, as some patterns take exponential time and `re` no timeout."""
+    expression, end = compiled(pattern), time.monotonic() + PATTERN_SECONDS
+    try:
+        return [
+            name
+            for name in names
+            if expression.fullmatch(name, timeout=max(end - time.monotonic(), 1e-3))
+        ]
+    except TimeoutError as error:
+        raise ValueError(
+            f"the pattern {pattern!r} takes longer than {PATTERN_SECONDS:g} seconds to match the "
+            "names of the model's modules: simplify it, or give a list of names."
+        ) from error
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module has features and returns only their product; routers of experts return
+    more."""
+    returns = str(inspect.signature(type(module).forward).return_annotation)
+    return features(module) is not None and "tuple" not in returns.lower()
+
+
+def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names; a PEFT wrapper is replaced by the module that it wraps."""
+    module = in_use(module)
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from walk(child, f"{name}.{child_name}" if name else child_name)

@@ -1,0 +1,125 @@
+"""Options that the contract test runs each method with.
+
+A package that registers a method of its own adds an entry in its ``conftest.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Options = Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Variants:
+    """What the contract test runs one method with.
+
+    Attributes:
+        options: options worth a run of their own, by name.
+        hitting: the one whose candidates are accepted without training where few tokens are
+            allowed; None if all are.
+        sampled: options that sample candidates and verify them by rejection; only tests of sampling
+            need them.
+        adapters: fields of the adapter's config for options that need others than the defaults.
+            Such an adapter's parameters are random, so that all of them matter.
+    """
+
+    options: Options
+    hitting: str | None = None
+    sampled: Options = field(default_factory=dict)
+    adapters: Options = field(default_factory=dict)
+
+
+#: The tree of every token of the tests' models.
+WIDE: dict[str, Any] = {"tree": [[rank] for rank in range(61)], "max_depth": 1}
+SHARED = {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 40}
+FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
+MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "retrieval": True}
+
+VARIANTS: dict[str, Variants] = {
+    "bita": Variants(
+        {
+            "adaptive": {},
+            "efficient": {"tree": "efficient"},
+            "full": {"tree": "full", "top_k": 2, "retrieval": True},
+            "chain": {"tree": "chain", "max_depth": 2},
+            "straightforward": {"tree": "straightforward"},
+            "wide": WIDE,
+        },
+        hitting="wide",
+        adapters={"adaptive": SHARED},
+    ),
+    "layer_skip": Variants(
+        {
+            "first_layer": FIRST_LAYER,
+            "adaptive": {
+                "skip_attention": [1], "skip_mlp": [2], "draft_exit": "adaptive", "threshold": 0.2,
+                "max_draft": 4,
+            },
+            "merged": MERGED,
+        },
+        sampled={
+            "rejection": {**FIRST_LAYER, "acceptance": "rejection"},
+            "sampled": {**MERGED, "acceptance": "rejection"},
+        },
+    ),
+    "medusa": Variants(
+        {
+            "adaptive": {},
+            "sparse": {"tree": "sparse"},
+            "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
+            "wide": WIDE,
+        },
+        hitting="wide",
+        adapters={"adaptive": SHARED},
+    ),
+    "ppd": Variants(
+        {
+            "adaptive": {},
+            "static": {"tree": "static"},
+            "dynamic": {
+                "tree": [
+                    {"paths": [], "probes": [3]},
+                    {"paths": [[0], [1]], "probes": [2, 1, 3]},
+                    {"paths": [[0], [2], [0, 0]], "probes": [1, 3, 0, 2]},
+                    {"paths": [[0], [0, 0], [0, 1], [0, 0, 0]], "probes": [0, 2, 1, 3, 0]},
+                ],
+                "retrieval": True,
+            },
+            "wide": WIDE,
+        },
+        hitting="wide",
+        adapters={"adaptive": {**SHARED, "num_ept": 2}},
+    ),
+    "prompt_lookup": Variants(
+        {"tree": {}, "chain": {"max_matches": 1, "max_ngram": 2, "max_depth": 4}}
+    ),
+    "propd": Variants(
+        {
+            "adaptive": {"prune_top_k": 20, "prune": True},
+            "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
+            "online": {"tree": "online"},
+            "chain": {"tree": "chain", "prune_top_k": 20, "prune": True, "retrieval": True},
+            "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
+            "wide": WIDE,
+        },
+        hitting="wide",
+        adapters={"adaptive": SHARED},
+    ),
+    "space": Variants(
+        {
+            "adaptive": {},
+            "chain": {"tree": "chain"},
+            "match": {"tree": "chain", "acceptance": "match", "max_depth": 2, "retrieval": True},
+        },
+        hitting="chain",
+        sampled={"rejection": {"acceptance": "rejection"}},
+        adapters={
+            "adaptive": {**SHARED, "update": "gated"},
+            "chain": {},
+            "match": {"update": "gated", "masks": "noise"},
+        },
+    ),
+}  # fmt: skip
