@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 
 import hf_spec
+import hf_spec.public
 from modeling_patches import tested_versions
 
 #: What a user of Transformers and PEFT with ``generate`` has loaded already.
@@ -44,9 +45,7 @@ def modules_after(*programs: str) -> list[set[str]]:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    help_ = "from hf_spec import cli; cli.main(['--help'])"
-    before, after, shown = modules_after(BASELINE, "import hf_spec", help_)
-    assert "typer" in shown and not shown & {"matplotlib", "optuna", "datasets"}
+    before, after = modules_after(BASELINE, "import hf_spec")
     new = after - before
     assert "hf_spec" in new
     tops = {name.partition(".")[0] for name in new}
@@ -56,10 +55,54 @@ def test_nothing_heavy_is_imported() -> None:
     parts = {name.split(".")[1] for name in ours}
     assert parts <= {
         "adapters", "core", "decoding", "drafting", "files", "methods", "model", "policy",
+        "public", "registration",
     }  # fmt: skip
     installed = tops - set(sys.stdlib_module_names) - {"hf_spec", "modeling_patches"}
     before_tops = {name.partition(".")[0] for name in before}
     assert installed <= before_tops, "third-party packages that transformers and peft don't load"
+
+
+def test_help_and_version_load_neither_torch_nor_transformers() -> None:
+    """They answer at once: for every command, in one interpreter."""
+    program = """
+from hf_spec.cli import main
+from hf_spec.cli.main import app
+assert main(["--version"]) == main(["--help"]) == 0
+for command in app.registered_commands:
+    assert main([command.name or command.callback.__name__, "--help"]) == 0
+"""
+    (loaded,) = modules_after(program)
+    assert "typer" in loaded and not loaded & {"torch", "transformers", "peft", "numpy"}
+
+
+REGISTERED = """
+import sys
+assert "hf_spec.public" in sys.modules
+import transformers, peft
+assert hasattr(transformers.GenerationMixin, "_hf_spec_decode")
+assert "MEDUSA" in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import hf_spec, transformers",
+        "import hf_spec, peft",  # which imports transformers while it is half imported
+        "import hf_spec.drafting.drafter",  # so does a module of ours
+        "import hf_spec, importlib.util; importlib.util.find_spec('peft'); import transformers",
+    ],
+)
+def test_registration_takes_place_once_transformers_is_imported(program: str) -> None:
+    (loaded,) = modules_after(f"{program}{REGISTERED}")
+    assert "hf_spec.public" in loaded
+
+
+def test_names_that_are_not_there() -> None:
+    for name in ("nothing", "_decode", "__nothing__"):
+        with pytest.raises(AttributeError, match=f"module 'hf_spec' has no attribute '{name}'"):
+            getattr(hf_spec, name)
+    assert set(hf_spec.__all__) < set(dir(hf_spec))
 
 
 def test_a_newer_minor_version_is_warned_of_once(
@@ -69,8 +112,8 @@ def test_a_newer_minor_version_is_warned_of_once(
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
         tested_versions.warn_of_newer.cache_clear()
         caplog.clear()
-        importlib.reload(hf_spec)
-        importlib.reload(hf_spec)
+        importlib.reload(hf_spec.public)
+        importlib.reload(hf_spec.public)
         return "; ".join(record.getMessage() for record in caplog.records)
 
     tested = tested_versions.NEWEST_TESTED["transformers"]
@@ -102,9 +145,10 @@ def test_import_is_idempotent(tiny: Callable[..., PreTrainedModel]) -> None:
             dict(generation_utils.GENERATION_MODES_MAPPING),
         )
 
-    before = state()
+    before, finders = state(), [*sys.meta_path]
     module = importlib.reload(hf_spec)
-    assert module is hf_spec and state() == before
+    assert module is hf_spec and importlib.reload(hf_spec.public)
+    assert state() == before and sys.meta_path == finders
     model = tiny()
     settings = {"max_new_tokens": 8, "do_sample": False}
     ours = model.generate(prompt(), **settings, **STRATEGIES["prompt_lookup"])

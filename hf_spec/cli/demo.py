@@ -50,7 +50,7 @@ def demo(
     from hf_spec.bench.figures import save_figure
     from hf_spec.bench.results import ALL
     from hf_spec.demo.demo import PASSAGE, draw_chart, run_demo
-    from hf_spec.viewing.steps import coloured, pieces
+    from hf_spec.demo.steps import coloured, pieces
 
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:

@@ -16,8 +16,8 @@ from hf_spec.bench.results import ALL, BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
 from hf_spec.demo.prompts import demo_prompts
+from hf_spec.demo.steps import StepStreamer
 from hf_spec.model.loading import load_model
-from hf_spec.viewing.steps import StepStreamer
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
 #: Needs neither training nor an adapter.

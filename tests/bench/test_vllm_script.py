@@ -29,7 +29,7 @@ if speculative.get("method") == "ngram":
 elif speculative.get("method") == "suffix":
     sys.exit("ImportError: Arctic Inference is required for suffix decoding.")
 elif speculative:
-    assert speculative["model"] == "hf_spec.engines.vllm.LookupProposer"
+    assert speculative["model"] == "hf_spec.hub.vllm.LookupProposer"
     assert speculative["num_speculative_tokens"] == 10
     shared = {{"hf_spec": {{"shared_tokens": 100000}}}}
     assert asked["additional"] in ({{}}, shared)

@@ -19,8 +19,8 @@ import torch
 from fake_clock import FakeClock
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_spec.engines.requests import GONE
-from hf_spec.engines.vllm import TRIED, LookupProposer, batch_key
+from hf_spec.hub.requests import GONE
+from hf_spec.hub.vllm import TRIED, LookupProposer, batch_key
 
 LONGEST = 64
 #: Repeats itself, so that look-ups find what follows.
@@ -346,7 +346,7 @@ def answers(model, speculative):
     return found, counts.get("vllm:spec_decode_num_accepted_tokens", 0)
 
 if __name__ == "__main__":
-    proposer = {"model": "hf_spec.engines.vllm.LookupProposer", "num_speculative_tokens": 4}
+    proposer = {"model": "hf_spec.hub.vllm.LookupProposer", "num_speculative_tokens": 4}
     print(json.dumps([answers(sys.argv[1], one) for one in (None, proposer)]))
 """
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_spec.bench.figures import new_figure
+from hf_spec.demo.steps import VerifiedTree, pieces
 from hf_spec.tuning.trees.plots import positions
-from hf_spec.viewing.steps import VerifiedTree, pieces
 
 #: Backgrounds of neighbouring steps.
 STEP_COLOURS = ("#a9dce3", "#fbe29a")

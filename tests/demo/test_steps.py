@@ -14,8 +14,8 @@ from tiny_checkpoint import make_tokenizer
 
 import hf_spec
 from hf_spec.demo import demo
+from hf_spec.demo.steps import STYLES, StepStreamer, VerifiedTree, coloured, pieces
 from hf_spec.model.loading import load_model
-from hf_spec.viewing.steps import STYLES, StepStreamer, VerifiedTree, coloured, pieces
 
 LENGTH = 12
 
