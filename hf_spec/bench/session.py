@@ -170,8 +170,6 @@ class Session:
         self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
     ) -> tuple[float, list[list[int]], int, SpecStats | None]:
         """Like :meth:`generate`, for any number of prompts, ``batch_size`` at a time."""
-        if contender.joining:
-            return self._joining(contender, prompts, batch_size)
         starts = range(0, len(prompts), batch_size)
         parts = [self.generate(contender, prompts[i : i + batch_size]) for i in starts]
         seconds, rows, row_steps, stats = parts[0]
@@ -180,19 +178,6 @@ class Session:
             if stats is not None and part[3] is not None:
                 stats.merge(part[3])
         return seconds, rows, row_steps, stats
-
-    def _joining(
-        self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
-    ) -> tuple[float, list[list[int]], int, SpecStats]:
-        self.activate(contender)
-        batch = hf_spec.Batch(self.model, batch_size, **{**self.options, **contender.kwargs})
-        synchronize(self.model.device)
-        start = time.perf_counter()
-        done = list(batch.generate(prompts))
-        synchronize(self.model.device)
-        seconds = time.perf_counter() - start
-        answers = [one.new_tokens.tolist() for one in sorted(done, key=lambda one: one.index)]
-        return seconds, answers, batch.stats.num_row_steps, batch.stats
 
     def _timed(
         self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]

@@ -50,10 +50,7 @@ def doctor(
     if results is not None:
         found["policy"] = measured(results)
     if model is not None:
-        loaded, _ = load_model(model, dtype, device)
-        lineup.load_adapters(loaded, adapters)
-        if adapters:
-            loaded.set_adapter([one.name for one in adapters])
+        loaded, _ = load_model(model, dtype, device, adapters=adapters)
         found["strategies"] = work.supported(loaded)
     if as_json:
         typer.echo(json.dumps(found, indent=1))

@@ -75,9 +75,10 @@ def _prepare_models(
     Raises:
         ValueError: naming what does not go together.
     """
-    from hf_spec.bench.contenders import load_adapters, read_adapters
+    from hf_spec.bench.contenders import read_adapters
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.methods.registry import get_method
+    from hf_spec.model.loading import load_adapters
     from modeling_patches.served_models import on_load
 
     adapters = read_adapters(paths)
@@ -95,8 +96,6 @@ def _prepare_models(
 
     def prepare(model: Any) -> None:
         load_adapters(model, adapters)
-        if adapters:
-            model.set_adapter([one.name for one in adapters])
         config = model.generation_config
         if do_sample is not None:
             config.do_sample = do_sample

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -211,7 +211,6 @@ def distill(
         # No process writes a unit before all have listed the missing ones.
         state.wait_for_everyone()
         machine = environment_of(model, settings.model, None)
-        joining = replace(contender, joining=not contender.stock)
         session = Session(model, settings.generate_kwargs, managed=bool(contender.adapters))
         done = len(work) - len(missing)
         with closing(session):  # merged updates are removed again, also after an error
@@ -221,7 +220,7 @@ def distill(
                 torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
                 prompts = [token_ids[index] for index in work[number]]
                 seconds, answers, row_steps, _ = session.stream(
-                    joining, prompts, settings.batch_size
+                    contender, prompts, settings.batch_size
                 )
                 rows = [
                     _row(tokenizer, index, questions[index], token_ids[index], answer)

@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
-from hf_spec.bench.contenders import Contender, contenders, parse_names
+from hf_spec.bench.contenders import (
+    Adapter,
+    Contender,
+    contenders,
+    parse_names,
+    read_adapters,
+)
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run
 from hf_spec.cli.options import parse_kwargs
@@ -116,26 +122,6 @@ def test_order_rotates_and_plain_is_always_there(model, tokenizer, prompts, monk
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert turns == [names, names[1:] + names[:1], names[2:] + names[:2], names]
     assert calls == [(i, 12) for i in range(1, 13)]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_throughput_is_of_all_prompts(model, tokenizer, prompts, size):
-    result = run(
-        model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[size], max_new_tokens=8,
-        throughput=True,
-    )  # fmt: skip
-    names = ["plain", "prompt_lookup", "prompt_lookup+joining"]
-    assert [one.strategy for one in result.measurements] == names
-    plain, fixed, joining = result.measurements
-    everyone = list(range(len(prompts)))
-    assert plain.prompts == fixed.prompts == joining.prompts == everyone
-    assert plain.rows == fixed.rows == joining.rows
-    assert plain.stats is None and fixed.stats is not None and joining.stats is not None
-    for one in (fixed, joining):
-        assert one.stats.num_generated_tokens >= one.new_tokens
-        assert [kind.value for kind in one.agreement] == ["identical"] * len(prompts)
-    # Each of the fixed batches takes steps of its own until its last row is done.
-    assert joining.stats.num_steps < fixed.stats.num_steps + len(prompts)
 
 
 def test_the_models_own_sampling_defaults_do_not_interfere(tokenizer, prompts):
@@ -320,8 +306,6 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     tokenizer, prompts, monkeypatch
 ):
     """And both are measured with the update in the weights, which are put back in the end."""
-    from hf_spec.bench.contenders import Adapter
-
     model = make_model()
     before = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
     torch.manual_seed(0)
@@ -362,8 +346,6 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
 
 
 def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
-    from hf_spec.bench.contenders import Adapter
-
     model = make_model()
     torch.manual_seed(0)
     model.add_adapter(hf_spec.BitaConfig(), "drafts")
@@ -384,8 +366,6 @@ def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
 
 def test_which_adapters_change_the_model(tmp_path):
     """Those of one type may do either; it is what their configs say."""
-    from hf_spec.bench.contenders import read_adapters
-
     configs = {
         "gated": ("space", hf_spec.SpaceConfig(update="gated")),
         "lora": ("space", hf_spec.SpaceConfig(update="lora")),
@@ -405,8 +385,6 @@ def test_which_adapters_change_the_model(tmp_path):
 
 
 def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
-    from hf_spec.bench.contenders import Adapter
-
     def refuse(model):
         raise ValueError("the weights are quantised")
 
