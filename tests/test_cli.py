@@ -379,6 +379,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
         cli.main(["strategies"])
 
 
+@pytest.mark.environment
 def test_in_a_process_of_its_own(prompts, tmp_path):
     """Exit code and stderr as a shell sees them."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

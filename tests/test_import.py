@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,26 +76,39 @@ for command in app.registered_commands:
     assert "typer" in loaded and not loaded & {"torch", "transformers", "peft", "numpy"}
 
 
-REGISTERED = """
-import sys
-assert "hf_spec.public" in sys.modules
-import transformers, peft
-assert hasattr(transformers.GenerationMixin, "_hf_spec_decode")
-assert "MEDUSA" in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
-"""
-
-
 @pytest.mark.parametrize(
-    "program",
+    ("program", "expected"),
     [
-        "import hf_spec, transformers",
-        "import hf_spec, peft",  # which imports transformers while it is half imported
-        "import hf_spec.drafting.drafter",  # so does a module of ours
-        "import hf_spec, importlib.util; importlib.util.find_spec('peft'); import transformers",
+        ("print('nothing')", ["nothing"]),
+        ("import transformers", ["transformers", "registered"]),
+        ("import peft, transformers", ["transformers", "peft", "registered"]),  # not within peft
+        (
+            "from importlib.util import find_spec; find_spec('peft'); import transformers, peft",
+            ["transformers", "registered", "peft"],
+        ),
+        ("import transformers.nothing", ["transformers", "registered"]),
     ],
 )
-def test_registration_takes_place_once_transformers_is_imported(program: str) -> None:
-    (loaded,) = modules_after(f"{program}{REGISTERED}")
+def test_when_registration_takes_place(program: str, expected: list[str], tmp_path: Path) -> None:
+    """After the outermost import; with stand-ins for transformers and peft."""
+    for name, code in {"transformers": "", "peft": "import transformers; "}.items():
+        (tmp_path / f"{name}.py").write_text(f"{code}print({name!r})")
+    start = "from hf_spec import registration as r; r._register = lambda: print('registered')"
+    path = os.pathsep.join([str(tmp_path), str(Path(hf_spec.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", f"{start}\n{program}"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path}, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == expected, done.stderr
+
+
+def test_a_module_of_ours_that_is_imported_first_registers_when_it_is_complete() -> None:
+    program = """
+from hf_spec.drafting.drafter import Drafter
+from transformers import GenerationMixin
+assert hasattr(GenerationMixin, "_hf_spec_decode")
+"""
+    (loaded,) = modules_after(program)
     assert "hf_spec.public" in loaded
 
 

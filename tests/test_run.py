@@ -144,7 +144,8 @@ def test_console_scripts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             run.find(name)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.environment
+def test_the_command(tmp_path: Path) -> None:
     """From the shell to a generation, in a process and in its workers."""
     checkpoint = save_checkpoint(tmp_path / "model")
     script = tmp_path / "program.py"
@@ -161,7 +162,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     ours = python("-m", "hf_spec.cli", "run", str(script), str(checkpoint))
     assert ours.returncode == 3, ours.stderr
-    capsys.readouterr()
+
+
+def test_a_program_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "no-such-program", "--help"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hf-spec: PROGRAM 'no-such-program'") and error.count("\n") == 1
