@@ -101,12 +101,7 @@ def test_help_has_examples(command, capsys):
     assert cli.main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert "Examples:" in out and f"hf-spec {command}".strip() in out
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_outputs_go_to_o_or_output(command, capsys):
-    assert cli.main([*command.split(), "--help"]) == 0
-    options = capsys.readouterr().out.partition("Options:")[2]
+    options = out.partition("Options:")[2]
     assert options.count("--output ") == options.count("-o, --output ")
 
 
@@ -123,20 +118,14 @@ def test_without_arguments_the_help_is_shown(capsys):
     assert "Usage: hf-spec" in capsys.readouterr().out
 
 
-def test_strategies_are_listed_as_json(capsys):
+def test_strategies_and_the_version(capsys):
     assert cli.main(["strategies", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == hf_spec.strategies()
-
-
-def test_strategies_are_listed(capsys):
     assert cli.main(["strategies"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(hf_spec.strategies())
-
-
-def test_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("hf-spec ")
+    assert capsys.readouterr().out == f"hf-spec {hf_spec.__version__}\n"
 
 
 def test_bench_prints_a_table_and_writes_everything(checkpoint, prompts, tmp_path, capsys):
@@ -177,14 +166,6 @@ def test_names_are_printed_as_they_are(checkpoint, prompts, tmp_path, capsys):
     name = "prompt_lookup:seven:[b]"
     assert bench(checkpoint, prompts, tmp_path, "--limit", "1", "--strategies", name) == 0
     assert name in capsys.readouterr().out
-
-
-def test_bench_with_an_assistant_model(checkpoint, prompts, tmp_path):
-    name = f"transformers:assisted={checkpoint}"
-    assert bench(checkpoint, prompts, tmp_path, "--strategies", name) == 0
-    data = json.loads((tmp_path / "results.json").read_text())
-    row = next(row for row in data["runs"] if (row["strategy"], row["task"]) == (name, "all"))
-    assert row["identical"] == 3 and row["tau"] > 1.0
 
 
 def test_bench_with_an_assistant_that_is_not_there(checkpoint, prompts, tmp_path, capsys):
@@ -328,7 +309,6 @@ def test_a_strategy_that_refuses(checkpoint, prompts, tmp_path, capsys):
 
 
 def test_adapter_of_a_strategy_that_does_not_take_part(no_model, prompts, tmp_path, capsys):
-    hf_spec.LayerSkipConfig().save_pretrained(tmp_path)
     hf_spec.SpecConfig(assistant_strategy="layer_skip").save_pretrained(tmp_path)
     more = ("--adapter", str(tmp_path), "--strategies", "prompt_lookup")
     assert bench(Path("/nowhere"), prompts, tmp_path, *more) == 2

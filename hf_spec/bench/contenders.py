@@ -146,16 +146,17 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
             raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
         try:
             config = hf_spec.SpecConfig.from_pretrained(path)
-            adapter_config: Any = PeftConfig.from_pretrained(path)
+            if not config.assistant_strategy:
+                raise ValueError("its generation_config.json names no assistant_strategy")
+            method = get_method(config.assistant_strategy)
+            changes: Any = getattr(method.adapter_config, "changes_model", False)
+            if not isinstance(changes, bool):  # adapters of this type may do either
+                adapter_config: Any = PeftConfig.from_pretrained(path)
+                changes = adapter_config.changes_model
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
-        if not config.assistant_strategy:
-            raise ValueError(
-                f"adapter {path!r}: its generation_config.json names no assistant_strategy"
-            )
         strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
-        changes = bool(getattr(adapter_config, "changes_model", False))
-        adapters.append(Adapter(path, f"adapter_{index}", strategy, options, changes))
+        adapters.append(Adapter(path, f"adapter_{index}", strategy, options, bool(changes)))
     return adapters
 
 

@@ -18,7 +18,6 @@ from hf_spec import cli
 from hf_spec.bench import session
 from hf_spec.bench.contenders import (
     Adapter,
-    Contender,
     contenders,
     parse_names,
     read_adapters,
@@ -192,22 +191,6 @@ def test_padding_is_on_the_left():
     assert padded["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def test_interrupt_keeps_finished_batches(model, tokenizer, prompts, monkeypatch):
-    original, calls = session.Session.generate, 0
-
-    def interrupt(self, *args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == 6:  # the second call of the third batch
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(session.Session, "generate", interrupt)
-    result = run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=4, warmup=False)
-    assert result.interrupted and "interrupted after 5 of 10 calls" in result.notes
-    assert [row["prompts"] for row in result.runs() if row["task"] == "all"] == [2, 2]
-
-
 def test_long_prompts_are_cut_and_counted(model, tokenizer):
     long = [Prompt("word " * 200, "x", 1), Prompt("short", "x", 2)]
     result = run(model, tokenizer, long, ["prompt_lookup"], max_new_tokens=16)
@@ -244,17 +227,6 @@ def test_options_reach_the_strategy(model, tokenizer, prompts):
     assert row["stats"]["num_draft_forwards"] > 0
     strategies = result.settings["strategies"]
     assert strategies["layer_skip"]["assistant_kwargs"] == options["layer_skip"]
-
-
-def test_assistant_model(model, tokenizer, prompts):
-    assisted = Contender(
-        "transformers:assisted=tiny", {"assistant_model": make_model(seed=1)},
-        stock=True, single_row=True,
-    )  # fmt: skip
-    result = run(model, tokenizer, prompts, [assisted], max_new_tokens=NEW)
-    row = result.overall(assisted.name)
-    assert row["identical"] == len(prompts) and row["tau"] >= 1.0
-    assert result.settings["strategies"][assisted.name] == {}  # a model is no JSON
 
 
 def test_names_and_options_as_the_command_line_has_them():
@@ -432,7 +404,8 @@ def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
         )  # fmt: skip
     assert status == 0, capsys.readouterr().err
     assert set(calls) == {None, "ppd"}
-    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    rows = {run["strategy"]: run for run in runs if run["task"] == "all"}
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert data["environment"]["settings"]["strategies"][alone] == {}  # a model is no JSON
+    rows = {run["strategy"]: run for run in data["runs"] if run["task"] == "all"}
     assert rows[alone]["identical"] == rows[with_ppd]["identical"] == 2
     assert rows[alone]["tau"] == rows[with_ppd]["tau"], "the drafts are the same"
