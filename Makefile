@@ -1,8 +1,9 @@
 # Every target does its own set-up: the first call makes .venv, later ones see the stamp and are quick.
 #   make demo      a real model generates the same text faster, with numbers
 #   make test      all tests            (ARGS="tests/core -k tree" for some of them)
-#   make test-all  the same with every combination of parameters instead of every pair, the sweep, and
-#                 programs of others (lm-eval, TRL, DeepSpeed, xgrammar, outlines), which it installs
+#   make test-all  the same with every combination of parameters instead of every pair, the sweep,
+#                 servers, wheels and programs of others (lm-eval, TRL, DeepSpeed, xgrammar, outlines),
+#                 which it installs
 #   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
 #   make sweep     every causal language model of Transformers with every strategy, and a table
 #   make docs      the documentation site, in site/
@@ -52,7 +53,7 @@ $(PROGRAMS): $(STAMP)
 	@touch $@
 
 test-all: $(PROGRAMS)
-	$(PYTEST) --every-case --every-architecture $(ARGS)
+	$(PYTEST) --every-case --every-architecture --environments $(ARGS)
 
 # Each call looks for newer releases, so there is no stamp. PyTorch stays: pip may know it for CUDA only.
 test-latest: VENV := $(LATEST)

@@ -14,8 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from demo_data import modeling_files, read_source
+
 from hf_spec.demo.demo import model_folder
-from hf_spec.demo.prompts import modeling_files, read_source
 
 SEED, PROMPTS, LINES, NEW_TOKENS = 20261123, 800, (8, 40), 128
 METHODS, EPOCHS = ("bita", "medusa", "ppd", "propd", "space"), 4

@@ -1,7 +1,7 @@
 """Train the demo model: a small Llama on the modeling code of the installed Transformers.
 
 Run ``python benchmarks/train_demo_model.py OUTPUT_DIR`` where hf_spec is installed. What decides
-the result is a constant below or in ``hf_spec.demo.prompts``; the script writes the weights, the
+the result is a constant below or in ``demo_data.py``; the script writes the weights, the
 tokenizer, ``training.json`` (data hash, seed, versions, final losses) and ``loss.png`` to
 OUTPUT_DIR. Models in ``HELD_OUT`` are never seen.
 
@@ -17,8 +17,9 @@ import platform
 import sys
 from pathlib import Path
 
+from demo_data import HELD_OUT, modeling_files, read_source
+
 from hf_spec.bench.figures import new_figure, save_figure
-from hf_spec.demo.prompts import HELD_OUT, modeling_files, read_source
 
 SEED = 20261121
 VOCAB_SIZE = 4096

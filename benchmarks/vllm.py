@@ -67,7 +67,7 @@ def speculative_config(args: argparse.Namespace, engine: str) -> Row | None:
     if engine == "suffix":
         return {"method": "suffix", "num_speculative_tokens": args.lookup_tokens}
     if engine in ("lookup", "shared"):
-        proposer = "hf_spec.engines.vllm.LookupProposer"
+        proposer = "hf_spec.hub.vllm.LookupProposer"
         return {"model": proposer, "num_speculative_tokens": args.lookup_tokens}
     return None
 

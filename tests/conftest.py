@@ -125,6 +125,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Every combination of parameters, not only every pair of them.",
     )
 
+    parser.addoption(
+        "--environments",
+        action="store_true",
+        help="Also what is marked as an environment: servers, wheels, programs from the shell.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--environments"):
+        skip = pytest.mark.skip(reason="an environment of its own: --environments, make test-all")
+        for item in items:
+            if item.get_closest_marker("environment"):
+                item.add_marker(skip)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # In the environment, so that workers of pytest-xdist choose the same tests.

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARIES = ("transformers", "peft", "accelerate", "torch")
 #: Modules that need packages which are not always installed, or end the process.
 NOT_IMPORTED = (
-    "hf_spec.engines.vllm", "hf_spec.startup", "hf_spec.cli.__main__",
+    "hf_spec.hub.vllm", "hf_spec.cli.startup", "hf_spec.cli.__main__",
     "modeling_patches.served_models",
 )  # fmt: skip
 #: Private by name only.

@@ -14,6 +14,8 @@ import pytest
 import hf_spec
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.environment
+
 PACKAGES = ("hf_spec", "modeling_patches", "hub_cards")
 LEFT_OUT = ("__pycache__", "custom_generate")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 
 import hf_spec
+import hf_spec.public
 from modeling_patches import tested_versions
 
 #: What a user of Transformers and PEFT with ``generate`` has loaded already.
@@ -44,9 +46,7 @@ def modules_after(*programs: str) -> list[set[str]]:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    help_ = "from hf_spec import cli; cli.main(['--help'])"
-    before, after, shown = modules_after(BASELINE, "import hf_spec", help_)
-    assert "typer" in shown and not shown & {"matplotlib", "optuna", "datasets"}
+    before, after = modules_after(BASELINE, "import hf_spec")
     new = after - before
     assert "hf_spec" in new
     tops = {name.partition(".")[0] for name in new}
@@ -56,10 +56,67 @@ def test_nothing_heavy_is_imported() -> None:
     parts = {name.split(".")[1] for name in ours}
     assert parts <= {
         "adapters", "core", "decoding", "drafting", "files", "methods", "model", "policy",
+        "public", "registration",
     }  # fmt: skip
     installed = tops - set(sys.stdlib_module_names) - {"hf_spec", "modeling_patches"}
     before_tops = {name.partition(".")[0] for name in before}
     assert installed <= before_tops, "third-party packages that transformers and peft don't load"
+
+
+def test_help_and_version_load_neither_torch_nor_transformers() -> None:
+    """They answer at once: for every command, in one interpreter."""
+    program = """
+from hf_spec.cli import main
+from hf_spec.cli.main import app
+assert main(["--version"]) == main(["--help"]) == 0
+for command in app.registered_commands:
+    assert main([command.name or command.callback.__name__, "--help"]) == 0
+"""
+    (loaded,) = modules_after(program)
+    assert "typer" in loaded and not loaded & {"torch", "transformers", "peft", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('nothing')", ["nothing"]),
+        ("import transformers", ["transformers", "registered"]),
+        ("import peft, transformers", ["transformers", "peft", "registered"]),  # not within peft
+        (
+            "from importlib.util import find_spec; find_spec('peft'); import transformers, peft",
+            ["transformers", "registered", "peft"],
+        ),
+        ("import transformers.nothing", ["transformers", "registered"]),
+    ],
+)
+def test_when_registration_takes_place(program: str, expected: list[str], tmp_path: Path) -> None:
+    """After the outermost import; with stand-ins for transformers and peft."""
+    for name, code in {"transformers": "", "peft": "import transformers; "}.items():
+        (tmp_path / f"{name}.py").write_text(f"{code}print({name!r})")
+    start = "from hf_spec import registration as r; r._register = lambda: print('registered')"
+    path = os.pathsep.join([str(tmp_path), str(Path(hf_spec.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", f"{start}\n{program}"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path}, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == expected, done.stderr
+
+
+def test_a_module_of_ours_that_is_imported_first_registers_when_it_is_complete() -> None:
+    program = """
+from hf_spec.drafting.drafter import Drafter
+from transformers import GenerationMixin
+assert hasattr(GenerationMixin, "_hf_spec_decode")
+"""
+    (loaded,) = modules_after(program)
+    assert "hf_spec.public" in loaded
+
+
+def test_names_that_are_not_there() -> None:
+    for name in ("nothing", "_decode", "__nothing__"):
+        with pytest.raises(AttributeError, match=f"module 'hf_spec' has no attribute '{name}'"):
+            getattr(hf_spec, name)
+    assert set(hf_spec.__all__) < set(dir(hf_spec))
 
 
 def test_a_newer_minor_version_is_warned_of_once(
@@ -69,8 +126,8 @@ def test_a_newer_minor_version_is_warned_of_once(
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
         tested_versions.warn_of_newer.cache_clear()
         caplog.clear()
-        importlib.reload(hf_spec)
-        importlib.reload(hf_spec)
+        importlib.reload(hf_spec.public)
+        importlib.reload(hf_spec.public)
         return "; ".join(record.getMessage() for record in caplog.records)
 
     tested = tested_versions.NEWEST_TESTED["transformers"]
@@ -102,9 +159,10 @@ def test_import_is_idempotent(tiny: Callable[..., PreTrainedModel]) -> None:
             dict(generation_utils.GENERATION_MODES_MAPPING),
         )
 
-    before = state()
+    before, finders = state(), [*sys.meta_path]
     module = importlib.reload(hf_spec)
-    assert module is hf_spec and state() == before
+    assert module is hf_spec and importlib.reload(hf_spec.public)
+    assert state() == before and sys.meta_path == finders
     model = tiny()
     settings = {"max_new_tokens": 8, "do_sample": False}
     ours = model.generate(prompt(), **settings, **STRATEGIES["prompt_lookup"])

@@ -104,6 +104,7 @@ def config(**options: Any) -> dict[str, Any]:
     return {"extra_body": {"generation_config": json.dumps({"do_sample": False, **options})}}
 
 
+@pytest.mark.environment
 @needs_packages
 def test_requests_get_what_plain_generate_gives(server: Server, base: PreTrainedModel) -> None:
     """The server's strategy, one that the request names, and none."""
@@ -123,6 +124,7 @@ def test_requests_get_what_plain_generate_gives(server: Server, base: PreTrained
         assert list(clients.map(one, range(16))) == expected * 4
 
 
+@pytest.mark.environment
 @needs_packages
 def test_what_the_help_says_is_honored(server: Server, base: PreTrainedModel) -> None:
     """Temperature and seed, where the server samples; stop strings; a chat."""
@@ -139,6 +141,7 @@ def test_what_the_help_says_is_honored(server: Server, base: PreTrainedModel) ->
     assert listed.object == "list"
 
 
+@pytest.mark.environment
 @needs_packages
 def test_an_adapter_of_another_base_does_not_start(tmp_path: Path) -> None:
     from tiny_checkpoint import save_checkpoint
@@ -161,7 +164,12 @@ def test_what_does_not_go_together() -> None:
 def test_help_says_what_a_request_may_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     said = capsys.readouterr().out
-    assert "honored" in said and "ignored" in said and "temperature" in said
+    assert (
+        "honored" in said
+        and "transformers serve" in said
+        and "ignored" in said
+        and "temperature" in said
+    )
     from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS as unused
 
     ignored = said.partition("ignored")[2].partition("\n")[0].replace(",", "").split()

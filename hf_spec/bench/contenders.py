@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +13,14 @@ import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import get_method
 from hf_spec.model.loading import is_path
+from hf_spec.model.loading import load_adapters as load_adapters
 
 PLAIN_NAME = "plain"
 #: Suffix of a contender whose steps are compiled.
 COMPILED = "+compiled"
-#: Suffix of a contender whose prompts join a running batch.
-JOINING = "+joining"
-STOCK_LOOKUP = "transformers:prompt_lookup"
-STOCK_ASSISTED = "transformers:assisted="
+#: Prefix of features of Transformers.
+STOCK = "transformers:"
+STOCK_LOOKUP, STOCK_ASSISTED = f"{STOCK}prompt_lookup", f"{STOCK}assisted="
 #: Candidates of ``transformers:prompt_lookup`` unless ``--strategy-kwargs`` sets them: as in the
 #: documentation of Transformers.
 STOCK_LOOKUP_TOKENS = 10
@@ -41,7 +39,6 @@ class Contender:
         single_row: whether it works only with batch size 1.
         baseline: name of the plain contender that it is compared with.
         compiled: whether its steps are compiled.
-        joining: whether waiting prompts take the places of finished ones in a running batch.
     """
 
     name: str
@@ -51,7 +48,6 @@ class Contender:
     single_row: bool = False
     baseline: str = PLAIN_NAME
     compiled: bool = False
-    joining: bool = False
 
     @property
     def lossy(self) -> bool:
@@ -82,16 +78,6 @@ def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> li
             continue
         own = {**one.kwargs, **kwargs, **({"max_cache_len": longest} if one.stock else {})}
         result.append(replace(one, name=f"{one.name}{COMPILED}", kwargs=own, compiled=True))
-    return result
-
-
-def with_joining(lineup: Iterable[Contender]) -> list[Contender]:
-    """The contenders, each of hf_spec's strategies followed by a copy whose prompts join."""
-    result = []
-    for one in lineup:
-        result.append(one)
-        if not one.stock:
-            result.append(replace(one, name=f"{one.name}{JOINING}", joining=True))
     return result
 
 
@@ -143,7 +129,7 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
 
 def strategy_of(name: str) -> str:
     """The strategy of a contender's name: ``bita`` of ``bita:chain``."""
-    return name if name.startswith("transformers:") else name.partition(":")[0]
+    return name if name.startswith(STOCK) else name.partition(":")[0]
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
@@ -152,38 +138,26 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
     Raises:
         ValueError: there is none, or it names no strategy.
     """
+    from peft import PeftConfig
+
     adapters = []
     for index, path in enumerate(paths):
         if is_path(path) and not Path(path).is_dir():
             raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
         try:
             config = hf_spec.SpecConfig.from_pretrained(path)
+            if not config.assistant_strategy:
+                raise ValueError("its generation_config.json names no assistant_strategy")
+            method = get_method(config.assistant_strategy)
+            changes: Any = getattr(method.adapter_config, "changes_model", False)
+            if not isinstance(changes, bool):  # adapters of this type may do either
+                adapter_config: Any = PeftConfig.from_pretrained(path)
+                changes = adapter_config.changes_model
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
-        if not config.assistant_strategy:
-            raise ValueError(
-                f"adapter {path!r}: its generation_config.json names no assistant_strategy"
-            )
         strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
-        changes = _changes_model(path, strategy)
-        adapters.append(Adapter(path, f"adapter_{index}", strategy, options, changes))
+        adapters.append(Adapter(path, f"adapter_{index}", strategy, options, bool(changes)))
     return adapters
-
-
-def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
-    """Load each adapter into ``model`` under its name.
-
-    Raises:
-        ValueError: an adapter cannot be loaded.
-    """
-    for adapter in adapters:
-        try:
-            with warnings.catch_warnings():  # PEFT's, of adapters side by side, which we want
-                warnings.filterwarnings("ignore", "Already found a `peft_config`")
-                model.load_adapter(adapter.path, adapter_name=adapter.name)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            reason = first_line(error)
-            raise ValueError(f"cannot load adapter {adapter.path!r}: {reason}") from error
 
 
 def contenders(
@@ -204,76 +178,53 @@ def contenders(
     Raises:
         ValueError: an option is wrong, or an adapter's strategy does not take part.
     """
-    options, names = options or {}, list(names)
-    used = {strategy_of(name) for name in names}
-    for name, adapter in itertools.product(names, adapters):
-        if adapter.strategy == strategy_of(name):
-            used.update(_others(adapter.strategy, {**adapter.options, **options.get(name, {})}))
+    options = options or {}
+    used: set[str] = set()
+    result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
+    for name in names:
+        given, strategy = dict(options.get(name, {})), strategy_of(name)
+        if strategy.startswith(STOCK):
+            if name == STOCK_LOOKUP:
+                given.setdefault("prompt_lookup_num_tokens", STOCK_LOOKUP_TOKENS)
+            given |= (assistants or {}).get(name, {})
+            result.append(Contender(name, given, stock=True, single_row=True))
+            continue
+        own = [adapter for adapter in adapters if adapter.strategy == strategy]
+        if not own:
+            result.append(Contender(name, ours(strategy, given)))
+        for adapter in own:
+            label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
+            kwargs = ours(strategy, {**adapter.options, **given})
+            active = [adapter, *_companions(kwargs, adapters)]
+            plain = next((_baseline(one).name for one in active if one.changes_model), PLAIN_NAME)
+            loaded = tuple(one.name for one in active)
+            result.append(Contender(label, kwargs, loaded, baseline=plain))
+            used.update(loaded)
     for adapter in adapters:
-        if adapter.strategy not in used:
+        if adapter.name not in used:
             raise ValueError(
                 f"adapter {adapter.path!r} is for strategy {adapter.strategy!r}, which does not "
                 "take part; add it to --strategies"
             )
-    result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
-    for name in names:
-        given = dict(options.get(name, {}))
-        strategy = strategy_of(name)
-        own = [adapter for adapter in adapters if adapter.strategy == strategy]
-        if name == STOCK_LOOKUP:
-            given.setdefault("prompt_lookup_num_tokens", STOCK_LOOKUP_TOKENS)
-            result.append(Contender(name, given, stock=True, single_row=True))
-        elif name.startswith(STOCK_ASSISTED):
-            given |= (assistants or {})[name]
-            result.append(Contender(name, given, stock=True, single_row=True))
-        elif own:
-            for adapter in own:
-                label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
-                kwargs = ours(strategy, {**adapter.options, **given})
-                active = [adapter, *_companions(kwargs, adapters)]
-                plain = next((_baseline(a).name for a in active if a.changes_model), PLAIN_NAME)
-                loaded = tuple(one.name for one in active)
-                result.append(Contender(label, kwargs, loaded, baseline=plain))
-        else:
-            result.append(Contender(name, ours(strategy, given)))
     return result
 
 
-def _others(strategy: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Strategies whose adapters a strategy uses besides its own."""
-    return get_method(strategy).parse_options(dict(options)).other_adapters
-
-
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
-    """The adapters that a contender uses besides its own.
+    """The adapters of other strategies that a contender uses besides its own.
 
     Raises:
         ValueError: for one of these strategies there is no adapter, or more than one.
     """
-    found = []
-    for strategy in _others(kwargs["assistant_strategy"], kwargs.get("assistant_kwargs", {})):
+    name, found = kwargs["assistant_strategy"], []
+    for strategy in get_method(name).parse_options(kwargs.get("assistant_kwargs")).other_adapters:
         own = [adapter for adapter in adapters if adapter.strategy == strategy]
         if len(own) != 1:
             raise ValueError(
-                f"{kwargs['assistant_strategy']} drafts with {strategy!r} here, for which "
-                f"{len(own)} adapters are given: give one with --adapter"
+                f"{name} drafts with {strategy!r} here, for which {len(own)} adapters are given: "
+                "give one with --adapter"
             )
         found += own
     return found
-
-
-def _changes_model(path: str, strategy: str) -> bool:
-    """Whether an adapter fine-tunes its base; the config is read only if its type allows both."""
-    known = getattr(get_method(strategy).adapter_config, "changes_model", False)
-    if isinstance(known, bool):
-        return known
-    from peft import PeftConfig
-
-    try:
-        config: Any = PeftConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
-    return bool(config.changes_model)
 
 
 def _baseline(adapter: Adapter) -> Contender:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import platform
 import warnings
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from packaging.requirements import Requirement
 
 from hf_spec.adapters.active import find_active
-from hf_spec.bench.environment import package_version
+from hf_spec.bench.environment import machine, package_version
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import Method, methods
-from hf_spec.policy.devices import cpu_name, device_name
 
-PACKAGES = ("hf_spec", "torch", "transformers", "peft", "huggingface_hub", "safetensors")
 #: Name of the adapter that a model gets for a trial.
 LENT = "hf_spec_doctor"
 
@@ -24,15 +21,9 @@ LENT = "hf_spec_doctor"
 def surroundings() -> dict[str, Any]:
     """Versions, devices, and the missing packages of optional extras."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device("cpu") if accelerator is None else accelerator
     return {
-        "python": platform.python_version(),
-        **{name: package_version(name) for name in PACKAGES},
-        "device": device.type,
-        "device_name": device_name(device),
-        "cpu": cpu_name(),
+        **machine(torch.device("cpu") if accelerator is None else accelerator),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
         "missing": missing(),
     }
 

@@ -16,6 +16,20 @@ import torch
 import hf_spec
 from hf_spec.policy.devices import cpu_name, device_name
 
+PACKAGES = ("torch", "transformers", "peft", "hf_spec")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Versions of Python and packages, the device, the CPU and its threads."""
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) for name in PACKAGES},
+        "device": str(device),
+        "device_name": device_name(device),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
+
 
 def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
     """The environment of a run: versions, machine, model, prompts, command line.
@@ -25,15 +39,9 @@ def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) 
         model_name: its name, as the user gave it.
         prompt_file: the prompt file; None if there is none.
     """
-    device = model.device
     prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
     return {
-        "python": platform.python_version(),
-        **{name: package_version(name) for name in ("torch", "transformers", "peft", "hf_spec")},
-        "device": str(device),
-        "device_name": device_name(device),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
+        **machine(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],

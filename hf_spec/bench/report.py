@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,6 @@ def print_table(result: BenchResult, console: Console) -> None:
         )  # fmt: skip
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table)
-    if len(sizes) > 1:
-        _print_grid(data, lossy, console)
     for row in data:
         share = row["stats"].get("share")
         if row["task"] == ALL and share:
@@ -69,24 +67,6 @@ def print_table(result: BenchResult, console: Console) -> None:
 
 def _shown(found: Interval | None) -> str:
     return "" if found is None else f"{found[0]:.2f}-{found[1]:.2f}"
-
-
-def _print_grid(data: Sequence[dict[str, Any]], lossy: set[str], console: Console) -> None:
-    """Print speedup and tau by strategy and batch size; for plain decoding, tokens per second."""
-    sizes = sorted({row["batch_size"] for row in data})
-    table = new_table(
-        "speedup (tau) by batch size", ["strategy"], [f"batch {size}" for size in sizes]
-    )
-    lines: dict[str, dict[int, str]] = {}
-    for row in data:
-        if row["task"] == ALL:
-            plain = row["strategy"] == row["baseline"]
-            rate, gain = f"{row['tokens_per_second']:.1f} tok/s", f"{row['speedup']:.2f}x"
-            shown = rate if plain else f"{gain} ({row['tau']:.2f})"
-            lines.setdefault(_label(row, lossy), {})[row["batch_size"]] = shown
-    for label, by_size in lines.items():
-        table.add_row(label, *(by_size.get(size, "") for size in sizes))
-    console.print(table)
 
 
 def _label(row: dict[str, Any], lossy: set[str]) -> str:

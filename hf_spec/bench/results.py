@@ -20,7 +20,7 @@ ALL = "all"
 
 @dataclass
 class Measurement:
-    """One contender on one batch: a call of ``generate``, or several that are counted together.
+    """One contender on one batch: a call of ``generate``.
 
     Attributes:
         strategy: name of the contender.

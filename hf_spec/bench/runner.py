@@ -13,20 +13,10 @@ from typing import Any
 import torch
 
 from hf_spec.bench.agreement import Agreement, classify
-from hf_spec.bench.contenders import (
-    PLAIN,
-    Contender,
-    contenders,
-    parse_names,
-    with_compiled,
-    with_joining,
-)
+from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names, with_compiled
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
-
-#: Category of measurements over all categories together.
-ALL_CATEGORIES = "mixed"
 
 
 def run(
@@ -42,7 +32,6 @@ def run(
     seed: int = 0,
     warmup: bool = True,
     compiled: str | None = None,
-    throughput: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:
     """Generate with plain decoding and every strategy, and compare.
@@ -66,8 +55,6 @@ def run(
         compiled: a backend of ``torch.compile``, with which contenders take part a second time,
             with a static cache and compiled steps; None for none. Calls that compile are repeated
             and counted apart.
-        throughput: whether all prompts make up one measurement per batch size; strategies then take
-            part a second time, with prompts that join a running batch.
         progress: called as ``progress(done, total)`` with numbers of calls.
 
     Raises:
@@ -84,8 +71,6 @@ def run(
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
         lineup = with_compiled(lineup, compiled, max(map(len, token_ids)) + max_new_tokens)
-    if throughput:
-        lineup = with_joining(lineup)
     settings = {
         **options,
         "batch_sizes": list(batch_sizes),
@@ -105,9 +90,6 @@ def run(
         for item in lineup:
             if item not in taking_part:
                 result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
-        if throughput:
-            plan.append((size, taking_part, list(range(len(prompts)))))
-            continue
         parts = list(batches(prompts, size))
         small = sum(len(part) < size for part in parts)
         if small:
@@ -127,8 +109,8 @@ def run(
                 start = turn % len(taking_part)
                 for item in taking_part[start:] + taking_part[:start]:
                     torch.manual_seed(seed + turn)
-                    made_by = session.stream(item, [token_ids[index] for index in indices], size)
-                    category = ALL_CATEGORIES if throughput else prompts[indices[0]].category
+                    made_by = session.generate(item, [token_ids[index] for index in indices])
+                    category = prompts[indices[0]].category
                     outcome[item.name] = Measurement(
                         item.name, size, indices, category, *made_by, baseline=item.baseline
                     )

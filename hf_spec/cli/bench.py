@@ -69,18 +69,7 @@ def bench(
             help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"
         ),
     ] = None,
-    throughput: Annotated[
-        bool,
-        typer.Option(
-            "--throughput",
-            help="Speed over all prompts together; also with prompts that join a running batch.",
-        ),
-    ] = False,
     as_json: opt.AsJson = False,
-    spec_bench_output: Annotated[
-        Path | None,
-        typer.Option(help="Also write Spec-Bench answer files, FILE-STRATEGY.jsonl (batch 1)."),
-    ] = None,
 ) -> None:
     """Measure strategies against plain generate.
 
@@ -98,7 +87,6 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
-      hf-spec bench --model M --prompts P.jsonl --adapter ./space --batch-size 8 --throughput
       hf-spec bench --model LARGE --prompts P.jsonl \\
           --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
     """
@@ -107,13 +95,6 @@ def bench(
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
-    if spec_bench_output is not None and 1 not in sizes:
-        raise ValueError("--spec-bench-output needs batch size 1: the format has a time per prompt")
-    if throughput and (compile or spec_bench_output is not None):
-        other = "--compile" if compile else "--spec-bench-output"
-        raise ValueError(
-            f"--throughput with {other}: it measures all prompts in one go. Leave one out."
-        )
     if compile:
         opt.check_backend(backend or DEFAULT_BACKEND)
     elif backend is not None:
@@ -125,11 +106,8 @@ def bench(
     lineup.contenders(own, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
-    if spec_bench_output is not None:
-        check_writable(spec_bench_output.parent, "--spec-bench-output")
 
-    loaded, tokenizer = load_model(model, dtype, device, attn_implementation)
-    lineup.load_adapters(loaded, adapters)
+    loaded, tokenizer = load_model(model, dtype, device, attn_implementation, adapters)
     assistants = {
         name: _assistant(name.removeprefix(lineup.STOCK_ASSISTED), loaded, tokenizer)
         for name in names
@@ -151,7 +129,7 @@ def bench(
             loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
             seed=seed, compiled=(backend or DEFAULT_BACKEND) if compile else None,
-            throughput=throughput, progress=progress,
+            progress=progress,
         )  # fmt: skip
     stop_without(result.measurements)
     target = output / "results.json"
@@ -162,11 +140,6 @@ def bench(
     else:
         report.print_table(result, console)
         console.print(f"results: {target}", soft_wrap=True)
-    if spec_bench_output is not None:
-        from hf_spec.bench.spec_bench import write_answers
-
-        for path in write_answers(spec_bench_output, result, tokenizer, model):
-            typer.echo(f"answers: {path}", err=as_json)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -177,15 +150,15 @@ def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     If ``path`` is an adapter folder, its base model is the assistant and drafts with the adapter's
     strategy.
     """
-    from hf_spec.bench.contenders import load_adapters, read_adapters
+    from hf_spec.bench.contenders import read_adapters
     from hf_spec.hub.folder import CONFIG, read_json
 
     dtype, config = str(model.dtype).removeprefix("torch."), Path(path, CONFIG)
     adapters = read_adapters([path]) if config.is_file() else []
     if adapters:
         path = read_json(config).get("base_model_name_or_path") or path
-    assistant, assistant_tokenizer = load_model(path, dtype, str(model.device))
-    load_adapters(assistant, adapters)
+    device = str(model.device)
+    assistant, assistant_tokenizer = load_model(path, dtype, device, adapters=adapters)
     for adapter in adapters:
         assistant.generation_config.assistant_strategy = adapter.strategy
         assistant.generation_config.assistant_kwargs = adapter.options

@@ -49,8 +49,8 @@ def demo(
     from hf_spec.bench import report
     from hf_spec.bench.figures import save_figure
     from hf_spec.bench.results import ALL
-    from hf_spec.demo.demo import PASSAGE, draw_chart, run_demo
-    from hf_spec.viewing.steps import coloured, pieces
+    from hf_spec.demo.demo import draw_chart, run_demo
+    from hf_spec.demo.steps import coloured, pieces
 
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
@@ -76,11 +76,6 @@ def demo(
             console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
     console.rule()
     report.print_table(result.bench, console)
-    model, theirs = (f"{share:.0%}" for share in result.repeated)
-    console.print(
-        f"Repeated passages of {PASSAGE} tokens, which favour look-ups: {model} of what the model "
-        f"writes, {theirs} of what follows the prompts in Transformers."
-    )
     console.print(f"results: {results}\nchart:   {chart}")
     if result.bench.interrupted:
         raise typer.Exit(INTERRUPTED)

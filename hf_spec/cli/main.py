@@ -56,17 +56,15 @@ app.command()(strategies)
 app.command()(doctor)
 # All arguments after the program's name belong to the program.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)(serve)
+# Unknown options are those of 'transformers serve'.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from hf_spec.bench.environment import package_version
+        import hf_spec
 
-        typer.echo(f"hf-spec {package_version('hf_spec')}")
+        typer.echo(f"hf-spec {hf_spec.__version__}")
         raise typer.Exit
 
 

@@ -14,10 +14,8 @@ from typing import Annotated
 
 import typer
 
-import hf_spec
-
 #: Folder that contains only a ``sitecustomize``.
-STARTUP = str(Path(hf_spec.__file__).parent / "startup")
+STARTUP = str(Path(__file__).parent / "startup")
 
 
 def run(

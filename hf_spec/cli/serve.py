@@ -10,17 +10,6 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import require
 from hf_spec.cli.distill import NO_STRATEGY
 
-HONORED = """
-What a request may say, and what Transformers' server makes of it:
-
-\b
-  honored    model, messages or prompt, stream, stop, max_tokens, top_p, tools (as far as the chat
-             template takes them), seed (if no other request runs), temperature (0 is greedy; others
-             where the server samples, see --do-sample), generation_config (JSON; replaces the
-             server's defaults: assistant_strategy, assistant_kwargs, do_sample, top_k, ...)
-  ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
-"""
-
 
 def serve(
     context: typer.Context,
@@ -43,8 +32,8 @@ def serve(
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.
 
-    This is Transformers' own server; all other arguments are passed on. With adapters, MODEL is
-    their base.
+    This is Transformers' own server; all other arguments are passed on, and 'transformers serve
+    --help' lists them. With adapters, MODEL is their base.
 
     \b
     Examples:
@@ -52,12 +41,17 @@ def serve(
       hf-spec serve Qwen/Qwen3-0.6B --adapter ./bita --do-sample
       curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
         "model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}]}'
+
+    What a request may say, and what Transformers' server makes of it:
+
+    \b
+      honored    model, messages or prompt, stream, stop, max_tokens, top_p, tools (as far as the
+                 chat template takes them), seed (if no other request runs), temperature (0 is
+                 greedy; others where the server samples, see --do-sample), generation_config (JSON;
+                 replaces the server's defaults: assistant_strategy, do_sample, top_k, ...)
+      ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
     """
-    wants_help = bool({"-h", "--help"} & set(context.args))
-    if wants_help:
-        typer.echo(context.get_help() + HONORED + "\nOptions of 'transformers serve':\n")
-    else:
-        require("serve", "fastapi", "openai", "pydantic", "uvicorn")
+    require("serve", "fastapi", "openai", "pydantic", "uvicorn")
     try:
         import click
         from transformers.cli.transformers import app as transformers_app
@@ -66,8 +60,7 @@ def serve(
             f"'transformers serve' needs packages that are not installed ({error}); "
             "run: pip install 'hf_spec[serve]'"
         ) from error
-    if not wants_help:
-        _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
+    _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
     try:
         transformers_app(["serve", *context.args], prog_name="hf-spec", standalone_mode=False)
     except click.Abort:  # typer's own is another
@@ -82,9 +75,10 @@ def _prepare_models(
     Raises:
         ValueError: naming what does not go together.
     """
-    from hf_spec.bench.contenders import load_adapters, read_adapters
+    from hf_spec.bench.contenders import read_adapters
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.methods.registry import get_method
+    from hf_spec.model.loading import load_adapters
     from modeling_patches.served_models import on_load
 
     adapters = read_adapters(paths)
@@ -102,8 +96,6 @@ def _prepare_models(
 
     def prepare(model: Any) -> None:
         load_adapters(model, adapters)
-        if adapters:
-            model.set_adapter([one.name for one in adapters])
         config = model.generation_config
         if do_sample is not None:
             config.do_sample = do_sample

@@ -58,8 +58,7 @@ def warmup(
             "name one of 'hf-spec strategies'"
         )
     opt.check_backend(backend)
-    loaded, _ = load_model(model, dtype, device)
-    lineup.load_adapters(loaded, adapters)
+    loaded, _ = load_model(model, dtype, device, adapters=adapters)
     for contender in chosen:
         if contender.adapters:
             loaded.set_adapter(list(contender.adapters))

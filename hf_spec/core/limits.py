@@ -23,5 +23,5 @@ MAX_RANK, MAX_ALPHA = 16384, 1e6
 MAX_SHAPE, MAX_SIZE = 65536, 2**31
 #: Seconds of a step.
 MAX_SECONDS = 1e6
-#: Bytes of a JSON file; total bytes of tensors with shared storage, as a multiple of file size.
-MAX_JSON, MAX_SHARED = 2**26, 16
+#: Bytes of a JSON file.
+MAX_JSON = 2**26

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_spec.bench.contenders import Adapter, Contender, contenders, load_adapters, read_adapters
+from hf_spec.bench.contenders import contenders, read_adapters
 from hf_spec.bench.environment import environment_of
 from hf_spec.bench.figures import new_figure
-from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts
+from hf_spec.bench.prompts import Prompt, encode_prompts, read_prompts
 from hf_spec.bench.results import ALL, BenchResult
 from hf_spec.bench.runner import run
 from hf_spec.bench.session import Session
-from hf_spec.demo.prompts import demo_prompts
+from hf_spec.demo.steps import StepStreamer
 from hf_spec.model.loading import load_model
-from hf_spec.viewing.steps import StepStreamer
 
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapters"
 #: Needs neither training nor an adapter.
 FREE_STRATEGY = "prompt_lookup"
-#: Tokens of a passage that counts as repeated if it occurred before.
-PASSAGE = 8
+#: Code of Transformers that the demo model has never seen; benchmarks/demo_data.py writes it.
+PROMPTS = Path(str(files("hf_spec.demo") / "prompts.jsonl"))
 
 
 @dataclass
@@ -31,8 +30,6 @@ class DemoResult:
     """What the demo measured, and one prompt with what the model wrote after it.
 
     Attributes:
-        repeated: share of passages of `PASSAGE` tokens that occurred before in the same text: of
-            what the model writes, and of what follows the prompts in their files.
         steps: by contender, the tokens that each step wrote after that prompt; empty unless asked
             for.
     """
@@ -41,7 +38,6 @@ class DemoResult:
     environment: dict[str, Any]
     sample: tuple[str, str]
     tokenizer: Any
-    repeated: tuple[float, float]
     steps: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
@@ -71,13 +67,6 @@ def adapter_folders() -> list[Path]:
     return sorted(path.parent for path in root.glob("*/adapter_config.json"))
 
 
-def lineup(model: Any, adapters: list[Adapter]) -> list[Contender]:
-    """Every strategy that runs without a download: prompt lookup and the shipped adapters'."""
-    load_adapters(model, adapters)
-    names = dict.fromkeys([FREE_STRATEGY, *(adapter.strategy for adapter in adapters)])
-    return contenders(names, adapters=adapters)
-
-
 def run_demo(
     limit: int,
     max_new_tokens: int,
@@ -98,15 +87,13 @@ def run_demo(
         status: called with a line of text when the model is loaded.
 
     Raises:
-        ValueError: the model cannot be loaded, or there are no prompts.
+        ValueError: the model cannot be loaded.
     """
     adapters = read_adapters(map(str, adapter_folders()))
-    model, tokenizer = load_model(str(model_folder()), dtype)
-    prompts = demo_prompts(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
-    chosen = prompts[:limit]
-    if not chosen:
-        raise ValueError("the installed Transformers has no sources to take prompts from")
-    ways = lineup(model, adapters)
+    model, tokenizer = load_model(str(model_folder()), dtype, adapters=adapters)
+    chosen = read_prompts(PROMPTS)[:limit]
+    strategies = dict.fromkeys([FREE_STRATEGY, *(adapter.strategy for adapter in adapters)])
+    ways = contenders(strategies, adapters=adapters)
     count = f"{len(chosen)} prompt{'s' * (len(chosen) != 1)}"
     names = ", ".join(one.name for one in ways)
     status(f"{count}, up to {max_new_tokens} new tokens each, plainly and with {names}")
@@ -117,7 +104,7 @@ def run_demo(
     environment = environment_of(model, "demo model", None)
     sample = _sample(bench, tokenizer)
     steps = _steps(model, tokenizer, bench, sample[0]) if show_steps and sample[0] else {}
-    return DemoResult(bench, environment, sample, tokenizer, _repeated(bench, tokenizer), steps)
+    return DemoResult(bench, environment, sample, tokenizer, steps)
 
 
 def _steps(
@@ -146,31 +133,6 @@ def _sample(bench: BenchResult, tokenizer: Any) -> tuple[str, str]:
     best = max(drafted, key=lambda item: len(set(item.rows[0])) / max(len(item.rows[0]), 1))
     text = tokenizer.decode(best.rows[0], skip_special_tokens=True)
     return bench.prompts[best.prompts[0]].text, text
-
-
-def _repeated(bench: BenchResult, tokenizer: Any) -> tuple[float, float]:
-    written, theirs = [], []
-    for item in bench.measurements:
-        if item.stats is None:  # plain
-            text = bench.prompts[item.prompts[0]].reference or ""
-            written.append(item.rows[0])
-            theirs.append(encode_answer(tokenizer, text)[: len(item.rows[0])])
-    return repeated_share(written), repeated_share(theirs)
-
-
-def repeated_share(texts: Sequence[Sequence[int]], length: int = PASSAGE) -> float:
-    """Share of the passages of so many tokens that occurred before in the same text.
-
-    Args:
-        texts: token ids of each text.
-        length: tokens of a passage.
-    """
-    passages = [
-        [tuple(text[start : start + length]) for start in range(len(text) - length + 1)]
-        for text in texts
-    ]
-    total = sum(map(len, passages))
-    return (total - sum(len(set(found)) for found in passages)) / max(total, 1)
 
 
 def draw_chart(bench: BenchResult) -> Any:

@@ -151,72 +151,27 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
         return None
     data = read_json(folder / RESULTS)
     try:
-        runs, environment = data["runs"], data["environment"]
-        size = runs[0]["batch_size"]
-        rows = [
-            row for row in runs
-            if row["strategy"].partition("@")[0] == method.name and row["batch_size"] == size
-        ]  # fmt: skip
-        plain = {(row["strategy"], row["task"]): row for row in runs if row["batch_size"] == size}
-        if not rows:
-            raise ValueError(f"no rows of strategy {method.name!r}")
-        rows = [row for row in rows if row["strategy"] == rows[0]["strategy"]]
-        several = len(rows) > 2  # a single task has the same figures as "all"
-        shown = []
-        for row in rows:
-            if several or row["task"] == "all":
-                speed = _texts(plain[row["baseline"], row["task"]])["speed"]
-                shown.append({**_texts(row), "plain": speed, "output": _output(row)})
+        environment, size = data["environment"], data["runs"][0]["batch_size"]
+        runs = {
+            (row["strategy"], row["task"]): row
+            for row in data["runs"] if row["batch_size"] == size
+        }  # fmt: skip
+        strategy = next(name for name, _ in runs if name.partition("@")[0] == method.name)
+        own = [{**row, "plain": runs[row["baseline"], task]["tokens_per_second"]}
+               for (name, task), row in runs.items() if name == strategy]  # fmt: skip
+        by_task = len(own) > 2  # a single task has the same figures as "all"
         asked = environment.get("prompts_sha256")
-        same = search is not None and search["environment"].get("prompts_sha256") == asked
-        strategy = rows[0]["strategy"]
-        sizes = [_texts(row) for row in runs if (row["strategy"], row["task"]) == (strategy, "all")]
+        searched = search is not None and search["environment"].get("prompts_sha256") == asked
         return {
-            "rows": shown,
-            "by_task": several,
-            "by_size": sizes if len(sizes) > 1 else [],
-            "development": same and not environment.get("held_out"),
-            "setting": _setting(environment, size),
+            "rows": own if by_task else own[-1:],
+            "by_task": by_task,
+            "development": searched and not environment.get("held_out"),
+            "environment": environment,
+            "settings": environment["settings"],
+            "batch_size": size,
         }
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+    except (LookupError, TypeError, StopIteration) as error:
         raise ValueError(
-            f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for this adapter: {reason}"
+            f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for {method.name!r}: "
+            f"{error!r}"
         ) from error
-
-
-def _texts(row: dict[str, Any]) -> dict[str, Any]:
-    """An entry with its figures formatted."""
-    figures = {name: f"{row[name]:.2f}" for name in ("speedup", "tau")}
-    return {**row, **figures, "speed": f"{row['tokens_per_second']:.1f}"}
-
-
-def _output(row: dict[str, Any]) -> str:
-    """How the outputs compare with those of plain decoding, in words."""
-    if row["identical"] is None:
-        return "sampled"
-    if row["diverged"] is None:
-        return f"sampled, {row['identical']} of {row['prompts']} identical"
-    parts = [f"{row['identical']} of {row['prompts']} identical"]
-    if row["diverged_at_tie"]:
-        parts.append(f"{row['diverged_at_tie']} differ at a tie")
-    if row["diverged"]:
-        parts.append(f"{row['diverged']} differ")
-    return ", ".join(parts)
-
-
-def _setting(environment: dict[str, Any], batch_size: int) -> str:
-    """Machine, settings and versions in a sentence."""
-    device = environment["device_name"]
-    if environment["device"] == "cpu":
-        device += f", {environment['threads']} thread" + "s" * (environment["threads"] != 1)
-    settings = environment.get("settings", {})
-    names = ("hf_spec", "transformers", "peft", "torch")
-    versions = ", ".join(f"{name} {environment[name]}" for name in names)
-    mode = "sampling" if settings.get("do_sample") else "greedy"
-    prompts = environment.get("prompts")
-    source = f"Prompts: `{Path(prompts).name}`. " if prompts else ""
-    return (
-        f"{source}{device}; {environment['dtype']}, batch size {batch_size}, {mode}, at most "
-        f"{settings.get('max_new_tokens', '?')} new tokens; {versions}."
-    )

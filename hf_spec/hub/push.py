@@ -108,23 +108,19 @@ def _upload(api: Any, staged: Path, repository: str, private: bool, revision: st
 @contextmanager
 def _one_line_errors(repository: str) -> Iterator[None]:
     """Turn errors of the upload into a ValueError of one line."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     # The HTTP library differs between releases of huggingface_hub.
     transport: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
-    except LocalTokenNotFoundError as error:
-        raise ValueError("not logged in to the Hub: run 'hf auth login'") from error
-    except HfHubHTTPError as error:
-        reason = first_line(Exception(error.server_message or error))
-        status = error.response.status_code if error.response is not None else None
-        if status in (401, 403):
-            reason += " (is your token valid, and may it write there? 'hf auth login')"
-        raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
     # Failed uploads of single files end in a RuntimeError.
     except (transport, OSError, RuntimeError) as error:
-        reason = first_line(error.__cause__ or error)
+        said = getattr(error, "server_message", None)
+        reason = first_line(Exception(said) if said else error.__cause__ or error)
+        response = getattr(error, "response", None)
+        if getattr(response, "status_code", None) in (401, 403):
+            reason += " (is your token valid, and may it write there? 'hf auth login')"
         raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
+from hf_spec.adapters.checkpoint import WEIGHTS, check_numbers, complaints, tensor_facts
 from hf_spec.core.checks import first_line
-from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
 from hf_spec.hub.folder import (
@@ -37,15 +35,11 @@ from modeling_patches.weights import placement
 INDEX = ".index.json"
 SAFE = ".safetensors"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
-SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json", ".gz")
+SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 #: Keys under which training programs keep tensors by name, beside other things.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-#: First bytes of what is often taken for a checkpoint, and what to do about it.
-NOT_YET = {
-    b"\x1f\x8b": "is compressed by gzip: unpack it first",
-    b"version https://git-lfs": "is a Git LFS pointer: get the file itself by `git lfs pull`, or "
-    "`hf download`",
-}  # fmt: skip
+#: What to do about a file that cannot be read.
+AGAIN = "copy it again (of a Git LFS pointer, `git lfs pull` gets the file)"
 #: Most names of tensors shown of a file that has none of those wanted.
 SHOWN = 5
 
@@ -94,30 +88,30 @@ def find_published(place: str, published: Published) -> Path:
 
 def _downloaded(repository: str, published: Published) -> Path:
     """:func:`find_published` for a repository on the Hub."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    source, unreachable = StoredWeights(repository), None
+    unreachable: Exception | None = None
     for name in published.files:
         try:
-            path = source.find(name)
-            if path is not None and name.endswith(INDEX):
-                for shard in _shards(path, published.wants):
-                    source.find(shard)
+            path = Path(hf_hub_download(repository, name))
+            for shard in _shards(path, published.wants) if name.endswith(INDEX) else ():
+                hf_hub_download(repository, shard)
+            return path
         except LocalEntryNotFoundError as error:  # another one may have been downloaded before
             unreachable = error
+        except EntryNotFoundError:
+            continue
         except OSError as error:
             raise ValueError(f"cannot read {repository!r}: {first_line(error)}") from error
-        else:
-            if path is not None:
-                return path
+    wanted = ", ".join(published.files)
     if unreachable is not None:
         raise ValueError(
-            f"the Hub cannot be reached, and of {repository!r} none of "
-            f"{', '.join(published.files)} is in the local cache"
+            f"the Hub cannot be reached, and of {repository!r} none of {wanted} is in the local "
+            "cache"
         ) from unreachable
     raise ValueError(
-        f"the repository {repository!r} has none of {', '.join(published.files)}: download its "
-        "file and give that"
+        f"the repository {repository!r} has none of {wanted}: download its file and give that"
     )
 
 
@@ -134,79 +128,35 @@ def read_published(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor
         ValueError: there is no such file, it is of another format, or it holds anything besides
             tensors by name.
     """
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
     if path.name.endswith(INDEX):
-        return _read_index(path, wants)
-    with path.open("rb") as file:
-        start = file.read(32)
-    for magic, problem in NOT_YET.items():
-        if start.startswith(magic):
-            raise ValueError(f"{str(path)!r} {problem}")
-    if path.suffix == SAFE:
-        from safetensors import SafetensorError, safe_open
-
-        try:
+        parts = [read_published(path.parent / name, wants) for name in _shards(path, wants)]
+        return {name: tensor for part in parts for name, tensor in part.items()}
+    try:
+        if path.suffix == SAFE:
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
                 return {name: file.get_tensor(name) for name in names if wants(name)}
-        except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} is no safetensors file: {error}") from error
-    _check_archive(path)
-    try:
         data = torch.load(path, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is no safetensors file: {error}; {AGAIN}") from error
     except Exception as error:  # unpickling wrong bytes can raise anything
         raise ValueError(
             f"{str(path)!r} is no file of tensors by name, was cut off, or holds something else "
-            "besides, which is not read since it could run code: copy it again, or have it saved "
-            "as safetensors by whoever made it"
+            f"besides, which is not read since it could run code; {AGAIN}, or have it saved as "
+            "safetensors by whoever made it"
         ) from error
     for _ in WRAPPERS:  # one may be inside another
         inner = data if isinstance(data, dict) else {}
         data = next((inner[key] for key in WRAPPERS if isinstance(inner.get(key), dict)), data)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise ValueError(f"{str(path)!r} holds a {type(data).__name__}, not tensors by name")
-    tensors = {
+    return {
         name: value for name, value in data.items() if isinstance(value, Tensor) and wants(name)
     }
-    _check_sizes(path, tensors)
-    return tensors
-
-
-def _check_archive(path: Path) -> None:
-    """Raise a ValueError if an archive unpacks to more than its own size.
-
-    ``torch.save`` does not compress, and a small file must not fill the memory.
-    """
-    if not zipfile.is_zipfile(path):  # the older format of torch.save is no archive
-        return
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    size = sum(member.file_size for member in members)
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members) or (
-        size > path.stat().st_size
-    ):
-        raise ValueError(
-            f"{str(path)!r} has {path.stat().st_size} bytes and unpacks to {size}: it is no file "
-            "of torch.save, which compresses nothing. Have it saved again by whoever made it"
-        )
-
-
-def _check_sizes(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise a ValueError unless all tensors are dense and stored in the file as a whole."""
-    for name, tensor in tensors.items():
-        plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-        if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise ValueError(
-                f"{str(path)!r}: {name!r} of shape {tuple(tensor.shape)} is no plain tensor, or "
-                "larger than what is stored of it"
-            )
-    size, most = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size * MAX_SHARED
-    if size > most:
-        raise ValueError(
-            f"{str(path)!r}: tensors that share their numbers take {size} bytes, at most "
-            f"{MAX_SHARED} times the file's are read"
-        )
 
 
 def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
@@ -219,13 +169,6 @@ def _shards(path: Path, wants: Callable[[str], bool]) -> list[str]:
         if Path(name).name != name or name.endswith(INDEX):
             raise ValueError(f"{str(path)!r} names {name!r}, which is no file beside it")
     return names
-
-
-def _read_index(path: Path, wants: Callable[[str], bool]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name in _shards(path, wants):
-        tensors |= read_published(path.parent / name, wants)
-    return tensors
 
 
 def import_adapter(
@@ -332,8 +275,8 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     from safetensors.torch import save_file
 
     form_of = exporter(folder, form)
-    if not StoredWeights(str(folder)).read():
-        raise ValueError(f"{str(folder)!r} holds no adapter_model.safetensors")
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{str(folder)!r} holds no {WEIGHTS}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
         peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)

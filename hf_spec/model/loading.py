@@ -1,9 +1,11 @@
-"""Loads a model by its name."""
+"""Loads a model by its name, and adapters into it."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hf_spec.core.checks import first_line
 
@@ -11,13 +13,33 @@ from hf_spec.core.checks import first_line
 CONFIGS = ("config.json", "adapter_config.json")
 
 
+class NamedAdapter(Protocol):
+    """An adapter: its folder or repository, and its name on the model."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
 def load_model(
-    path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None
+    path: str,
+    dtype: str,
+    device: str | None = None,
+    attn_implementation: str | None = None,
+    adapters: Iterable[NamedAdapter] = (),
 ) -> tuple[Any, Any]:
     """A causal language model in evaluation mode on its device, and its tokenizer.
 
+    Args:
+        path: a folder, or a repository on the Hub.
+        dtype: name of a dtype, or ``auto``.
+        device: None for an accelerator if there is one.
+        attn_implementation: None for the model's own.
+        adapters: see :func:`load_adapters`.
+
     Raises:
-        ValueError: it cannot be loaded, or there is no such device.
+        ValueError: model or adapter cannot be loaded, or there is no such device.
     """
     import torch
     from huggingface_hub.utils import logging as hub_logging
@@ -42,7 +64,28 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra).to(target)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError) as error:
         raise ValueError(f"cannot load model {path!r}: {first_line(error)}") from error
-    return model.eval(), tokenizer
+    load_adapters(model.eval(), adapters)
+    return model, tokenizer
+
+
+def load_adapters(model: Any, adapters: Iterable[NamedAdapter]) -> None:
+    """Load adapters into ``model`` under their names, and activate all of them.
+
+    Raises:
+        ValueError: an adapter cannot be loaded.
+    """
+    names = []
+    for adapter in adapters:
+        try:
+            with warnings.catch_warnings():  # PEFT's, of adapters side by side, which we want
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")
+                model.load_adapter(adapter.path, adapter_name=adapter.name)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            reason = first_line(error)
+            raise ValueError(f"cannot load adapter {adapter.path!r}: {reason}") from error
+        names.append(adapter.name)
+    if names:
+        model.set_adapter(names)
 
 
 def is_path(name: str) -> bool:

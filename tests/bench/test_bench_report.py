@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -141,28 +140,6 @@ def test_table_shows_every_figure_at_any_width(width):
         assert expected in text
     assert "time of fast: draft 4%, forward 76%" in text
     assert "…" not in text
-
-
-def test_several_batch_sizes_end_in_a_grid():
-    larger = [dataclasses.replace(item, batch_size=4) for item in measurements()]
-    larger = [
-        dataclasses.replace(m, seconds=m.seconds * (2 - (m.strategy == "fast"))) for m in larger
-    ]
-    both = result(measurements() + larger)
-    for width in (40, 200):
-        lines = table_of(both, width).splitlines()
-        start = next(i for i, line in enumerate(lines) if "by batch size" in line)
-        shown = "\n".join(lines[start:])
-        for expected in (
-            "batch 1",
-            "batch 4",
-            "6.2 tok/s",
-            "3.1 tok/s",
-            "0.85x (1.25)",
-            "1.71x (1.25)",
-        ):
-            assert expected in shown
-    assert "by batch size" not in table_of(result(measurements()), 120)
 
 
 def table_of(bench: BenchResult, width: int) -> str:

@@ -16,7 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_spec
 from hf_spec import cli
 from hf_spec.bench import session
-from hf_spec.bench.contenders import Contender, contenders, parse_names
+from hf_spec.bench.contenders import (
+    Adapter,
+    contenders,
+    parse_names,
+    read_adapters,
+)
 from hf_spec.bench.prompts import Prompt, encode
 from hf_spec.bench.runner import run
 from hf_spec.cli.options import parse_kwargs
@@ -118,26 +123,6 @@ def test_order_rotates_and_plain_is_always_there(model, tokenizer, prompts, monk
     assert calls == [(i, 12) for i in range(1, 13)]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_throughput_is_of_all_prompts(model, tokenizer, prompts, size):
-    result = run(
-        model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[size], max_new_tokens=8,
-        throughput=True,
-    )  # fmt: skip
-    names = ["plain", "prompt_lookup", "prompt_lookup+joining"]
-    assert [one.strategy for one in result.measurements] == names
-    plain, fixed, joining = result.measurements
-    everyone = list(range(len(prompts)))
-    assert plain.prompts == fixed.prompts == joining.prompts == everyone
-    assert plain.rows == fixed.rows == joining.rows
-    assert plain.stats is None and fixed.stats is not None and joining.stats is not None
-    for one in (fixed, joining):
-        assert one.stats.num_generated_tokens >= one.new_tokens
-        assert [kind.value for kind in one.agreement] == ["identical"] * len(prompts)
-    # Each of the fixed batches takes steps of its own until its last row is done.
-    assert joining.stats.num_steps < fixed.stats.num_steps + len(prompts)
-
-
 def test_the_models_own_sampling_defaults_do_not_interfere(tokenizer, prompts):
     model = make_model()
     model.generation_config.update(do_sample=True, temperature=0.5, top_k=3, pad_token_id=None)
@@ -206,22 +191,6 @@ def test_padding_is_on_the_left():
     assert padded["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def test_interrupt_keeps_finished_batches(model, tokenizer, prompts, monkeypatch):
-    original, calls = session.Session.generate, 0
-
-    def interrupt(self, *args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == 6:  # the second call of the third batch
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(session.Session, "generate", interrupt)
-    result = run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=4, warmup=False)
-    assert result.interrupted and "interrupted after 5 of 10 calls" in result.notes
-    assert [row["prompts"] for row in result.runs() if row["task"] == "all"] == [2, 2]
-
-
 def test_long_prompts_are_cut_and_counted(model, tokenizer):
     long = [Prompt("word " * 200, "x", 1), Prompt("short", "x", 2)]
     result = run(model, tokenizer, long, ["prompt_lookup"], max_new_tokens=16)
@@ -258,17 +227,6 @@ def test_options_reach_the_strategy(model, tokenizer, prompts):
     assert row["stats"]["num_draft_forwards"] > 0
     strategies = result.settings["strategies"]
     assert strategies["layer_skip"]["assistant_kwargs"] == options["layer_skip"]
-
-
-def test_assistant_model(model, tokenizer, prompts):
-    assisted = Contender(
-        "transformers:assisted=tiny", {"assistant_model": make_model(seed=1)},
-        stock=True, single_row=True,
-    )  # fmt: skip
-    result = run(model, tokenizer, prompts, [assisted], max_new_tokens=NEW)
-    row = result.overall(assisted.name)
-    assert row["identical"] == len(prompts) and row["tau"] >= 1.0
-    assert result.settings["strategies"][assisted.name] == {}  # a model is no JSON
 
 
 def test_names_and_options_as_the_command_line_has_them():
@@ -320,8 +278,6 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     tokenizer, prompts, monkeypatch
 ):
     """And both are measured with the update in the weights, which are put back in the end."""
-    from hf_spec.bench.contenders import Adapter
-
     model = make_model()
     before = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
     torch.manual_seed(0)
@@ -362,8 +318,6 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
 
 
 def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
-    from hf_spec.bench.contenders import Adapter
-
     model = make_model()
     torch.manual_seed(0)
     model.add_adapter(hf_spec.BitaConfig(), "drafts")
@@ -384,8 +338,6 @@ def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
 
 def test_which_adapters_change_the_model(tmp_path):
     """Those of one type may do either; it is what their configs say."""
-    from hf_spec.bench.contenders import read_adapters
-
     configs = {
         "gated": ("space", hf_spec.SpaceConfig(update="gated")),
         "lora": ("space", hf_spec.SpaceConfig(update="lora")),
@@ -405,8 +357,6 @@ def test_which_adapters_change_the_model(tmp_path):
 
 
 def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
-    from hf_spec.bench.contenders import Adapter
-
     def refuse(model):
         raise ValueError("the weights are quantised")
 
@@ -454,7 +404,8 @@ def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
         )  # fmt: skip
     assert status == 0, capsys.readouterr().err
     assert set(calls) == {None, "ppd"}
-    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    rows = {run["strategy"]: run for run in runs if run["task"] == "all"}
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert data["environment"]["settings"]["strategies"][alone] == {}  # a model is no JSON
+    rows = {run["strategy"]: run for run in data["runs"] if run["task"] == "all"}
     assert rows[alone]["identical"] == rows[with_ppd]["identical"] == 2
     assert rows[alone]["tau"] == rows[with_ppd]["tau"], "the drafts are the same"

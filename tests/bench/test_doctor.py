@@ -1,4 +1,4 @@
-"""``hf-spec doctor``: what it says of surroundings, models and results."""
+"""``hf-spec doctor``: what it says of surroundings and models."""
 
 from __future__ import annotations
 
@@ -40,21 +40,6 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", model, "--adapter", adapter, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["strategies"] == dict.fromkeys(hf_spec.strategies())
-
-
-def test_what_the_policy_measured_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    policy = {"batch_size": 1, "paused": False, "plain_seconds": 0.02, "steps": [], "history": []}
-    run = {
-        "strategy": "medusa", "task": "all", "batch_size": 1, "speedup": 1.5, "tau": 2.0,
-        "stats": {"details": {"policy": policy}},
-    }  # fmt: skip
-    (tmp_path / "results.json").write_text(json.dumps({"runs": [run]}))
-    assert main(["doctor", "--results", str(tmp_path)]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("  medusa, batch 1") and "speedup 1.5" in line
-    assert "plain_seconds 0.02" in line and "paused False" in line
 
 
 def test_an_adapter_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The demo on a tiny model: prompts from held-out modules, files, equality."""
+"""The demo on a tiny model: its prompts, files, equality."""
 
 from __future__ import annotations
 
@@ -8,56 +8,46 @@ import re
 import pytest
 from drawn import bars, labels, ticks
 from drawn import texts as texts_of
-from tiny_checkpoint import make_tokenizer, save_checkpoint
+from scripts import load_script
+from tiny_checkpoint import make_tokenizer, save_checkpoint, write_prompts
 
 from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
-from hf_spec.bench.prompts import encode_answer
-from hf_spec.demo import demo, prompts
-from hf_spec.demo.prompts import HELD_OUT, modeling_files, read_source
+from hf_spec.bench.prompts import read_prompts
+from hf_spec.demo import demo
 from hf_spec.hub.folder import check_complete
 
 
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def test_prompts_are_classes_of_held_out_models(monkeypatch):
-    monkeypatch.setattr(prompts, "MIN_TOKENS", 40)
-    monkeypatch.setattr(prompts, "PROMPT_TOKENS", 90)
-    found = prompts.demo_prompts(words)
-    assert found == prompts.demo_prompts(words)
-    sources = {path.name: read_source(path) for path in modeling_files(held_out=True)}
-    assert set(sources) == {f"modeling_{name}.py" for name in HELD_OUT}
+def test_prompts_are_beginnings_of_classes_that_the_model_has_not_seen():
+    data = load_script("demo_data")
+    found = read_prompts(demo.PROMPTS)
+    assert len(found) == len({prompt.text for prompt in found}) == 2 * len(data.HELD_OUT)
     for prompt in found:
-        name, place = str(prompt.question_id).split(", line ")
-        assert 40 <= words(prompt.text) <= 90
-        assert sources[name].endswith(prompt.text + prompt.reference) and prompt.reference
-        before = sources[name].removesuffix(prompt.text + prompt.reference)
-        assert before.count("\n") == int(place) - 1
-        first = prompt.text.splitlines()[0]
-        assert prompt.text.endswith("\n") and first.startswith("class ")
-    assert len({prompt.text for prompt in found}) == len(found) > len(HELD_OUT)
-    # A small --limit already sees different files.
-    assert len({str(prompt.question_id).split(",")[0] for prompt in found[:6]}) == 6
-
-
-def test_training_files_are_the_other_models():
-    own, others = modeling_files(held_out=True), modeling_files()
+        assert prompt.text.startswith("class ") and prompt.text.endswith("\n")
+    names = [str(prompt.question_id).split(", line ")[0] for prompt in found]
+    assert set(names) == {f"modeling_{name}.py" for name in data.HELD_OUT}
+    assert len(set(names[:6])) == 6  # a small --limit already sees different files
+    own, others = data.modeling_files(held_out=True), data.modeling_files()
     assert not {*own} & {*others} and len(others) > 100
-    assert {path.parent.name for path in own} == {*HELD_OUT}
-    assert read_source(own[0]).startswith('"""')  # no licence
+    assert data.read_source(own[0]).startswith('"""')  # no license
+    made = data.demo_prompts(lambda text: len(text.split()))
+    sources = {path.name: data.read_source(path) for path in own}
+    for row in made:
+        name, line = row["question_id"].split(", line ")
+        lines = sources[name].splitlines(keepends=True)[int(line) - 1 :]
+        assert "".join(lines).startswith(row["prompt"])
+    assert made
 
 
 @pytest.fixture
 def tiny_model(tmp_path, monkeypatch):
     """A tiny model in place of the shipped one, without adapters, and prompts that fit it: it has
     a token per byte and a context of 256."""
+    rows = [{"prompt": prompt.text[:160]} for prompt in read_prompts(demo.PROMPTS)]
+    monkeypatch.setattr(demo, "PROMPTS", write_prompts(tmp_path / "prompts.jsonl", rows))
     folder = save_checkpoint(tmp_path / "model", chat=False)
     monkeypatch.setattr(demo, "model_folder", lambda: folder)
     monkeypatch.setattr(demo, "adapter_folders", list)
-    monkeypatch.setattr(prompts, "MIN_TOKENS", 20)
-    monkeypatch.setattr(prompts, "PROMPT_TOKENS", 160)
 
 
 def test_demo_shows_steps(tmp_path, tiny_model, capsys):
@@ -88,7 +78,6 @@ def test_demo_writes_table_chart_and_results(tmp_path, tiny_model, capsys):
     assert "Every output equals plain generate's." in printed.out
     assert "3 prompts, up to 24 new tokens each, plainly and with prompt_lookup\n" in printed.err
     assert "prompt_lookup" in printed.out and "speedup" in printed.out
-    assert re.search(r"Repeated passages of 8 tokens.*: \d+% of what .*, \d+% of", printed.out)
     data = json.loads((output / "results.json").read_text())
     everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
     assert set(everything) == {"plain", "prompt_lookup"}
@@ -114,20 +103,6 @@ def test_chart_and_sample_text(tiny_model):
         tokenizer.decode(m.rows[0], skip_special_tokens=True) for m in result.bench.measurements
     ]
     assert written in texts
-
-
-def test_the_share_of_repeated_passages(tiny_model):
-    assert demo.repeated_share([[1, 2, 3, 1, 2, 3, 1]], 3) == 2 / 5
-    assert demo.repeated_share([[1, 2, 3], [1, 2, 3]], 3) == 0  # of the same text only
-    assert demo.repeated_share([[1, 2, 3, 4], [5] * 4], 2) == 2 / 6
-    assert demo.repeated_share([[1, 2], []], 3) == 0
-    result = demo.run_demo(2, 16, "float32")
-    plain = [item.rows[0] for item in result.bench.measurements if item.stats is None]
-    tokenizer = make_tokenizer(chat=False)
-    sources = [encode_answer(tokenizer, p.reference) for p in result.bench.prompts]
-    sources = [ids[: len(own)] for ids, own in zip(sources, plain)]
-    assert result.repeated == (demo.repeated_share(plain), demo.repeated_share(sources))
-    assert len(plain) == 2 and result.repeated[1] < 1
 
 
 def test_a_difference_is_an_error(tmp_path, tiny_model, monkeypatch, capsys):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import zipfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from running import configured
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import save_checkpoint
@@ -109,9 +109,10 @@ LAYOUTS = ["alone", "in a model", "medusa_heads", "vllm", "tensorrt_llm", "lmdep
 # -- layouts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("layers", "own"), [(1, True), (1, False), (2, True), (2, False)])
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("suffix", "layers", "own", "layout"),
+    covering(product((".pt", ".safetensors"), (1, 2), (True, False), LAYOUTS)),
+)
 def test_published_layouts(
     checkpoint: Path, tmp_path: Path, suffix: str, layers: int, own: bool, layout: str
 ) -> None:
@@ -373,64 +374,7 @@ def test_a_file_that_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
         read_published(tmp_path / "list.pt", lambda name: True)
 
 
-@pytest.mark.parametrize("name", ["heads.pt", "heads.safetensors", "heads.pt.gz"])
-def test_a_file_to_be_unpacked_or_fetched(tmp_path: Path, name: str) -> None:
-    torch.save(medusa_head().state_dict(), tmp_path / "plain.pt")
-    (tmp_path / name).write_bytes(gzip.compress((tmp_path / "plain.pt").read_bytes()))
-    with pytest.raises(ValueError, match=rf"{name}' is compressed by gzip: unpack it first$"):
-        read_published(tmp_path / name, lambda name: True)
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    with pytest.raises(ValueError, match=rf"{name}' is a Git LFS pointer: get the file itself by"):
-        read_published(tmp_path / name, lambda name: True)
-
-
-EXPANDED = {"0.0.linear.weight": torch.zeros(1).expand(1_000_000, 1_000_000)}
-OVERLAPPING = {"0.0.linear.weight": torch.zeros(99).as_strided((50, 50), (1, 1))}
-NOWHERE = {"0.0.linear.weight": torch.zeros(1_000_000, 1_000_000, device="meta")}
-SPARSE = {"0.0.linear.weight": torch.eye(4).to_sparse()}
-
-
-@pytest.mark.parametrize("tensors", [EXPANDED, OVERLAPPING, NOWHERE, SPARSE])
-def test_tensors_larger_than_the_file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    torch.save(tensors, tmp_path / "heads.pt")
-    with pytest.raises(
-        ValueError, match="'0.0.linear.weight' of shape .* is no plain tensor, or l"
-    ):
-        read_published(tmp_path / "heads.pt", lambda name: True)
-    assert read_published(tmp_path / "heads.pt", lambda name: False) == {}
-
-
-def test_tensors_that_share_their_numbers(tmp_path: Path) -> None:
-    """Blocks made from one module do (see published.py); thousands are made to fill the memory."""
-    shared = torch.zeros(1000)
-    torch.save({str(n): shared for n in range(8)}, tmp_path / "few.pt")
-    assert len(read_published(tmp_path / "few.pt", lambda name: True)) == 8
-    torch.save({str(n): shared for n in range(2000)}, tmp_path / "many.pt")
-    with pytest.raises(
-        ValueError, match="take 8000000 bytes, at most 16 times the file's are read"
-    ):
-        read_published(tmp_path / "many.pt", lambda name: True)
-
-
-def test_an_archive_that_unpacks_to_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "heads.pt"
-    torch.save({"0.0.linear.weight": torch.zeros(500, 500)}, tmp_path / "plain.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
-        for name in plain.namelist():
-            packed.writestr(name, plain.read(name))
-    assert torch.load(path)["0.0.linear.weight"].shape == (500, 500)  # torch would
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpacked"))
-    with pytest.raises(
-        ValueError, match=rf"has {path.stat().st_size} bytes and unpacks to 10\d{{5}}"
-    ):
-        read_published(path, lambda name: True)
-
-
-@pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize("kept", [0, 3, 30, 200, -5])
+@pytest.mark.parametrize(("new", "kept"), [(True, 0), (True, 200), (True, -5), (False, 30)])
 def test_a_file_that_was_cut_off(tmp_path: Path, new: bool, kept: int) -> None:
     """One clear line, whatever torch's unpickler raises; the older format has no directory."""
     path = tmp_path / "heads.pt"

@@ -1,19 +1,23 @@
-"""Prompts of the demo: classes of models whose code the demo model has never seen.
+"""The data of the demo: sources of Transformers for the training of its model, and its prompts.
 
-They come from the installed Transformers, so that nothing has to be downloaded or shipped. As many
-of its models are much alike, much of this code is like code that the demo model has seen.
+``python benchmarks/demo_data.py`` writes ``hf_spec/demo/prompts.jsonl`` from the installed
+Transformers (5.24 for the shipped file; its licence is Apache-2.0, as ours): beginnings of classes
+of models whose code the demo model has never seen. As many models of Transformers are much alike,
+much of this code is like code that it has seen.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from bisect import bisect_right
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 
-from hf_spec.bench.prompts import Prompt
+from hf_spec.demo.demo import PROMPTS, model_folder
+from hf_spec.files import write_atomically
 
 #: Models whose files are kept out of the training data; the demo takes its prompts from them.
 HELD_OUT = (
@@ -41,16 +45,15 @@ def read_source(path: Path) -> str:
     return "".join(dropwhile(lambda line: line.startswith("#") or not line.strip(), lines))
 
 
-def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
+def demo_prompts(count_tokens: Callable[[str], int]) -> list[dict[str, str]]:
     """Two prompts per held-out file: classes that begin at about a third, and at two thirds of it.
 
-    A prompt's reference is what follows it in the file. The order alternates so that the first few
-    prompts already come from different files.
+    The order alternates so that the first few prompts already come from different files.
 
     Args:
         count_tokens: number of tokens of a text.
     """
-    found: list[Prompt] = []
+    found = []
     sources = {path.name: read_source(path) for path in modeling_files(held_out=True)}
     for third in (1, 2):
         for name, source in sources.items():
@@ -58,9 +61,9 @@ def demo_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
             start = _class_near(source, third * len(lines) // 3)
             taken = _beginning(lines[start:], count_tokens)
             if taken:
-                rest = start + taken
-                text, following = "".join(lines[start:rest]), "".join(lines[rest:])
-                found.append(Prompt(text, "code", f"{name}, line {start + 1}", following))
+                text = "".join(lines[start : start + taken])
+                place = f"{name}, line {start + 1}"
+                found.append({"prompt": text, "category": "code", "question_id": place})
     return found
 
 
@@ -81,3 +84,11 @@ def _beginning(lines: list[str], count_tokens: Callable[[str], int]) -> int:
     text = "".join(lines[:fitting])
     # A beginning that takes all lines leaves nothing to write.
     return fitting if fitting < len(lines) and count_tokens(text) >= MIN_TOKENS else 0
+
+
+if __name__ == "__main__":
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    found = demo_prompts(lambda text: len(tokenizer(text, verbose=False)["input_ids"]))
+    write_atomically(PROMPTS, "\n".join(map(json.dumps, found)))

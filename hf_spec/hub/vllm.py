@@ -1,6 +1,6 @@
 """hf_spec's look-ups inside vLLM, as a proposer that its ``speculative_config`` names:
 
-    vllm serve M --speculative-config '{"model": "hf_spec.engines.vllm.LookupProposer",
+    vllm serve M --speculative-config '{"model": "hf_spec.hub.vllm.LookupProposer",
         "num_speculative_tokens": 8}'
 
 After every step, vLLM passes the tokens of its rows and takes draft tokens for each row, any number
@@ -23,8 +23,8 @@ from hf_spec.core.checks import check_count
 from hf_spec.core.limits import MAX_CANDIDATES, MAX_SIZE
 from hf_spec.core.stats import SpecStats
 from hf_spec.drafting.ngram import Confidence, Limits
-from hf_spec.engines.lookups import NO_CHAIN, Chain, EarlierTexts, Lookups
-from hf_spec.engines.requests import Followed, Request, Requests
+from hf_spec.hub.lookups import NO_CHAIN, Chain, EarlierTexts, Lookups
+from hf_spec.hub.requests import Followed, Request, Requests
 from hf_spec.policy.learned import Learned, Setting
 from hf_spec.policy.step_policy import StepPolicy
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_spec.bench.figures import new_figure
-from hf_spec.tuning.trees.plots import positions
-from hf_spec.viewing.steps import VerifiedTree, pieces
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.demo.steps import VerifiedTree, pieces
 
 #: Backgrounds of neighbouring steps.
 STEP_COLOURS = ("#a9dce3", "#fbe29a")
@@ -109,7 +110,7 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
         A matplotlib ``Figure``. ``figure.savefig(path)`` writes it; a notebook shows it.
     """
     tree, accepted = step.tree, set(step.accepted)
-    depths, heights = list(tree.depths), [-float(height) for height in positions(tree)]
+    depths, heights = list(tree.depths), _heights(tree)
     labels = [_label(tokenizer, token) for token in step.tokens]
     if step.chances is not None:
         labels[1:] = [f"{label}\n{p:.2f}" for label, p in zip(labels[1:], step.chances[1:])]
@@ -154,6 +155,22 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
             },
         )  # fmt: skip
     return figure
+
+
+def _heights(tree: TokenTree) -> list[float]:
+    """Where nodes stand: leaves at 0, -1, ... by rank, parents in the middle of their children."""
+    children: list[list[int]] = [[] for _ in range(len(tree))]
+    for node in sorted(range(1, len(tree)), key=lambda node: tree.ranks[node]):
+        children[tree.parents[node]].append(node)
+    heights, leaves = [0.0] * len(tree), itertools.count()
+
+    def place(node: int) -> float:
+        below = [place(child) for child in children[node]]
+        heights[node] = sum(below) / len(below) if below else -float(next(leaves))
+        return heights[node]
+
+    place(0)
+    return heights
 
 
 def _label(tokenizer: Any, token: int) -> str:

@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgba
 from tiny_checkpoint import make_tokenizer
 
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.viewing.plots import (
+from hf_spec.demo.step_plots import (
     ACCEPTED,
     OWN,
     REJECTED,
@@ -17,7 +17,7 @@ from hf_spec.viewing.plots import (
     plot_texts,
     plot_tree,
 )
-from hf_spec.viewing.steps import VerifiedTree
+from hf_spec.demo.steps import VerifiedTree
 
 TOKENIZER = make_tokenizer(chat=False)  # a token per byte
 

@@ -14,8 +14,8 @@ from tiny_checkpoint import make_tokenizer
 
 import hf_spec
 from hf_spec.demo import demo
+from hf_spec.demo.steps import STYLES, StepStreamer, coloured, pieces
 from hf_spec.model.loading import load_model
-from hf_spec.viewing.steps import STYLES, StepStreamer, VerifiedTree, coloured, pieces
 
 LENGTH = 12
 
@@ -86,7 +86,6 @@ def shipped():
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("medusa", {}),
         ("medusa", {"candidates": 5}),
         ("medusa", {"tree": "sparse"}),
         ("propd", {"prune": True}),
@@ -136,11 +135,3 @@ def test_pieces_make_the_text_also_within_a_character():
         assert shown.plain == text
         styles = [str(span.style) for span in shown.spans if span.end > span.start]
         assert set(styles) <= set(STYLES) and len(styles) == sum(map(bool, found))
-
-
-def test_a_tree_is_plain_data(tiny):
-    """It does not hold on to the step's tensors."""
-    streamer, _ = recorded(tiny("llama_tied"), token_ids(LENGTH), **drafting("prompt_lookup"))
-    step = next(iter(streamer.trees.values()))
-    assert isinstance(step, VerifiedTree)
-    assert not any(isinstance(value, torch.Tensor) for value in vars(step).values())

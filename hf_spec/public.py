@@ -1,0 +1,65 @@
+"""The public names of :mod:`hf_spec`; importing this module registers what they belong to."""
+
+from __future__ import annotations
+
+from hf_spec.adapters.active import merge_adapter, unmerge_adapter
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
+from hf_spec.decoding.compiling import warm_up
+from hf_spec.decoding.config import SpecConfig
+from hf_spec.decoding.config import note_source as _note_source
+from hf_spec.decoding.loop import decode as _decode
+from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
+from hf_spec.decoding.validate import validate_call as _validate_call
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.options import StrategyOptions
+from hf_spec.methods.bita import BitaConfig
+from hf_spec.methods.layer_skip import LayerSkipConfig
+from hf_spec.methods.medusa import MedusaConfig
+from hf_spec.methods.ppd import PPDConfig
+from hf_spec.methods.propd import ProPDConfig
+from hf_spec.methods.registry import Method, register_method
+from hf_spec.methods.registry import methods as _methods
+from hf_spec.methods.space import SpaceConfig
+from modeling_patches import generation_mode as _generation_mode
+from modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
+
+_warn_of_newer()
+_generation_mode.register(
+    "hf_spec_decode",
+    ("assistant_strategy", "assistant_kwargs"),
+    _decode,
+    _validate_call,
+    loaded=_note_source,
+)
+_methods()  # registers their adapter types with PEFT
+
+
+def strategies() -> dict[str, str]:
+    """Every strategy's name with one line about it."""
+    return {name: method.summary for name, method in _methods().items()}
+
+
+__all__ = [
+    "BitaConfig",
+    "Drafter",
+    "LayerSkipConfig",
+    "MedusaConfig",
+    "Method",
+    "PPDConfig",
+    "ProPDConfig",
+    "SpaceConfig",
+    "SpecConfig",
+    "SpecGenerateOutput",
+    "SpecStats",
+    "StrategyOptions",
+    "TokenTree",
+    "Tree",
+    "last_stats",
+    "merge_adapter",
+    "register_method",
+    "strategies",
+    "unmerge_adapter",
+    "warm_up",
+]
