@@ -47,7 +47,7 @@ def demo(
     from rich.console import Console
 
     from hf_spec.bench import report
-    from hf_spec.bench.figures import save_figure
+    from hf_spec.bench.figures import NEEDS_MATPLOTLIB, can_draw, save_figure
     from hf_spec.bench.results import ALL
     from hf_spec.demo.demo import PASSAGE, draw_chart, run_demo
     from hf_spec.viewing.steps import coloured, pieces
@@ -61,7 +61,8 @@ def demo(
     stop_without(result.bench.measurements)
     results, chart = output / "results.json", output / "speed.png"
     report.write_results(results, result.bench, result.environment)
-    save_figure(draw_chart(result.bench), chart)
+    if can_draw():
+        save_figure(draw_chart(result.bench), chart)
     given, written = (text.splitlines() for text in result.sample)
     console.rule("end of a prompt", align="left")
     console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
@@ -81,7 +82,7 @@ def demo(
         f"Repeated passages of {PASSAGE} tokens, which favour look-ups: {model} of what the model "
         f"writes, {theirs} of what follows the prompts in Transformers."
     )
-    console.print(f"results: {results}\nchart:   {chart}")
+    console.print(f"results: {results}\nchart:   {chart if can_draw() else NEEDS_MATPLOTLIB}")
     if result.bench.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not result.all_identical:
