@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_spec
-from hf_spec.adapters.checkpoint import WEIGHTS, StoredWeights
+from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.drafting.options import TUNED
 from hf_spec.files import write_atomically
@@ -222,7 +222,7 @@ def check_complete(folder: Path) -> None:
         raise ValueError(
             f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
         )
-    if not StoredWeights(str(folder)).read():
+    if not read_weights(folder / WEIGHTS):
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = folder / SHIM
     if shim.is_file() and not says_the_same(

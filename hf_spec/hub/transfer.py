@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import StoredWeights, check_numbers, complaints, tensor_facts
+from hf_spec.adapters.checkpoint import (
+    WEIGHTS,
+    Origin,
+    check_numbers,
+    complaints,
+    read_weights,
+    tensor_facts,
+)
 from hf_spec.core.checks import first_line
 from hf_spec.core.limits import MAX_SHARED
 from hf_spec.files import write_atomically
@@ -96,13 +103,13 @@ def _downloaded(repository: str, published: Published) -> Path:
     """:func:`find_published` for a repository on the Hub."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    source, unreachable = StoredWeights(repository), None
+    source, unreachable = Origin(repository), None
     for name in published.files:
         try:
-            path = source.find(name)
+            path = source.file(name)
             if path is not None and name.endswith(INDEX):
                 for shard in _shards(path, published.wants):
-                    source.find(shard)
+                    source.file(shard)
         except LocalEntryNotFoundError as error:  # another one may have been downloaded before
             unreachable = error
         except OSError as error:
@@ -332,8 +339,9 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     from safetensors.torch import save_file
 
     form_of = exporter(folder, form)
-    if not StoredWeights(str(folder)).read():
-        raise ValueError(f"{str(folder)!r} holds no adapter_model.safetensors")
+    path = folder / WEIGHTS
+    if not path.is_file() or not read_weights(path):
+        raise ValueError(f"{str(folder)!r} holds no {WEIGHTS}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
         peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
