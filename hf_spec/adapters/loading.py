@@ -102,11 +102,11 @@ def unchanged_on_error(base: Any) -> Iterator[None]:
     except Exception:
         for layer in layers_of(base):
             names, active = before.get(layer.prefix, ([], []))
-            for name in layer.configs.keys() - set(names):
-                layer.delete_adapter(name)
             if names:
                 layer.set_adapter(active)
-            else:
+            for name in layer.configs.keys() - set(names):
+                layer.delete_adapter(name)
+            if not names:
                 layer.disconnect()
                 del getattr(base, CONTAINER)[container_key(layer.prefix)]
         if not before and hasattr(base, CONTAINER):

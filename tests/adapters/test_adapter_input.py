@@ -232,6 +232,10 @@ def test_refused(adapter: Path, base_path: str, defect: str, door: str) -> None:
         onto(door, adapter, base)
     assert str(caught.value).count("\n") == 0
     assert adapters_of(base) <= {"other"}
+    if door != "PeftModel.load_adapter":
+        assert not hasattr(base, "spec_modules") and not hasattr(base, "peft_config")
+        assert not base._hf_peft_config_loaded
+        assert all(parameter.requires_grad for parameter in base.parameters())
 
 
 def adapters_of(base: Any) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from running import configured, drafting
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
@@ -21,6 +22,7 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.methods.registry import get_method
+from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.base_weights import base_state, load_checkpoint
 from hf_spec.training.train import bit_sums, spec_arguments, train
 
@@ -218,6 +220,15 @@ def test_checkpointing_and_accumulation_change_nothing(tmp_path: Path, case: str
     assert len(histories[0]) == 2
     for other in histories[1:]:
         assert other == pytest.approx(histories[0], rel=1e-3)  # rounding, after some steps of Adam
+
+
+def test_every_parameter_has_a_gradient_without_mask_tokens() -> None:
+    """DDP waits for all of them, also where a process has no sequence with mask tokens."""
+    config = hf_spec.SpaceConfig(update="lora", num_mask_tokens=2, rank=2, p_ar=1.0)
+    model = get_peft_model(make_model(), config).train()
+    data = AnswerDataset(answers(2), 4)
+    model(**collate([data[0], data[1]]))["loss"].backward()
+    assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
 
 
 def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
