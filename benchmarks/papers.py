@@ -58,7 +58,8 @@ def _ppd(name: str, options: str = "") -> Line:
 
 def _skip(name: str, **options: Any) -> Line:
     return Line(
-        name, "layer_skip --draft-rank 32 --epochs 8 --skip-attention {skip} --skip-mlp {skip}",
+        name,
+        "layer_skip --draft-rank 32 --num-train-epochs 8 --skip-attention {skip} --skip-mlp {skip}",
         {"draft_exit": "threshold", **options, **ALWAYS},
     )  # fmt: skip
 

@@ -54,7 +54,7 @@ def main(output: Path) -> None:
         if not (folder / "training.json").is_file():
             subprocess.run(
                 [*hf_spec, "train", name, "--model", model, "--data", str(answers), "--output",
-                 str(folder), "--epochs", str(EPOCHS)], cwd=root, check=True,
+                 str(folder), "--num-train-epochs", str(EPOCHS)], cwd=root, check=True,
             )  # fmt: skip
     skip = output / "layer_skip"
     if not (skip / "search.json").is_file():

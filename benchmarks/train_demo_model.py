@@ -183,8 +183,7 @@ def main(output: str) -> None:
         TrainingArguments,
         set_seed,
     )
-
-    from hf_spec.training.checkpoints import last_whole
+    from transformers.trainer_utils import get_last_checkpoint
 
     set_seed(SEED)
     target = Path(output)
@@ -216,12 +215,13 @@ def main(output: str) -> None:
         eval_dataset=Windows(held_stream, 10**9, random_offsets=False),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)),
     )  # fmt: skip
-    last = last_whole(target / "checkpoints")
-    if last is not None and int(last.name.rpartition("-")[2]) >= STEPS:  # interrupted after the end
+    folder = target / "checkpoints"
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if last is not None and int(last.rpartition("-")[2]) >= STEPS:  # interrupted after the end
         model = LlamaForCausalLM.from_pretrained(last)
-        history = TrainerState.load_from_json(str(last / "trainer_state.json")).log_history
+        history = TrainerState.load_from_json(f"{last}/trainer_state.json").log_history
     else:
-        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        trainer.train(resume_from_checkpoint=last)
         history = trainer.state.log_history
 
     model.to(torch.bfloat16).save_pretrained(target)

@@ -307,12 +307,6 @@ def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings draw no curves, which takes as long as a few of their steps."""
-    monkeypatch.setattr("hf_spec.training.train.plot_history", lambda history, folder: None)
-
-
-@pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by a strategy's name whenever our loop runs: proof that a call reached it."""
     from hf_spec.decoding.steps import Strategy

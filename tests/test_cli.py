@@ -17,7 +17,7 @@ from hf_spec import cli
 from hf_spec.bench import session
 
 COMMANDS = [
-    "demo", "bench", "quality", "strategies", "serve", "distill", "train", "search", "tune",
+    "demo", "bench", "strategies", "serve", "distill", "train", "search", "tune",
     "warmup", "doctor", "plot", "card", "push", "import", "export", "run",
 ]  # fmt: skip
 

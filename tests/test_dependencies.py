@@ -29,7 +29,7 @@ NOT_IMPORTED = (
 #: Private by name only.
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 #: Attributes of ours on objects of others.
-MARKS = {"_hf_spec", "_home", "_source", "_static_steps", "_tell_made", "_tiled", "_warms_up"}
+MARKS = {"_hf_spec", "_static_steps", "_tell_made", "_tiled", "_warms_up"}
 
 
 class Row(NamedTuple):

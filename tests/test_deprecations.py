@@ -61,7 +61,7 @@ def test_generate(tiny: Callable[..., PreTrainedModel], strategy: str) -> None:
         model.generate(out.sequences, do_sample=False, **{CACHE: out[CACHE]}, **options)
 
 
-@pytest.mark.usefixtures("nothing_deprecated", "no_plots")
+@pytest.mark.usefixtures("nothing_deprecated")
 def test_commands(tmp_path: Path) -> None:
     """Data, a training with an evaluation, and a benchmark beside stock prompt lookup."""
     model, data, adapter = (str(tmp_path / name) for name in ("model", "data", "adapter"))

@@ -30,7 +30,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, candidate_generat
 #: What only some commands need; each is imported where it is used.
 HEAVY = {
     "IPython", "datasets", "gradio", "matplotlib", "optuna", "pandas", "pyarrow", "rich",
-    "sacrebleu", "scipy", "sklearn", "sqlalchemy", "tensorflow", "typer", "wandb",
+    "scipy", "sklearn", "sqlalchemy", "tensorflow", "typer", "wandb",
 }  # fmt: skip
 
 

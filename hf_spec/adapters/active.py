@@ -1,5 +1,6 @@
 """Finds the active adapter of a type on a model, for drafters, training and tuning."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,11 @@ class ActiveAdapter(NamedTuple):
     def weights(self) -> dict[str, torch.Tensor]:
         """Its parameters under the names that the method's `build` gave them."""
         return self.layer.weights(self.name)
+
+    def file_beside(self, name: str, ask: bool = True) -> Path | None:
+        """A file in the folder or repository that it was loaded from; see `Origin.file`."""
+        origin = self.layer.origins.get(self.name)
+        return None if origin is None else origin.file(name, ask)
 
 
 def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:

@@ -10,6 +10,7 @@ hf_spec pass through unchanged.
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import CONTAINER, base_of, layer_of, layers_of
+from hf_spec.adapters.repo_files import SHIM
 
 
 def add_beside(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +117,11 @@ def delete_by_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def save_without_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
     """`PeftModel.save_pretrained`: adapters of hf_spec never include the model's embeddings, which
-    PEFT adds where the vocabulary was resized."""
+    PEFT adds where the vocabulary was resized.
+
+    The folder of an adapter that is not named "default" gets no `custom_generate`: nothing looks
+    for it there, and `push_to_hub` fails on folders in folders.
+    """
     signature = inspect.signature(original)
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,10 +133,17 @@ def save_without_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
         ours = [name for name in names if isinstance(known.get(name), SpecPeftConfig)]
         others = [name for name in names if name not in ours]
         wanted = given.arguments["save_embedding_layers"]
+        folder = Path(given.arguments["save_directory"])
+        shims = [folder / name / SHIM for name in ours if name != "default"]
+        new = [path for path in shims if not path.exists()]
         for some, embeddings in ((others, wanted), (ours, False)):
             if some:
                 given.arguments.update(selected_adapters=some, save_embedding_layers=embeddings)
                 original(*given.args, **given.kwargs)
+        for path in new:
+            if path.exists():
+                path.unlink()
+                path.parent.rmdir()
 
     return save_pretrained
 

@@ -1,8 +1,6 @@
-"""An adapter's stored weights, checked before anything is attached.
+"""An adapter's weights on disk, and the checks that they pass before a model gets them.
 
-Names, shapes and types come from the header of a safetensors file; tensors are read one by one to
-check their values. Pickles can run code and are never read. This module knows no models or PEFT
-types.
+Pickles can run code and are never read. This module knows no models or PEFT types.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +43,8 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
 
 
 @dataclass(frozen=True)
-class StoredWeights:
-    """The weights in an adapter's folder or repository.
+class Origin:
+    """Where an adapter comes from.
 
     Attributes:
         place: a folder, or a repository on the Hub.
@@ -56,75 +53,12 @@ class StoredWeights:
 
     place: str
     download: Mapping[str, Any] = field(default_factory=dict)
+    _asked: dict[str, Path | None] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return f"in {self.place!r}"
+    def file(self, name: str, ask: bool = True) -> Path | None:
+        """The local path of a file; None if there is none.
 
-    def read(self) -> dict[str, TensorFacts] | None:
-        """The facts of the tensors in the safetensors file; None if there is no such file.
-
-        Raises:
-            ValueError: the file is no safetensors file, or is truncated.
-            OSError: the Hub cannot be reached, or refuses.
-        """
-        if self._path is None:
-            return None
-        with self._opened() as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name.removeprefix(PEFT_PREFIX): TensorFacts(
-                    tuple(part.get_shape()), _dtype_name(part.get_dtype())
-                )
-                for name, part in slices.items()
-            }
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names and tensors, one by one; only for a file that :meth:`read` accepts."""
-        with self._opened() as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name.removeprefix(PEFT_PREFIX), file.get_tensor(name)
-
-    @cached_property
-    def _path(self) -> Path | None:
-        return self.find(WEIGHTS)
-
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        from safetensors import SafetensorError, safe_open
-
-        assert self._path is not None
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                yield file
-        except SafetensorError as error:
-            raise ValueError(
-                f"{WEIGHTS} of {self.place!r} is no safetensors file, or was cut off ({error}): "
-                "copy or download it again, or save the adapter again."
-            ) from error
-
-    def has_pickle(self) -> bool:
-        """Whether there are weights as a pickle."""
-        if os.path.isdir(self.place):
-            return (self._folder() / PICKLE).is_file()
-        from huggingface_hub import file_exists
-
-        name = "/".join(filter(None, (self.download.get("subfolder"), PICKLE)))
-        options = {key: self.download.get(key) for key in ("revision", "token")}
-        return bool(file_exists(self.place, name, **options))
-
-    def absent(self) -> ValueError:
-        """The error for a missing safetensors file."""
-        return ValueError(
-            f"{self.place!r} holds no {WEIGHTS}: weights of hf_spec's adapters are read from "
-            f"safetensors only, never from a pickle such as {PICKLE}, which can run code. Save the "
-            "adapter again with save_pretrained, or ask whoever made it to."
-        )
-
-    def _folder(self) -> Path:
-        return Path(self.place, self.download.get("subfolder") or "")
-
-    def find(self, name: str, ask: bool = True) -> Path | None:
-        """The local path of a file, downloaded if needed; None if there is no such file.
+        A local folder is searched each time; the Hub is asked once for each file.
 
         Args:
             name: the file's name.
@@ -134,8 +68,16 @@ class StoredWeights:
             OSError: the Hub cannot be reached, or refuses.
         """
         if os.path.isdir(self.place):
-            path = self._folder() / name
+            path = Path(self.place, self.download.get("subfolder") or "", name)
             return path if path.is_file() else None
+        if name not in self._asked:
+            found = self._on_hub(name, ask)
+            if not ask:
+                return found
+            self._asked[name] = found
+        return self._asked[name]
+
+    def _on_hub(self, name: str, ask: bool) -> Path | None:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
@@ -149,28 +91,47 @@ class StoredWeights:
                 raise
             return None
 
+    def weights(self) -> Path:
+        """The file of weights.
 
-@dataclass(frozen=True)
-class GivenWeights:
-    """Weights that the caller has in memory.
+        Raises:
+            ValueError: there is none in safetensors.
+            OSError: the Hub cannot be reached, or refuses.
+        """
+        path = self.file(WEIGHTS)
+        if path is None:
+            raise ValueError(
+                f"{self.place!r} holds no {WEIGHTS}: weights of hf_spec's adapters are read from "
+                f"safetensors only, never from a pickle such as {PICKLE}, which can run code. Save "
+                "the adapter again with save_pretrained, or ask whoever made it to."
+            )
+        return path
 
-    Attributes:
-        given: tensors by their names on disk.
+
+@contextmanager
+def readable(place: Any) -> Iterator[None]:
+    """Raise a ValueError within the block where safetensors cannot read the weights of `place`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"{WEIGHTS} of {str(place)!r} is no safetensors file, or was cut off ({error}): copy "
+            "or download it again, or save the adapter again."
+        ) from error
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of weights.
+
+    Raises:
+        ValueError: the file is no safetensors file, or is truncated.
     """
+    from safetensors.torch import load_file
 
-    given: Mapping[str, torch.Tensor]
-
-    def __str__(self) -> str:
-        return "given"
-
-    def read(self) -> dict[str, TensorFacts]:
-        """The facts of the tensors."""
-        return tensor_facts(self.given)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors with their names."""
-        for name, tensor in self.given.items():
-            yield name.removeprefix(PEFT_PREFIX), tensor
+    with readable(path.parent):
+        return load_file(path)
 
 
 def check_fit(
@@ -245,8 +206,3 @@ def check_numbers(
             f"(largest: {torch.finfo(dtype).max:.3g}): take a sound copy, or train the adapter "
             "again; if it was made for a wider type, load the model in that."
         )
-
-
-def _dtype_name(name: str) -> str:
-    """The name of a dtype in torch, from its name in safetensors."""
-    return {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}.get(name, name)

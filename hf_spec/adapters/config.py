@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from peft import PeftConfig
@@ -16,7 +15,6 @@ from hf_spec.adapters.base_model import (
     grew,
     warn_of_other_weights,
 )
-from hf_spec.adapters.checkpoint import GivenWeights, StoredWeights
 from hf_spec.adapters.repo_files import write_companions
 from modeling_patches.support import check_model
 
@@ -66,13 +64,6 @@ class SpecPeftConfig(PeftConfig):
     format_version: int = setting(FORMAT_VERSION, "Version of the saved layout.")
     base_facts: dict[str, Any] | None = setting(None, "Shape of the base model (recorded).")
     base_fingerprint: str | None = setting(None, "Hash of the base model's weights (recorded).")
-
-    # Not fields, so they are not saved: the folder or repository of a config, the files found
-    # there, and the name under which it is attached.
-    _source = None  # type: StoredWeights | GivenWeights | None
-    _home = None  # type: StoredWeights | None
-    _downloaded = None  # type: dict[str, Path | None] | None
-    _adapter_name = None  # type: str | None
 
     def __post_init__(self) -> None:
         name = type(self).type_name
@@ -152,54 +143,11 @@ class SpecPeftConfig(PeftConfig):
         if None not in (weights, self.base_fingerprint) and weights != self.base_fingerprint:
             warn_of_other_weights(name, base, self.base_fingerprint, weights)
 
-    def take_source(self) -> "StoredWeights | GivenWeights | None":
-        """The weights that will be loaded; None for a new adapter.
-
-        Raises:
-            ValueError: the weights are missing, are a pickle, or cannot be read.
-        """
-        source: Any = self._source
-        self._source = None
-        if source is None:
-            return None
-        if isinstance(source, StoredWeights):
-            self._home = source
-        if source.read() is not None:
-            return source
-        # A config from a folder without weights can start a new adapter.
-        if self.inference_mode or source.has_pickle():
-            raise source.absent()
-        return None
-
-    def file_beside(self, name: str, ask: bool = True) -> Path | None:
-        """A file in the adapter's folder or repository; None if there is none.
-
-        A local folder is searched each time; the Hub is asked once. Without ``ask``, only files
-        already downloaded are found.
-
-        Raises:
-            OSError: the Hub cannot be reached, or refuses.
-        """
-        home: Any = self._home
-        if home is None:
-            return None
-        if os.path.isdir(home.place) or not ask:
-            found: Path | None = home.find(name, ask)
-            return found
-        known = self._downloaded or {}
-        if name not in known:
-            self._downloaded = known = {**known, name: home.find(name)}
-        return known[name]
-
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, and the files for `SpecConfig` and `custom_generate`: the
         strategy with its default options, unless the folder already names a strategy."""
         super().save_pretrained(str(save_directory), **kwargs)
-        # PeftModel saves an adapter not named "default" into a folder of that name, which neither
-        # custom_generate nor push_to_hub looks into.
-        name = os.path.basename(os.path.normpath(save_directory))
-        inside = self._adapter_name not in (None, "default") and name == self._adapter_name
-        write_companions(save_directory, type(self), shim=not inside)
+        write_companions(save_directory, type(self))
 
 
 def check_version(name: str, version: Any) -> None:

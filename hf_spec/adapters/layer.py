@@ -13,14 +13,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_spec.adapters.checkpoint import (
-    GivenWeights,
-    StoredWeights,
-    TensorFacts,
-    check_fit,
-    check_numbers,
-    tensor_facts,
-)
+from hf_spec.adapters.checkpoint import Origin, TensorFacts, tensor_facts
 from hf_spec.adapters.config import SpecPeftConfig
 from modeling_patches.weights import held, placement
 
@@ -46,6 +39,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         #: By adapter. The model's `peft_config` loses them when an adapter of another type takes a
         #: name, or is unloaded.
         self.configs: dict[str, SpecPeftConfig] = {}
+        #: By adapter that was loaded.
+        self.origins: dict[str, Origin] = {}
         self.adapter_layer_names: tuple[str, ...] = ()  # containers of weights
         # An adapter without weights saves this number: without any tensor, no safetensors file is
         # written, and loading fails.
@@ -60,8 +55,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         of the base's embeddings; integers are not trained. All move to these embeddings' device.
         `model` is the base model; it may be read (to initialise from its weights) but not changed.
         Loading a saved adapter calls this as well, so shapes must follow from `config` and
-        `model.config` alone. It is called twice: with torch's default device set to "meta", for the
-        shapes, and to "cpu".
+        `model.config` alone. It is called with torch's default device set to "cpu".
         """
         return {}
 
@@ -82,42 +76,26 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
             tensors = {"format": getattr(self, f"{self.prefix}format")[adapter_name]}
         return tensor_facts(names_on_disk(self.prefix, tensors))
 
-    def update_layer(
-        self,
-        adapter_name: str,
-        config: SpecPeftConfig,
-        model: nn.Module,
-        source: StoredWeights | GivenWeights | None = None,
-    ) -> None:
+    def update_layer(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         """Build the adapter `adapter_name` and add it to the containers.
 
         Args:
             adapter_name: its name.
             config: its config.
             model: the base model.
-            source: the weights that will be loaded into it, if any.
-
-        Raises:
-            ValueError: the weights do not fit, or are not finite.
         """
-        with torch.device("meta"):  # nothing is allocated before the weights are known to fit
-            shapes = self.build(config, model)
-        for name in shapes:
+        device, dtype = placement(model)
+        with torch.device("cpu"):
+            tensors = self.build(config, model)
+            if not tensors:
+                marker = torch.tensor([config.format_version])
+                getattr(self, f"{self.prefix}format")[adapter_name] = marker
+        for name in tensors:
             if not name.isidentifier() or self.prefix in name or name == "format":
                 raise ValueError(
                     f"{type(self).__name__}.build named a parameter {name!r}; names must be "
                     f"identifiers that do not contain {self.prefix!r}, nor 'format'. Rename it."
                 )
-        marker = torch.tensor([config.format_version], device="cpu")
-        device, dtype = placement(model)
-        if source is not None:
-            expected = tensor_facts(names_on_disk(self.prefix, shapes or {"format": marker}))
-            check_fit(config.type_name, source.read() or {}, expected)
-            check_numbers(f"the {config.type_name} adapter {source}", source.tensors(), dtype)
-        if not shapes:
-            getattr(self, f"{self.prefix}format")[adapter_name] = marker
-        with torch.device("cpu"):
-            tensors = self.build(config, model)
         self.configs[adapter_name] = config
         for name, tensor in tensors.items():
             attribute = f"{self.prefix}{name}"
@@ -136,6 +114,7 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self.configs.pop(adapter_name, None)
+        self.origins.pop(adapter_name, None)
 
     def _get_available_adapters(self) -> set[str]:  # PEFT's sees parameters only
         return set(BaseTunerLayer._all_available_adapter_names(self))

@@ -61,7 +61,7 @@ def _constant(text: str, name: str) -> re.Match[str] | None:
     return re.search(rf"^{name}: .*? = (.*)$", text, flags=re.MULTILINE)
 
 
-def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bool = True) -> None:
+def write_companions(folder: str | os.PathLike[str], config_class: Any) -> None:
     """Write the companions of an adapter, with its strategy's default options.
 
     Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that
@@ -70,7 +70,6 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bo
     Args:
         folder: holds the adapter.
         config_class: class of its config; one that belongs to no strategy gets no companions.
-        shim: whether to write `custom_generate/generate.py`, too.
     """
     if config_class.strategy is None:
         return
@@ -85,7 +84,7 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bo
             "assistant_kwargs": {},
         }  # fmt: skip
         write_atomically(path, json.dumps(data, indent=2, sort_keys=True))
-    if shim and not (Path(folder) / SHIM).is_file():
+    if not (Path(folder) / SHIM).is_file():
         options = data.get("assistant_kwargs") or {}
         text = shim_text(data["assistant_strategy"], options, config_class.type_name)
         write_atomically(Path(folder) / SHIM, text)

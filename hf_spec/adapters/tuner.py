@@ -5,15 +5,13 @@ A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`Spec
 `build` makes its parameters; `register_type` does the rest. From then on `get_peft_model`,
 `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
 
-External input is checked before anything is attached, however it is loaded: keys of the config, the
-base model, names and shapes of the stored weights, which are safetensors.
+Weights are checked in one place, whichever way they are loaded (:mod:`hf_spec.adapters.loading`).
 
 Importing this module takes as long as importing peft: 0.2 s in addition to the 3 s of torch and
 transformers on the same machine. So `import hf_spec` registers eagerly.
 """
 
 import functools
-import inspect
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,9 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from packaging.version import Version
-from peft import PeftConfig, PeftModel
-from peft import __version__ as peft_version
+from peft import PeftModel
 from peft.mapping import (
     PEFT_TYPE_TO_CONFIG_MAPPING,
     PEFT_TYPE_TO_PREFIX_MAPPING,
@@ -45,20 +41,19 @@ from hf_spec.adapters.beside_others import (
     set_by_type,
     state_without_embeddings,
 )
-from hf_spec.adapters.checkpoint import (
-    GivenWeights,
-    StoredWeights,
-    check_fit,
-    check_numbers,
-    tensor_facts,
-)
-from hf_spec.adapters.config import FORMAT_VERSION, SpecPeftConfig, SpecPeftType, check_version
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_fit, check_numbers, tensor_facts
+from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import (
     CONTAINER,
     SpecAdapterLayer,
     base_of,
     container_key,
     layer_of,
+)
+from hf_spec.adapters.loading import (
+    wrap_from_pretrained,
+    wrap_peft_load,
+    wrap_transformers_load,
 )
 from modeling_patches import peft_minimum
 from modeling_patches.weights import placement
@@ -136,14 +131,12 @@ class SpecTuner(BaseTuner):
         first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
         layer = layer_of(model, self.prefix)
         is_new = layer is None
-        config._adapter_name = adapter_name
         try:
             config.match_base(model)
             config.check_base(model)
-            source = config.take_source()
             layer = self.tuner_layer_cls(self.prefix) if layer is None else layer
             with init_empty_weights() if low_cpu_mem_usage else nullcontext():
-                layer.update_layer(adapter_name, config, model, source)
+                layer.update_layer(adapter_name, config, model)
         except Exception:
             _forget(self, model, adapter_name)
             raise
@@ -188,10 +181,8 @@ class SpecTuner(BaseTuner):
         layer = layer_of(base, cls.prefix)
         if layer is not None:
             check_fit(config.type_name, tensor_facts(state_dict), layer.stored_facts(adapter_name))
-            given = GivenWeights(state_dict)
-            check_numbers(
-                f"the {config.type_name} adapter {given}", given.tensors(), placement(base)[1]
-            )
+            named = [(key.removeprefix(PEFT_PREFIX), one) for key, one in state_dict.items()]
+            check_numbers(f"the {config.type_name} adapter", named, placement(base)[1])
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
@@ -314,113 +305,20 @@ def _enter(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
     setattr(owner, name, classmethod(replacement) if original is not found else replacement)
 
 
-def _note_source(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftConfig.from_pretrained`: record the folder or repository of the weights."""
-
-    def from_pretrained(
-        cls: Any, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any
-    ) -> Any:
-        config = original(cls, pretrained_model_name_or_path, subfolder, **kwargs)
-        if isinstance(config, SpecPeftConfig):
-            kwargs["subfolder"] = subfolder
-            config._source = _stored(pretrained_model_name_or_path, kwargs)
-        return config
-
-    return from_pretrained
-
-
-def _check_keys(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftConfig.from_peft_type`: refuse unknown keys, which PEFT drops with a warning."""
-
-    def from_peft_type(cls: Any, **kwargs: Any) -> Any:
-        found = PEFT_TYPE_TO_CONFIG_MAPPING.get(kwargs.get("peft_type"), cls)
-        if issubclass(found, SpecPeftConfig):
-            check_version(found.type_name, kwargs.get("format_version", FORMAT_VERSION))
-            known = inspect.signature(found.__init__).parameters
-            unknown = sorted(kwargs.keys() - known.keys())
-            # Unknown keys may be fields of a later PEFT; PEFT then warns.
-            later = Version(kwargs.get("peft_version") or "0") > Version(peft_version)
-            if unknown and not later:
-                raise ValueError(
-                    f"the config of this {found.type_name} adapter has unknown keys: "
-                    f"{', '.join(unknown)}. {found.__name__} has {', '.join(sorted(_own(found)))}. "
-                    "Correct adapter_config.json, or upgrade with `pip install -U hf_spec`."
-                )
-        return original(cls, **kwargs)
-
-    return from_peft_type
-
-
-def _check_before_reload(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.load_adapter`: check weights for an adapter that is already attached."""
-
-    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        config = self.peft_config.get(adapter_name)
-        if isinstance(config, SpecPeftConfig):
-            source = _stored(model_id, kwargs)
-            layer: Any = layer_of(base_of(self), f"{config.type_name.lower()}_")
-            found = source.read()
-            if found is None:
-                raise source.absent()
-            check_fit(config.type_name, found, layer.stored_facts(adapter_name))
-            config._home = source
-        return original(self, model_id, adapter_name, *args, **kwargs)
-
-    return load_adapter
-
-
-def _note_given(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PreTrainedModel.load_adapter`: record weights that are passed with a config.
-
-    How names on disk become those of the model is recorded by the original, for saving: that of an
-    adapter would rename the model's own weights in the next `save_pretrained`.
-    """
-    signature = inspect.signature(original)
-
-    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        config = given.get("peft_config")
-        if isinstance(config, SpecPeftConfig):
-            tensors, place = given.get("adapter_state_dict"), given.get("peft_model_id")
-            if tensors is not None:
-                config._source = GivenWeights(tensors)
-            elif place is not None:
-                config._source = _stored(place, {**kwargs, **(given.get("adapter_kwargs") or {})})
-        before = getattr(self, "_weight_conversions", None)
-        result = original(self, *args, **kwargs)
-        if isinstance(self.peft_config[given.get("adapter_name") or "default"], SpecPeftConfig):
-            self._weight_conversions = before
-        return result
-
-    return load_adapter
-
-
 peft_minimum.accept()
-_enter(PeftConfig, "from_pretrained", _note_source)
-_enter(PeftConfig, "from_peft_type", _check_keys)
-_enter(PeftModel, "load_adapter", _check_before_reload)
+_enter(PeftModel, "from_pretrained", wrap_from_pretrained)
+_enter(PeftModel, "load_adapter", wrap_peft_load)
 _enter(PeftModel, "add_adapter", add_beside)
 _enter(PeftModel, "set_adapter", set_by_type)
 _enter(PeftModel, "delete_adapter", delete_by_type)
 _enter(PeftModel, "save_pretrained", save_without_embeddings)
 _enter(BaseTuner, "_unload_and_optionally_merge", keep_ours)
-_enter(PeftAdapterMixin, "load_adapter", _note_given)
+_enter(PeftAdapterMixin, "load_adapter", wrap_transformers_load)
 _enter(PeftAdapterMixin, "set_adapter", set_beside_saved_modules)
 _enter(PeftAdapterMixin, "get_adapter_state_dict", state_without_embeddings)
 
 
 # --------------------------------------------------------------------------------------- internals
-
-
-def _stored(place: Any, kwargs: dict[str, Any]) -> StoredWeights:
-    """The weights in a folder or repository, with the keyword arguments for downloading."""
-    return StoredWeights(str(place), PeftConfig._split_kwargs(kwargs)[0])
-
-
-def _own(config_class: type[SpecPeftConfig]) -> set[str]:
-    """The fields of a config besides those of PEFT."""
-    keys = inspect.signature(config_class.__init__).parameters.keys() - {"self"}
-    return set(keys - inspect.signature(PeftConfig.__init__).parameters.keys())
 
 
 def _attach(model: nn.Module, prefix: str, layer: SpecAdapterLayer) -> None:

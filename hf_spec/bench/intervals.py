@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 #: Share of the resampled figures that lie within an interval.
 CONFIDENCE = 0.95
 #: Fewest units that an interval is computed from.
@@ -33,16 +35,10 @@ def interval(
     Returns:
         Lower and upper end; None if there are fewer than `FEWEST` units.
     """
-    from scipy.stats import bootstrap
-
-    if len(columns[0]) < FEWEST:
+    units = len(columns[0])
+    if units < FEWEST:
         return None
-
-    def statistic(*samples: Any, axis: int) -> Any:
-        return figure(*(sample.sum(axis=axis) for sample in samples))
-
-    found = bootstrap(
-        columns, statistic, paired=True, vectorized=True, n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE, method="percentile", rng=seed,
-    ).confidence_interval  # fmt: skip
-    return float(found.low), float(found.high)
+    drawn = np.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
+    figures = figure(*(np.asarray(column)[drawn].sum(axis=1) for column in columns))
+    low, high = np.quantile(figures, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)

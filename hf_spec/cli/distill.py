@@ -56,10 +56,10 @@ def distill(
 ) -> None:
     """Let a model answer prompts: training data for its adapters.
 
-    Writes prompts and answers, as tokens and text, to a parquet file for load_dataset, with
-    provenance.json beside it. Prompts longer than the model's context are cut at the beginning, and
-    counted. Repeat the command to continue an interrupted run. 'accelerate launch' distributes the
-    work over several processes.
+    Writes prompts and answers, as tokens and text, to answers.jsonl for load_dataset, and how they
+    are made to provenance.json. Prompts longer than the model's context are cut at the beginning,
+    and counted. Repeat the command to continue an interrupted run. 'accelerate launch' distributes
+    the work over several processes.
 
     \b
     Examples:
@@ -92,7 +92,6 @@ def distill(
     main = state.is_main_process
     if finished:
         if main:
-            folder.clear()
             typer.echo(f"finished before, with the same settings: {output}")
         state.destroy_process_group()
         return
@@ -157,13 +156,11 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
 
 
 def _print(made: dict[str, Any], output: Path) -> None:
-    measured = made["measured"]
-    cut = made["truncated_prompts"]
+    measured, cut = made["measured"], made["truncated_prompts"]
     shortened = f", {cut:,} of them with a cut prompt" if cut else ""
-    typer.echo(f"examples: {made['rows']:,}{shortened}")
-    typer.echo(f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer")
     typer.echo(
+        f"examples: {made['rows']:,}{shortened}\n"
+        f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
         f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
-        f"generating, tau {measured['tau']:.2f}"
+        f"generating, tau {measured['tau']:.2f}\nanswers: {output}"
     )
-    typer.echo(f"answers: {output}")

@@ -18,7 +18,6 @@ from hf_spec.cli.export import export
 from hf_spec.cli.import_ import import_
 from hf_spec.cli.plot import plot
 from hf_spec.cli.push import push
-from hf_spec.cli.quality import quality
 from hf_spec.cli.run import run
 from hf_spec.cli.search import search
 from hf_spec.cli.serve import serve
@@ -40,7 +39,6 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
-app.command()(quality)
 app.command()(distill)
 # Unknown options are fields of the method's config.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)

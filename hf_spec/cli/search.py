@@ -42,7 +42,7 @@ def search(
     objective: Annotated[
         str, typer.Option(help="modelled (reproducible) or measured (wall-clock time).")
     ] = "modelled",
-    sampler: Annotated[str, typer.Option(help="tpe, gp or random.")] = "tpe",
+    sampler: Annotated[str, typer.Option(help="tpe or random.")] = "tpe",
     dtype: opt.Dtype = "bfloat16",
     max_draft: Annotated[
         int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")

@@ -81,7 +81,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         figures=_figures(folder, method, search),
         trees=_trees(folder, options),
         section=section,
-        training=_training(training, names),
+        training=_training(training),
     )
     return str(card).rstrip() + "\n"
 
@@ -114,14 +114,14 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
     return folder / CARD
 
 
-def _training(training: dict[str, Any] | None, names: list[str]) -> str:
+def _training(training: dict[str, Any] | None) -> str:
     """The card's section on training; empty if there was none."""
     if training is None:
         return ""
     best = training.get("best") or {}
     distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
     source = (files("hub_cards") / "training.md").read_text(encoding="utf-8")
-    return _render(source, training=training, distances=list(distances), files=names)
+    return _render(source, training=training, distances=list(distances))
 
 
 def _render(source: str, **values: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_spec
-from hf_spec.adapters.checkpoint import WEIGHTS
+from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.drafting.options import TUNED
 from hf_spec.files import write_atomically
@@ -198,8 +198,6 @@ def check_complete(folder: Path) -> None:
     Raises:
         ValueError: a file is missing or wrong; the message says what to do.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
@@ -224,12 +222,7 @@ def check_complete(folder: Path) -> None:
         raise ValueError(
             f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
         )
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            names = list(file.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{str(folder / WEIGHTS)!r} is no safetensors file: {error}") from error
-    if not names:
+    if not read_weights(folder / WEIGHTS):
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = folder / SHIM
     if shim.is_file() and not says_the_same(

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import WEIGHTS, check_numbers, complaints, tensor_facts
+from hf_spec.adapters.checkpoint import (
+    WEIGHTS,
+    check_numbers,
+    complaints,
+    read_weights,
+    tensor_facts,
+)
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
@@ -275,7 +281,8 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     from safetensors.torch import save_file
 
     form_of = exporter(folder, form)
-    if not (folder / WEIGHTS).is_file():
+    path = folder / WEIGHTS
+    if not path.is_file() or not read_weights(path):
         raise ValueError(f"{str(folder)!r} holds no {WEIGHTS}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way

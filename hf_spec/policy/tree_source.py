@@ -75,7 +75,7 @@ def tree_source(
         tempering = recall(model, (Tempering, key), Tempering)
         return AdaptiveTrees(depth, bool(probes), calibrations=calibrations, tempering=tempering)
     if options.tree == TUNED:
-        path = adapter.config.file_beside(TREE_FILE)
+        path = adapter.file_beside(TREE_FILE)
         if path is None:
             raise ValueError(
                 f"tree='tuned': there is no {TREE_FILE} where the adapter {adapter.name!r} was "

@@ -269,7 +269,7 @@ def measurements(
 
     They are only an initial guess: the Hub is not contacted, and an unreadable file counts as none.
     """
-    path = adapter.config.file_beside(TREE_FILE, ask=False)
+    path = adapter.file_beside(TREE_FILE, ask=False)
     entries: Sequence[TunedDevice] = ()
     with suppress(OSError, ValueError):
         entries = () if path is None else read_trees(path).entries

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
+from safetensors.torch import load_file
 
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.checkpoint import StoredWeights
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
 from hf_spec.adapters.layer import names_on_disk
 from hf_spec.adapters.predicting import (
     PREVIOUS,
@@ -78,12 +79,12 @@ def take_over(model: Any, config: Any, folder: Path) -> None:
     assert adapter is not None
     weights = adapter.weights()
     places = names_on_disk(adapter.layer.prefix, weights)
-    stored = dict(StoredWeights(str(folder)).tensors())
+    stored = load_file(folder / WEIGHTS)
     for name, place in zip(weights, places):
         fresh = name in (*PREVIOUS, *ROOT)
         weights[name].requires_grad_(fresh)
         if not fresh:
-            weights[name].data.copy_(stored[place])
+            weights[name].data.copy_(stored[f"{PEFT_PREFIX}{place}"])
 
 
 def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:

@@ -6,25 +6,25 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from transformers import TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.bench.environment import package_version
+from hf_spec.core.checks import check_count
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import attached, save_adapter
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.training.anchors import AnswerDataset, NewAnchors, collate
 from hf_spec.training.base_weights import save_model
-from hf_spec.training.checkpoints import checkpoints, last_whole
-from hf_spec.training.plots import plot_history
 from hf_spec.training.served import Served
 from hf_spec.training.sharded import gathered
 from hf_spec.training.start import extended, fresh, take_over, take_vocabulary
@@ -36,39 +36,37 @@ logger = logging.getLogger(__name__)
 RECORD = "training.json"
 
 
-@dataclass(frozen=True)
-class TrainSettings:
-    """How an adapter is trained; None stands for the method's default.
+@dataclass
+class SpecArguments(TrainingArguments):
+    """``TrainingArguments`` with what an adapter's training has besides."""
 
-    Attributes:
-        max_steps: optimiser steps; None if ``epochs`` decides.
-        epochs: passes over the data.
-        batch_size: sequences per step and device.
-        learning_rate: peak learning rate of the cosine schedule.
-        num_anchors: random positions per sequence that have probes.
-        max_length: longest sequence in tokens; longer ones are cut.
-        held_out: number of examples kept out of training for evaluation, at most a quarter of them.
-        served_prompts: number of held-out prompts decoded at each evaluation.
-        served_tokens: new tokens for each of them.
-        eval_steps: steps between evaluations, and between checkpoints.
-        options: options of the strategy, stored beside the adapter and used in evaluation.
-        seed: seed of initial values, data order and anchors.
-        arguments: further fields of ``transformers.TrainingArguments``.
-    """
+    num_anchors: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most random positions per sequence that have probes. Default: the method's."
+        },
+    )
+    max_length: int = field(default=1024, metadata={"help": "Longer sequences are cut, in tokens."})
+    held_out: int = field(
+        default=32, metadata={"help": "Answers kept for evaluation, at most a quarter of all."}
+    )
+    served_prompts: int = field(
+        default=16, metadata={"help": "Held-out prompts decoded at each evaluation."}
+    )
+    served_tokens: int = field(default=64, metadata={"help": "New tokens of each."})
 
-    max_steps: int | None = None
-    epochs: float | None = None
-    batch_size: int | None = None
-    learning_rate: float | None = None
-    num_anchors: int | None = None
-    max_length: int = 1024
-    held_out: int = 32
-    served_prompts: int = 16
-    served_tokens: int = 64
-    eval_steps: int = 100
-    options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    arguments: dict[str, Any] = field(default_factory=dict)
+    def __post_init__(self) -> None:
+        for name in ("max_length", "held_out", "served_prompts", "served_tokens"):
+            check_count(name, getattr(self, name))
+        if self.num_anchors is not None:
+            check_count("num_anchors", self.num_anchors)
+        super().__post_init__()
+
+
+def own_arguments() -> list[dataclasses.Field[Any]]:
+    """The fields of :class:`SpecArguments` that are not those of ``TrainingArguments``."""
+    inherited = {item.name for item in dataclasses.fields(TrainingArguments)}
+    return [item for item in dataclasses.fields(SpecArguments) if item.name not in inherited]
 
 
 def trainable() -> list[str]:
@@ -103,12 +101,11 @@ def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
 
 
 def split(rows: Any, held_out: int) -> tuple[Any, Any]:
-    """Split a data set into training and held-out examples, the latter evenly spaced.
+    """Split a data set into training and held-out examples, always the same ones.
 
     Args:
         rows: a ``datasets.Dataset``.
-        held_out: number of held-out examples. They are a quarter of the data at most, but one at
-            least, unless this is 0.
+        held_out: number of held-out examples; a quarter of the data at most, but one at least.
 
     Raises:
         ValueError: there is one example only, so that there is nothing to train on.
@@ -119,8 +116,8 @@ def split(rows: Any, held_out: int) -> tuple[Any, Any]:
             f"the data has {len(rows)} row: training needs at least 2, one to train on and one to "
             "hold out"
         )
-    kept_out = np.arange(held_out) * len(rows) // max(held_out, 1)
-    return rows.select(np.delete(np.arange(len(rows)), kept_out)), rows.select(kept_out)
+    parts = rows.train_test_split(test_size=held_out, seed=0)
+    return parts["train"], parts["test"]
 
 
 def check_lengths(rows: Any, max_length: int) -> None:
@@ -141,22 +138,18 @@ def check_lengths(rows: Any, max_length: int) -> None:
         logger.warning(told)
 
 
-def training_arguments(
-    method: Method, settings: TrainSettings, folder: Path, config: Any = None
-) -> Any:
-    """``TrainingArguments`` from the method's defaults and the settings, which take precedence.
+def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> SpecArguments:
+    """The arguments of a training: those given, the config's, the method's, or the defaults.
 
     Args:
         method: the method.
-        settings: the settings.
         folder: the folder of checkpoints.
         config: the adapter's config, which may change the method's defaults.
+        given: fields of :class:`SpecArguments`.
 
     Raises:
-        ValueError: the config leaves nothing to train, or an argument is unknown.
+        ValueError: the config leaves nothing to train, or a field is unknown or invalid.
     """
-    from transformers import TrainingArguments
-
     assert method.training is not None
     values: dict[str, Any] = {
         "output_dir": str(folder),
@@ -164,8 +157,7 @@ def training_arguments(
         "logging_steps": 10,
         "eval_strategy": "steps",
         "save_strategy": "steps",
-        "eval_steps": settings.eval_steps,
-        "save_steps": settings.eval_steps,
+        "eval_steps": 100,
         "save_total_limit": 2,
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
@@ -173,24 +165,19 @@ def training_arguments(
         "report_to": [],
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        "seed": settings.seed,
+        "seed": 0,
         "use_cpu": not torch.accelerator.is_available(),
         "ddp_find_unused_parameters": False,
         **method.training,
-        **({} if config is None else config.training_defaults()),
+        **config.training_defaults(),
+        **given,
     }
-    chosen = {
-        "max_steps": settings.max_steps,
-        "num_train_epochs": settings.epochs,
-        "per_device_train_batch_size": settings.batch_size,
-        "per_device_eval_batch_size": settings.batch_size,
-        "learning_rate": settings.learning_rate,
-    }
-    values |= {name: value for name, value in chosen.items() if value is not None}
-    try:
-        return TrainingArguments(**{**values, **settings.arguments})
-    except TypeError as error:
-        raise ValueError(f"training arguments: {error}") from error
+    values.setdefault("save_steps", values["eval_steps"])
+    values.setdefault("per_device_eval_batch_size", values.get("per_device_train_batch_size", 8))
+    known = {item.name for item in dataclasses.fields(SpecArguments)}
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"{', '.join(unknown)}: no field of transformers.TrainingArguments")
+    return SpecArguments(**values)
 
 
 def train(
@@ -199,7 +186,8 @@ def train(
     method_name: str,
     output: Path,
     config: dict[str, Any] | None = None,
-    settings: TrainSettings | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     resume: bool = False,
     provenance: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
@@ -214,8 +202,9 @@ def train(
         method_name: the method.
         output: the adapter folder; checkpoints go to ``checkpoints`` in it.
         config: fields of the method's adapter config.
-        settings: see :class:`TrainSettings`.
-        resume: whether to continue from the last complete checkpoint in ``output``.
+        arguments: fields of :class:`SpecArguments`; the method's defaults are used for others.
+        options: options of the strategy, stored beside the adapter and used in evaluation.
+        resume: whether to continue from the last checkpoint in ``output``.
         provenance: origin of the data, stored in the record.
         callbacks: callbacks of the Trainer.
         tokenizer: saved beside the base model, if that is trained.
@@ -226,15 +215,15 @@ def train(
         The record, as written to ``training.json``; empty in all processes but the main one.
 
     Raises:
-        ValueError: the method, the settings or the data are invalid; the message says how.
+        ValueError: the method, the arguments or the data are invalid; the message says how.
     """
     from transformers import set_seed
 
     from hf_spec.training.trainer import SpecTrainer
 
-    settings = settings or TrainSettings()
+    options = options or {}
     method = trainable_method(method_name)
-    method.parse_options(settings.options)
+    method.parse_options(options)
     given = config or {}
     folder = output / "checkpoints"
     with ExitStack() as attachment:
@@ -243,23 +232,25 @@ def train(
             # A model that cannot be decoded is refused before training.
             check_model(model)
             check_tree_forward(model, "training")
-            set_seed(settings.seed)
+            chosen = dict(arguments or {})
+            set_seed(chosen.get("seed", 0))
             adapter_config = (
                 fresh(method, model, given) if start is None else extended(start, given)
             )
-            arguments = training_arguments(method, settings, folder, adapter_config)
-            if checkpoints(folder) and not resume:
+            args = spec_arguments(method, folder, adapter_config, **chosen)
+            last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+            if last is not None and not resume:
                 raise ValueError(
                     f"{str(folder)!r} holds checkpoints of an earlier training: go on with "
                     "--resume, or choose another --output"
                 )
-            training_rows, held = split(rows, settings.held_out)
-            if len(held) < settings.held_out:
+            training_rows, held = split(rows, args.held_out)
+            if len(held) < args.held_out:
                 logger.warning(
-                    f"held_out={settings.held_out}: of {len(rows)} answers {len(held)} are held "
+                    f"held_out={args.held_out}: of {len(rows)} answers {len(held)} are held "
                     "out, at most a quarter"
                 )
-            check_lengths(training_rows, settings.max_length)
+            check_lengths(training_rows, args.max_length)
             # Names only: parameters that are held here would stay whole where others are sharded.
             base = [name for name, _ in model.named_parameters()]
             before = bit_sums(map(model.get_parameter, base))
@@ -271,22 +262,21 @@ def train(
             else:
                 take_vocabulary(model, adapter_config, training_rows["answer_ids"])
         data: dict[str, Any] = {
-            "num_anchors": settings.num_anchors or method.num_anchors,
-            "max_length": settings.max_length,
-            "seed": settings.seed,
-        }  # fmt: skip
-        prompts = [list(ids) for ids in held["prompt_ids"][: settings.served_prompts]]
+            "num_anchors": args.num_anchors or method.num_anchors,
+            "max_length": args.max_length,
+            "seed": args.seed,
+        }
+        prompts = [list(ids) for ids in held["prompt_ids"][: args.served_prompts]]
         trainer = SpecTrainer(
             model=peft_model,
-            args=arguments,
+            args=args,
             train_dataset=AnswerDataset(training_rows, **data),
             eval_dataset=AnswerDataset(held, **data, random=False),
             data_collator=collate,
-            served=Served(prompts, method.name, settings.options, settings.served_tokens),
+            served=Served(prompts, method.name, options, args.served_tokens),
             callbacks=[NewAnchors(), *callbacks],
         )
-        last = last_whole(folder)
-        result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        result = trainer.train(resume_from_checkpoint=last)
         record: dict[str, Any] = {}
         state = trainer.whole_state()
         if trainer.is_world_process_zero():
@@ -294,10 +284,9 @@ def train(
                 save_model(model, output, adapter_config, [tokenizer] if tokenizer else [])
             elif bit_sums(state[f"base_model.model.{name}"] for name in base) != before:
                 raise RuntimeError("training changed the base model; the adapter is not saved")
-            save_adapter(peft_model, output, method.name, settings.options, state)
-            record = _record(trainer, method, settings, adapter_config, result, provenance)
+            save_adapter(peft_model, output, method.name, options, state)
+            record = _record(trainer, method, options, adapter_config, result, provenance)
             write_atomically(output / RECORD, json.dumps(record, indent=1))
-            plot_history(record["history"], output)
         trainer.accelerator.wait_for_everyone()
     return record
 
@@ -324,7 +313,7 @@ def _parts(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _record(
-    trainer: Any, method: Method, settings: TrainSettings, config: Any, result: Any,
+    trainer: Any, method: Method, options: dict[str, Any], config: Any, result: Any,
     provenance: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     history = [row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
@@ -336,16 +325,16 @@ def _record(
         "method": method.name,
         "base_model": config.base_model_name_or_path,
         "config": {name: getattr(config, name) for name in config_fields(method)},
-        "options": settings.options,
+        "options": options,
         "settings": {
             "steps": trainer.state.global_step,
             "batch_size": arguments.per_device_train_batch_size * arguments.world_size
             * arguments.gradient_accumulation_steps,
             "learning_rate": arguments.learning_rate,
             "schedule": getattr(arguments.lr_scheduler_type, "value", "cosine"),
-            "num_anchors": settings.num_anchors or method.num_anchors,
-            "max_length": settings.max_length,
-            "seed": settings.seed,
+            "num_anchors": arguments.num_anchors or method.num_anchors,
+            "max_length": arguments.max_length,
+            "seed": arguments.seed,
         },
         "data": {
             "rows": len(trainer.train_dataset), "held_out": len(trainer.eval_dataset),

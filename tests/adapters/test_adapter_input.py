@@ -184,16 +184,13 @@ WEIGHT_DEFECTS: Defects = {
     "shape by config": (
         lambda f: edit(f, num_masks=4), r"sample_masks' has shape \(3, 5\), expected \(4, 5\)",
     ),
-    "more than there is memory for": (
-        lambda f: edit(f, num_masks=10**15), r"has shape \(3, 5\), expected \(10{15}, 5\)",
-    ),
     "type": (
         lambda f: rewrite(f, lambda t: t.update({f"{PREFIX}bias": torch.ones(7).long()})),
         r"sample_bias' is of type int64, expected F32",
     ),
     "NaN": (
         lambda f: rewrite(f, lambda t: t[f"{PREFIX}masks"][0].fill_(torch.nan)),
-        r"'spec_modules.type_sample.sample_masks' of the SAMPLE adapter .* have numbers that are "
+        r"'spec_modules.type_sample.sample_masks' of the SAMPLE adapter have numbers that are "
         r"NaN, infinite, or not finite in float32, the model's type \(largest: 3.4e\+38\): take",
     ),
     "infinity": (
@@ -202,12 +199,8 @@ WEIGHT_DEFECTS: Defects = {
     ),
 }  # fmt: skip
 CONFIG_DEFECTS: Defects = {
-    "unknown keys": (
-        lambda f: edit(f, num_maks=3, other=None),
-        r"SAMPLE adapter has unknown keys: num_maks, other\. SampleConfig has .*, num_masks\. ",
-    ),
     "newer": (
-        lambda f: edit(f, format_version=2, num_maks=3),
+        lambda f: edit(f, format_version=2),
         r"format_version=2; this hf_spec reads versions 1 to 1\. Upgrade with `pip install -U hf_",
     ),
     "task": (lambda f: edit(f, task_type="SEQ_CLS"), "for causal language models.*'SEQ_CLS'"),
@@ -239,6 +232,10 @@ def test_refused(adapter: Path, base_path: str, defect: str, door: str) -> None:
         onto(door, adapter, base)
     assert str(caught.value).count("\n") == 0
     assert adapters_of(base) <= {"other"}
+    if door != "PeftModel.load_adapter":
+        assert not hasattr(base, "spec_modules") and not hasattr(base, "peft_config")
+        assert not base._hf_peft_config_loaded
+        assert all(parameter.requires_grad for parameter in base.parameters())
 
 
 def adapters_of(base: Any) -> set[str]:
@@ -271,7 +268,7 @@ def test_any_floating_point_type_is_cast(adapter: Path, base_path: str, dtype: t
 def test_numbers_must_fit_the_models_type(adapter: Path, base_path: str) -> None:
     """1e5 is finite in the file, and in the parameters that PEFT keeps in float32."""
     rewrite(adapter, lambda t: t[f"{PREFIX}masks"][0].fill_(-1e5))
-    message = r"masks' of the SAMPLE adapter in .* not finite in float16.* \(largest: 6.55e\+04\)"
+    message = r"masks' of the SAMPLE adapter have .* not finite in float16.* \(largest: 6.55e\+04\)"
     for door in ("load_adapter", "load_adapter trainable", "PeftModel", "PeftModel.load_adapter"):
         onto(door, adapter, load(base_path).bfloat16())
         half = load(base_path).half()
@@ -300,12 +297,8 @@ def test_a_refusal_leaves_earlier_adapters_alone(
 def test_no_weights_at_all(adapter: Path, base_path: str) -> None:
     (adapter / "adapter_model.safetensors").unlink()
     for door in DOORS:
-        if door == "load_adapter trainable":  # cannot be told from a fresh adapter; see below
-            continue
         with pytest.raises(ValueError, match="holds no adapter_model.safetensors"):
             onto(door, adapter, load(base_path))
-    with pytest.raises(OSError, match="adapter_model.safetensors"):
-        onto("load_adapter trainable", adapter, load(base_path))
 
 
 def test_a_config_alone_serves_for_a_fresh_adapter(base_path: str, tmp_path: Path) -> None:
@@ -324,7 +317,7 @@ def test_loading_again_into_an_attached_adapter(
     model = PeftModel.from_pretrained(load(base_path), str(good))
     model.load_adapter(str(good), "default")
     spoil, message = DEFECTS[defect]
-    if defect in ("shape by config", "more than there is memory for"):
+    if defect == "shape by config":
         message = "unknown"  # the config is that of the attached adapter
         rewrite(adapter, lambda t: t.update({f"{PREFIX}more": torch.ones(2)}))
     spoil(adapter)
@@ -347,7 +340,7 @@ def test_tensors_given_by_hand(good: Path, base_path: str) -> None:
     for changed, message in (
         ({k: v for k, v in tensors.items() if k != f"{PREFIX}masks"}, "no tensor .*masks"),
         ({**tensors, f"{PREFIX}more": torch.ones(1)}, "unknown tensor .*more"),
-        ({**tensors, f"{PREFIX}masks": infinite}, "masks' of the SAMPLE adapter given have num"),
+        ({**tensors, f"{PREFIX}masks": infinite}, "masks' of the SAMPLE adapter have num"),
     ):
         fresh = load(base_path)
         with pytest.raises(ValueError, match=message):
@@ -367,12 +360,6 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="from_the_future"):
         model = PeftModel.from_pretrained(load(base_path), str(tmp_path))
     assert model.peft_config["default"].target_modules == {"q_proj"}
-
-
-def test_keys_of_a_later_peft_are_pefts_business(adapter: Path) -> None:
-    edit(adapter, peft_version="99.0.0", from_the_future=1)
-    with pytest.warns(UserWarning, match="from_the_future"):
-        assert PeftConfig.from_pretrained(str(adapter)).num_masks == 3
 
 
 @pytest.mark.parametrize(

@@ -117,3 +117,9 @@ def test_a_plain_step_can_be_drawn() -> None:
     )
     (axes,) = plot_tree(TOKENIZER, alone).get_axes()
     assert list(boxes(axes)) == ["a", "z"] and axes.get_title().startswith("0 candidates")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs matplotlib.*pip install 'hf_spec\[plots\]'"):
+        plot_texts(TOKENIZER, {"one": [ids("a")]})

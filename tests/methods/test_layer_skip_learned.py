@@ -36,7 +36,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
 from hf_spec.training.anchors import AnswerDataset, collate
-from hf_spec.training.train import TrainSettings, bit_sums, split, train
+from hf_spec.training.train import bit_sums, split, train
 from modeling_patches import per_call
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
@@ -414,12 +414,12 @@ def test_drafts_improve_with_training(tmp_path: Path) -> None:
     model = make_model(layers=3)
     before = bit_sums(list(model.parameters()))
     rows, skip = answers_of(model, 128), {"skip_attention": [], "skip_mlp": [1]}
-    settings = TrainSettings(
-        max_steps=100, eval_steps=50, held_out=8, served_prompts=8, served_tokens=16, batch_size=8,
-        learning_rate=1e-2, options=FIXED,
-    )  # fmt: skip
+    settings = {
+        "max_steps": 100, "eval_steps": 50, "held_out": 8, "served_prompts": 8,
+        "served_tokens": 16, "per_device_train_batch_size": 8, "learning_rate": 1e-2,
+    }  # fmt: skip
     config = {**skip, "draft_rank": 16}
-    record = train(model, rows, "layer_skip", tmp_path, config, settings)
+    record = train(model, rows, "layer_skip", tmp_path, config, settings, FIXED)
     assert bit_sums(list(model.parameters())) == before and hooked(model) == 0
     losses = [row["loss"] for row in record["history"] if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]

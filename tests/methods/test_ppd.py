@@ -36,7 +36,7 @@ from hf_spec.methods.ppd.adapter import loss as objective
 from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.policy.tree_source import tree_source
-from hf_spec.training.train import TrainSettings, train
+from hf_spec.training.train import train
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
@@ -511,10 +511,10 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
         {"prompt_ids": [4 + (i + k) % 4 for k in range(8)], "answer_ids": [5 + i % 3] * 12}
         for i in range(12)
     ]
-    settings = TrainSettings(
-        max_steps=4, eval_steps=4, held_out=4, served_prompts=1, served_tokens=4, batch_size=2,
-        num_anchors=4, arguments={"gradient_accumulation_steps": 2},
-    )  # fmt: skip
+    settings = {
+        "max_steps": 4, "eval_steps": 4, "held_out": 4, "served_prompts": 1, "served_tokens": 4,
+        "per_device_train_batch_size": 2, "num_anchors": 4, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
     watch = Watch()
     config = {"head": "residual", "head_stages": stages}
     train(

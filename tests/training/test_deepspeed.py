@@ -17,7 +17,7 @@ from test_train_sharded import own_answers
 from tiny_checkpoint import make_model, save_checkpoint
 from two_processes import assert_same_history
 
-from hf_spec.training.train import TrainSettings, train
+from hf_spec.training.train import train
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 9, "eval_steps": 3, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
@@ -52,11 +52,17 @@ def test_two_processes_with_deepspeed_give_the_figures_of_one(
     skipped = {"skip_attention": [1, 2], "skip_mlp": [1, 2], "draft_rank": 4}
     config = skipped if method == "layer_skip" else {}
     one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    train(model, rows, method, one, config, TrainSettings(**SETTINGS, batch_size=4,
-          arguments={"logging_steps": 1}))  # fmt: skip
+    train(
+        model,
+        rows,
+        method,
+        one,
+        config,
+        {**SETTINGS, "per_device_train_batch_size": 4, "logging_steps": 1},
+    )
     options = [
         method, "--model", str(checkpoint), "--data", str(tmp_path / "answers.parquet"),
-        "--dtype", "float32", "--batch-size", "2", "--training-args", '{"logging_steps": 1}',
+        "--dtype", "float32", "--per-device-train-batch-size", "2", "--logging-steps", "1",
         *(f"--{name.replace('_', '-')}={json.dumps(value)}"
           for name, value in {**SETTINGS, **config}.items()),
     ]  # fmt: skip

@@ -7,11 +7,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -24,13 +23,10 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.bench import session
-from hf_spec.bench.contenders import Contender
-from hf_spec.training import answer_folder
 from hf_spec.training import distill as work
 from hf_spec.training.dataset import read_answers, read_provenance
 
-datasets = pytest.importorskip("datasets")
-parquet = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
 NEW, BATCH = 12, 4
@@ -77,18 +73,6 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-#: As it is where nothing is patched.
-BATCHES = work.BATCHES
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_units() -> Iterator[None]:
-    """So that there are several of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "BATCHES", 1)
-        yield
-
-
 def arguments(root: Path, output: Path, *more: str) -> list[str]:
     """The command, with options of ``more`` taking the place of these."""
     options = {
@@ -106,7 +90,12 @@ def distill(root: Path, output: Path, *more: str) -> int:
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
-    return list(datasets.load_dataset("parquet", data_dir=str(output), split="train"))
+    return list(read_answers(output))
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    """The answers in the order in which they were written."""
+    return [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -184,34 +173,19 @@ def test_rows_are_those_of_plain_generate(
         assert shown in printed
 
 
-def test_the_folder_and_the_types(root: Path, tmp_path: Path) -> None:
-    assert distill(root, tmp_path / "out") == 0
-    files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
-    assert files == {"data", "data/train-00000-of-00001.parquet", "provenance.json"}
-    found = datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"), split="train").features
-    ids, text = datasets.List(datasets.Value("int32")), datasets.Value("string")
-    assert dict(found) == {
-        "prompt_ids": ids, "answer_ids": ids, "prompt": text, "answer": text, "category": text,
-        "source": text, "question_id": text, "index": datasets.Value("int64"),
-    }  # fmt: skip
-    for path in (tmp_path / "out").rglob("*.*"):
-        assert path.stat().st_mode & 0o044 == 0o044, f"{path.name} is private"
-
-
 def test_where_the_rows_come_from(root: Path, tmp_path: Path) -> None:
-    assert distill(root, tmp_path / "out", "--seed", "3") == 0
-    made = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    output = tmp_path / "out"
+    assert distill(root, output, "--seed", "3") == 0
+    shown = {path.name for path in output.iterdir()} - {".lock"}
+    assert shown == {"answers.jsonl", "provenance.json"}
+    made = json.loads((output / "provenance.json").read_text())
     assert made["model"] == str(root / "m") and made["model_revision"] is None
     model = AutoModelForCausalLM.from_pretrained(root / "m")
     assert made["model_fingerprint"] == fingerprint(model)
-    assert made["prompts"] == [
-        {
-            "name": name,
-            "sha256": hashlib.sha256((root / name).read_bytes()).hexdigest(),
-            "count": count,
-        }
-        for name, count in (("a.jsonl", len(FIRST)), ("b.jsonl", len(SECOND)))
-    ]
+    assert made["prompts"] == {
+        hashlib.sha256((root / name).read_bytes()).hexdigest(): name
+        for name in ("a.jsonl", "b.jsonl")
+    }
     settings = {
         "limit": None, "max_new_tokens": NEW, "batch_size": BATCH, "dtype": "float32", "seed": 3,
         "do_sample": False, "temperature": None, "adapter": None,
@@ -222,7 +196,7 @@ def test_where_the_rows_come_from(root: Path, tmp_path: Path) -> None:
     assert environment["torch"] == torch.__version__ and environment["device"] == "cpu"
     assert {"transformers", "peft", "hf_spec", "python", "date"} <= environment.keys()
     # The folder of the prompts is nobody's business.
-    assert "a.jsonl" in json.dumps(made) and str(root / "a.jsonl") not in json.dumps(made)
+    assert str(root / "a.jsonl") not in json.dumps(made)
 
 
 def test_the_commit_is_recorded(
@@ -318,11 +292,8 @@ def test_with_an_adapter(root: Path, oracle: list[dict[str, Any]], tmp_path: Pat
     assert made["model_fingerprint"] == fingerprint(model)
 
 
-def test_units_hold_each_prompt_once_and_similar_lengths() -> None:
-    lengths = [5, 9, 1, 9, 7, 3, 2]
-    made = work.units(lengths, 3)
-    assert made == [[1, 3, 4], [0, 5, 6], [2]]
-    assert work.units(lengths, 100) == [[1, 3, 4, 0, 5, 6, 2]]
+def test_batches_hold_each_prompt_once_and_similar_lengths() -> None:
+    assert work.batches([5, 9, 1, 9, 7, 3, 2], 3) == [[1, 3, 4], [0, 5, 6], [2]]
 
 
 # ---------------------------------------------------------------------------------- interruptions
@@ -332,85 +303,50 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing in the code catches it."""
 
 
-def test_killed_for_real(root: Path, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
-    """SIGKILL after the first units; the next run makes the others and nothing twice."""
-    output = tmp_path / "out"
-    code = f"""
-import sys, time
-from hf_spec.training import distill
-from hf_spec import cli
-add = distill.AnswerFolder.add
-def slowly(*args):
-    add(*args)
-    time.sleep(1.0)
-distill.AnswerFolder.add = slowly
-distill.BATCHES = 1
-sys.exit(cli.main({arguments(root, output, "--batch-size", "2")!r}))
-"""
-    program = forks.Program(code, cwd=ROOT)
-    deadline = time.monotonic() + 300
-    while len(list(output.glob("parts/*.parquet"))) < 2 and time.monotonic() < deadline:
-        assert program.process.is_alive(), program.finish().stderr
-        time.sleep(0.05)
-    program.process.kill()
-    assert program.finish().returncode == -signal.SIGKILL
-    before = {path.name: path.stat().st_mtime_ns for path in output.glob("parts/*.parquet")}
-    units = len(work.units([0] * len(oracle), 2))
-    assert 2 <= len(before) < units and not (output / "provenance.json").exists()
-    with pytest.raises(ValueError, match="is unfinished: repeat the hf-spec distill command"):
-        work.read_provenance(output)
+@contextmanager
+def killed_after(batches: int, torn: int = 0) -> Iterator[None]:
+    """The process ends when so many batches are written, and so many bytes of the next one."""
+    original, made = work.AnswerFolder.add, 0
+
+    def add(self: Any, rows: Any) -> None:
+        nonlocal made
+        original(self, rows)
+        made += 1
+        if made > batches:
+            size = self.answers.stat().st_size - sum(len(json.dumps(row)) + 1 for row in rows)
+            os.truncate(self.answers, size + torn)
+            raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch)
-        assert distill(root, output, "--batch-size", "2") == 0
-    assert len(calls) == units - len(before)
-    assert rows_of(output) == oracle
-    assert not (output / "parts").exists()
+        patch.setattr(work.AnswerFolder, "add", add)
+        with pytest.raises(Killed):
+            yield
 
 
-def counted(patch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the batch size whenever a unit is generated."""
-    calls: list[int] = []
-    original = session.Session.stream
+@pytest.mark.parametrize("torn", [0, 7, 700])
+def test_killed_while_writing(
+    root: Path, oracle: list[dict[str, Any]], tmp_path: Path, torn: int,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before a batch, within its first line, or behind some of its lines."""
+    output = tmp_path / "out"
+    with killed_after(2, torn):
+        distill(root, output)
+    assert (output / "answers.jsonl").read_bytes().endswith(b"\n") == (torn == 0)
+    for read in (read_answers, read_provenance):
+        with pytest.raises(ValueError, match="is unfinished: repeat the hf-spec distill command"):
+            read(output)
+    calls, original = [], session.Session.stream
 
     def stream(self: Any, contender: Any, prompts: Any, batch_size: int) -> Any:
         calls.append(len(prompts))
         return original(self, contender, prompts, batch_size)
 
-    patch.setattr(session.Session, "stream", stream)
-    return calls
-
-
-def test_killed_anywhere(root: Path, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The process ends as it is about to put a file in place, be it the first, the second, ..."""
-    output = tmp_path / "out"
-    replace = os.replace
-    for moment in range(1, 20):
-        shutil.rmtree(output, ignore_errors=True)
-        placed = 0
-
-        def then_die(source: Any, target: Any, moment: int = moment) -> None:
-            nonlocal placed
-            placed += 1
-            if placed == moment:
-                raise Killed
-            replace(source, target)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "replace", then_die)
-            try:
-                assert distill(root, output) == 0
-                break
-            except Killed:
-                pass
-        for place in (output, output / "parts"):  # what a process that is gone cannot clear away
-            (place / ".writing-left").mkdir(parents=True, exist_ok=True)
-            (place / ".writing-left" / "unit-00000000.parquet").write_text("half")
-        assert distill(root, output) == 0
-        assert rows_of(output) == oracle
-        assert sorted(path.name for path in output.iterdir()) == ["data", "provenance.json"]
-    # Settings, five units, data, and the provenance, which is written and then put in place.
-    assert placed == 9 and moment == 10
+    monkeypatch.setattr(session.Session, "stream", stream)
+    assert distill(root, output) == 0
+    assert len(calls) == -(-len(oracle) // BATCH) - 2
+    assert rows_of(output) == oracle and len(lines_of(output)) == len(oracle)
+    assert ("the last line was cut off and is made again" in caplog.text) == (torn > 0)
 
 
 def test_interrupted_by_the_user(
@@ -430,24 +366,18 @@ def test_interrupted_by_the_user(
         patch.setattr(session.Session, "stream", interrupt)
         assert distill(root, tmp_path / "out") == 130
     assert "interrupted; the same command continues" in capsys.readouterr().err
-    assert len(list((tmp_path / "out" / "parts").glob("*.parquet"))) == 2
+    assert len(lines_of(tmp_path / "out")) == 2 * BATCH
     assert distill(root, tmp_path / "out") == 0
     assert rows_of(tmp_path / "out") == oracle
 
 
 def test_a_finished_folder_is_left_alone(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    root: Path, finished: Path, no_model: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "out"
-    assert distill(root, output) == 0
-    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    for left in ("parts", ".writing-left"):  # by a process that was killed while it cleared up
-        (output / left).mkdir()
-    request.getfixturevalue("no_model")
-    capsys.readouterr()
-    assert distill(root, output) == 0
-    assert capsys.readouterr().out == f"finished before, with the same settings: {output}\n"
-    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    assert distill(root, finished) == 0
+    assert capsys.readouterr().out == f"finished before, with the same settings: {finished}\n"
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
 SAMPLED = ("--do-sample", "--temperature", "0.9", "--top-k", "50", "--seed", "5")
@@ -492,22 +422,10 @@ def test_sampling_does_not_depend_on_interruptions(
     root: Path, sampled: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    add = work.AnswerFolder.add
-    for units in (1, 2):
-        made = 0
-
-        def then_die(*args: Any, units: int = units) -> None:
-            nonlocal made
-            add(*args)
-            made += 1
-            if made == units:
-                raise Killed
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(work.AnswerFolder, "add", then_die)
-            with pytest.raises(Killed):
-                distill(root, output, *SAMPLED)
-    assert len(list((output / "parts").glob("*.parquet"))) == 3
+    for batches, torn in ((1, 0), (1, 700)):
+        with killed_after(batches, torn):
+            distill(root, output, *SAMPLED)
+    assert (output / "answers.jsonl").read_bytes().count(b"\n") > 2 * BATCH
     assert distill(root, output, *SAMPLED) == 0
     assert rows_of(output) == sampled
 
@@ -515,10 +433,9 @@ def test_sampling_does_not_depend_on_interruptions(
 # ------------------------------------------------------------------------------ several processes
 
 
-def test_two_processes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes(root: Path, tmp_path: Path) -> None:
     """Through ``accelerate launch``: the rows of one process."""
-    monkeypatch.setattr(work, "BATCHES", BATCHES)
-    more = (*SAMPLED, "--batch-size", "1")  # three units
+    more = (*SAMPLED, "--batch-size", "7")  # three batches
     assert distill(root, tmp_path / "one", *more) == 0
     # On a CPU, accelerate starts one process only unless it is told that there are several.
     launch = ["--multi_gpu", "--num_processes", "2", "-m", "hf_spec.cli"]
@@ -532,38 +449,6 @@ def test_two_processes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "one")
     made = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert made["processes"] == 2
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data", "provenance.json"]
-
-
-def test_each_process_makes_its_share(root: Path, tmp_path: Path) -> None:
-    """Of what is missing; the units of others are left to them."""
-    model = AutoModelForCausalLM.from_pretrained(root / "m").eval()
-    questions, files = work.read_questions([root / "a.jsonl"])
-    settings = work.Settings(model="m", prompts=files, max_new_tokens=2, batch_size=2)
-    folder = work.AnswerFolder(tmp_path)
-    contender = Contender("plain", stock=True)
-    reported: list[tuple[int, int]] = []
-
-    def run(index: int) -> None:
-        state = SimpleNamespace(
-            process_index=index, num_processes=2, is_main_process=False,
-            wait_for_everyone=lambda: None,
-        )  # fmt: skip
-        with pytest.raises(ValueError, match="unfinished"):  # the main process is not there
-            work.distill(
-                model, make_tokenizer(), questions, folder, settings, contender, state,
-                lambda *counts: reported.append(counts),
-            )  # fmt: skip
-
-    folder.parts.mkdir()
-    assert folder.missing(7) == list(range(7))
-    run(1)
-    assert folder.missing(7) == [0, 2, 4, 6]
-    assert reported == [(0, 7), (2, 7), (4, 7), (6, 7)]
-    run(1)
-    assert folder.missing(7) == [0, 4]
-    run(0)
-    assert folder.missing(7) == [4]
 
 
 # --------------------------------------------------------------------------------- other settings
@@ -571,18 +456,10 @@ def test_each_process_makes_its_share(root: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def unfinished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped after its first unit."""
+    """A run that was stopped after its first batch."""
     output = tmp_path_factory.mktemp("unfinished")
-    add = work.AnswerFolder.add
-
-    def then_die(*args: Any) -> None:
-        add(*args)
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work.AnswerFolder, "add", then_die)
-        with pytest.raises(Killed):
-            distill(root, output)
+    with killed_after(1):
+        distill(root, output)
     return output
 
 
@@ -607,7 +484,7 @@ def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--do-sample"], "do_sample was False, now True"),
         (["--do-sample", "--top-p", "0.5"], "top_p was None, now 0.5"),
         (["--model", "/elsewhere"], "now '/elsewhere'"),
-        (["--prompts", "b.jsonl"], "prompts was a.jsonl (sha256 "),
+        (["--prompts", "b.jsonl"], "prompts was {"),
     ],
 )
 def test_other_settings_are_refused(
@@ -635,7 +512,7 @@ def test_prompts_that_have_changed_are_refused(
     assert distill(root, finished, *same) == 0  # another folder, the same prompts
     (tmp_path / "b.jsonl").write_text((root / "b.jsonl").read_text() + "\n")
     assert distill(root, finished, *same) == 2
-    assert "prompts was a.jsonl (sha256 " in capsys.readouterr().err
+    assert "prompts was {" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -664,7 +541,7 @@ def test_a_model_that_has_changed_is_refused(
     shutil.copytree(root / "m", model)
     output = tmp_path / "out"
     shutil.copytree(unfinished, output)
-    edit_json(output / "parts" / "settings.json", model=str(model))
+    edit_json(output / "provenance.json", model=str(model))
     more = ("--model", str(model))
     change(model)
     assert distill(root, output, *more) == 2
@@ -678,8 +555,7 @@ def test_a_model_that_has_changed_is_refused(
 def test_a_second_run_is_kept_out(
     root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = work.AnswerFolder(tmp_path)
-    with folder.locked():
+    with work.AnswerFolder(tmp_path).locked():
         assert distill(root, tmp_path) == 2
     assert "another hf-spec distill is writing to" in capsys.readouterr().err
 
@@ -687,63 +563,21 @@ def test_a_second_run_is_kept_out(
 def test_data_of_others_are_not_overwritten(
     root: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = tmp_path / "data" / "train-00000-of-00001.parquet"
-    theirs.parent.mkdir()
+    theirs = tmp_path / "answers.jsonl"
     theirs.write_text("theirs")
     assert distill(root, tmp_path) == 2
-    assert "holds data that hf-spec distill did not make" in capsys.readouterr().err
+    assert "is not of hf-spec distill: give another --output" in capsys.readouterr().err
     assert theirs.read_text() == "theirs"
 
 
-def test_units_that_cannot_be_read(
-    root: Path, unfinished: Path, oracle: list[dict[str, Any]], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """After a power cut, say: the error names the file, and what to do helps."""
-    output = tmp_path / "out"
-    shutil.copytree(unfinished, output)
-    part = output / "parts" / "unit-00000000.parquet"
-    good = part.read_bytes()
-    part.write_bytes(good[:-20])
+def test_a_line_that_cannot_be_read(
+    root: Path, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = Path(shutil.copytree(unfinished, tmp_path / "out"))
+    lines = (output / "answers.jsonl").read_text().splitlines(keepends=True)
+    (output / "answers.jsonl").write_text("".join([lines[0], "\0\0\n", *lines[2:]]))
     assert distill(root, output) == 2
-    error = capsys.readouterr().err
-    assert f"cannot read {str(part)!r}" in error and "delete it and repeat" in error
-    part.unlink()
-    assert distill(root, output) == 0
-    assert rows_of(output) == oracle
-
-
-def test_many_answers_are_written_in_several_files(
-    root: Path, unfinished: Path, oracle: list[dict[str, Any]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Of which each holds its share of the rows, in order; no more are in memory at once."""
-    monkeypatch.setattr(answer_folder, "SHARD_ROWS", 8)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    output = tmp_path / "out"
-    shutil.copytree(unfinished, output)
-    assert distill(root, output) == 0
-    files = sorted(path.name for path in (output / "data").iterdir())
-    assert files == [f"train-{number:05}-of-00003.parquet" for number in range(3)]
-    sizes = [parquet.read_metadata(output / "data" / name).num_rows for name in files]
-    assert sizes == [6, 6, 7]
-    assert list(read_answers(output)) == oracle
-    assert read_provenance(output)["rows"] == 19
-    (output / "data" / files[1]).unlink()
-    with pytest.raises(ValueError, match=f"lacks data/{files[1]}: make it again"):
-        read_answers(output)
-
-
-def test_units_that_hold_a_prompt_twice(root: Path, unfinished: Path, tmp_path: Path) -> None:
-    folder = work.AnswerFolder(tmp_path)
-    shutil.copytree(unfinished / "parts", folder.parts)
-    for number in range(5):
-        target = folder.parts / f"unit-{number:08d}.parquet"
-        if number:
-            shutil.copy(folder.parts / "unit-00000000.parquet", target)
-    with pytest.raises(ValueError, match="do not hold each prompt once"):
-        folder.finish(5, 19, {})
-    assert not (tmp_path / "provenance.json").exists() and not (tmp_path / "data").exists()
+    assert "answers.jsonl, line 2: not JSON" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------- bad input

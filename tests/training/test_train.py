@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,19 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
+from hf_spec.cli.train import parse_arguments, take_fields
 from hf_spec.methods.registry import get_method
-from hf_spec.training.checkpoints import last_whole
 from hf_spec.training.served import Served
 from hf_spec.training.train import (
-    TrainSettings,
     bit_sums,
     check_lengths,
     config_fields,
+    own_arguments,
+    spec_arguments,
     split,
     train,
     trainable,
 )
-
-pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def answers(count: int = 24, length: int = 24) -> Dataset:
@@ -46,7 +44,7 @@ def answers(count: int = 24, length: int = 24) -> Dataset:
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6, "eval_steps": 3, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
-    "batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
+    "per_device_train_batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
 }  # fmt: skip
 CONFIG = {"num_mask_tokens": 2, "num_prompt_tokens": 4}
 
@@ -61,13 +59,10 @@ def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_loss_falls_and_the_base_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # with its plots
+def test_the_loss_falls_and_the_base_stays(tmp_path: Path) -> None:
     model = make_model()
     before = bit_sums(list(model.parameters()))
-    settings = TrainSettings(
-        **{**SETTINGS, "max_steps": 60, "eval_steps": 30, "learning_rate": 5e-2}
-    )
+    settings = {**SETTINGS, "max_steps": 60, "eval_steps": 30, "learning_rate": 5e-2}
     record = train(model, answers(), "bita", tmp_path, CONFIG, settings)
     losses = [row["loss"] for row in record["history"] if "loss" in row]
     assert losses[-1] < 0.8 * losses[0]
@@ -78,12 +73,11 @@ def test_the_loss_falls_and_the_base_stays(tmp_path: Path, monkeypatch: pytest.M
     assert record["trainable_parameters"] == 2 * 32 + 2 * 2 * 2 * 4 * 8 + transition
     written = json.loads((tmp_path / "training.json").read_text())
     assert written == json.loads(json.dumps(record))
-    assert (tmp_path / "loss.png").is_file() and (tmp_path / "tau.png").is_file()
 
 
 def test_the_adapter_that_is_written_is_the_one_of_largest_tau(tmp_path: Path) -> None:
     model = make_model()
-    record = train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
+    record = train(model, answers(), "bita", tmp_path, CONFIG, SETTINGS)
     taus = {row["step"]: row["eval_tau"] for row in record["history"] if "eval_tau" in row}
     assert set(taus) == {3, 6}
     best = record["best"]["step"]
@@ -113,9 +107,7 @@ def test_batches_of_similar_length_have_less_padding(tmp_path: Path) -> None:
     )
     found = {}
     for strategy in ("random", "group_by_length"):
-        settings = TrainSettings(
-            **{**SETTINGS, "max_steps": 1}, arguments={"train_sampling_strategy": strategy}
-        )
+        settings = {**SETTINGS, "max_steps": 1, "train_sampling_strategy": strategy}
         padding = Padding()
         train(
             make_model(), rows, "medusa", tmp_path / strategy, {"num_heads": 2}, settings,
@@ -128,7 +120,7 @@ def test_batches_of_similar_length_have_less_padding(tmp_path: Path) -> None:
 def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
 
     model = make_model()
-    train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
+    train(model, answers(), "bita", tmp_path, CONFIG, SETTINGS)
     model.load_adapter(tmp_path)
     prompts = [answers()[row]["prompt_ids"][: 8 - row] for row in range(3)]
     options = {"tree": "efficient", "top_k": 2}
@@ -156,7 +148,7 @@ class Stop(TrainerCallback):
 
 
 def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
-    settings = TrainSettings(**SETTINGS)
+    settings = SETTINGS
     whole = train(make_model(), answers(), "bita", tmp_path / "whole", CONFIG, settings)
     arguments = (answers(), "bita", tmp_path / "parts", CONFIG, settings)
     with pytest.raises(KeyboardInterrupt):
@@ -168,83 +160,6 @@ def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
         row.get("eval_loss") for row in whole["history"]
     ]
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
-
-
-def cut(name: str, kept: int) -> Callable[[Path], Any]:
-    def spoil(checkpoint: Path) -> None:
-        (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:kept])
-
-    return spoil
-
-
-#: What a kill may leave of a checkpoint, and the file that is named.
-UNFINISHED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (lambda c: (shutil.rmtree(c), c.mkdir()), "no trainer_state.json"),
-    "no state": (lambda c: (c / "trainer_state.json").unlink(), "no trainer_state.json"),
-    "state": (cut("trainer_state.json", -9), "trainer_state.json"),
-    "optimizer": (cut("optimizer.pt", -9), "optimizer.pt"),
-    "scheduler": (cut("scheduler.pt", 0), "scheduler.pt"),
-    "random numbers": (cut("rng_state.pth", 100), "rng_state.pth"),
-    "arguments": (cut("training_args.bin", 100), "training_args.bin"),
-    "weights": (cut("adapter_model.safetensors", -1), "adapter_model.safetensors"),
-    "header": (cut("adapter_model.safetensors", 5), "adapter_model.safetensors"),
-    "config": (cut("adapter_config.json", 30), "adapter_config.json"),
-}
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A training that was killed with checkpoints at steps 2 and 4; and a whole one's record."""
-    folder = tmp_path_factory.mktemp("stopped")
-    settings = TrainSettings(**{**SETTINGS, "eval_steps": 2})
-    whole = train(make_model(), answers(), "bita", folder / "whole", CONFIG, settings)
-    with pytest.raises(KeyboardInterrupt):
-        train(make_model(), answers(), "bita", folder / "parts", CONFIG, settings,
-              callbacks=[Stop(at=4)])  # fmt: skip
-    return folder, whole
-
-
-def test_checkpoints_that_were_not_written_to_their_end(
-    stopped: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for spoil, named in UNFINISHED.values():
-        shutil.rmtree(tmp_path / "c", ignore_errors=True)
-        shutil.copytree(stopped[0] / "parts" / "checkpoints", tmp_path / "c")
-        (tmp_path / "c" / "checkpoint-best").mkdir()  # none of the Trainer's
-        assert last_whole(tmp_path / "c") == tmp_path / "c" / "checkpoint-4"
-        # What staging leaves behind where it is killed.
-        (tmp_path / "c" / "checkpoint-4" / ".writing-1").mkdir()
-        (tmp_path / "c" / "checkpoint-4" / ".writing-1" / "m.safetensors").write_bytes(b"\0")
-        assert last_whole(tmp_path / "c") == tmp_path / "c" / "checkpoint-4"
-        shutil.rmtree(tmp_path / "c" / "checkpoint-4" / ".writing-1")
-        spoil(tmp_path / "c" / "checkpoint-4")
-        caplog.clear()
-        assert last_whole(tmp_path / "c") == tmp_path / "c" / "checkpoint-2"
-        (record,) = caplog.records
-        assert f"checkpoint-4 was not written to its end ({named})" in record.getMessage()
-        spoil(tmp_path / "c" / "checkpoint-2")
-        assert last_whole(tmp_path / "c") is None
-    assert last_whole(tmp_path / "nowhere") is None
-
-
-@pytest.mark.parametrize("broken", [(4,), (2, 4)])
-def test_resumed_behind_a_broken_checkpoint(
-    stopped: tuple[Path, dict[str, Any]], tmp_path: Path, broken: tuple[int, ...]
-) -> None:
-    """From the one before, or from the beginning; with the result of an uninterrupted run."""
-    folder, whole = stopped
-    output = Path(shutil.copytree(folder / "parts", tmp_path / "parts"))
-    for step in broken:
-        cut("optimizer.pt", 99)(output / "checkpoints" / f"checkpoint-{step}")
-    arguments = (answers(), "bita", output, CONFIG, TrainSettings(**{**SETTINGS, "eval_steps": 2}))
-    with pytest.raises(ValueError, match="--resume"):
-        train(make_model(), *arguments)
-    parts = train(make_model(), *arguments, resume=True)
-    assert [row.get("eval_loss") for row in parts["history"]] == [
-        row.get("eval_loss") for row in whole["history"]
-    ]
-    assert equal(weights(folder / "whole"), weights(output))
-    assert last_whole(output / "checkpoints") == output / "checkpoints" / "checkpoint-6"
 
 
 def test_the_plain_script_does_the_same(tmp_path: Path) -> None:
@@ -276,9 +191,9 @@ def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
     """gloo, on two halves of each batch: the same training as one process on whole batches."""
     program = """
         from test_train import CONFIG, SETTINGS, answers, make_model
-        from hf_spec.training.train import TrainSettings, train
+        from hf_spec.training.train import train
         arguments = {"logging_steps": 1}
-        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+        settings = {**SETTINGS, "per_device_train_batch_size": size, **arguments}
         train(make_model(), answers(), "bita", output, CONFIG, settings)
     """
     assert_same_history(*run_both(program, tmp_path), rel=1e-4)
@@ -288,9 +203,9 @@ def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes stop after a checkpoint, one goes on; and the other way round."""
     program = """
         from test_train import CONFIG, SETTINGS, Stop, answers, make_model
-        from hf_spec.training.train import TrainSettings, train
+        from hf_spec.training.train import train
         arguments = {"logging_steps": 1}
-        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+        settings = {**SETTINGS, "per_device_train_batch_size": size, **arguments}
         try:
             train(make_model(), answers(), "bita", output, CONFIG, settings, callbacks=[Stop()])
         except KeyboardInterrupt:
@@ -300,14 +215,14 @@ def test_resumed_with_another_number_of_processes(tmp_path: Path) -> None:
     """
     rest = """
         from test_train import CONFIG, SETTINGS, answers, make_model
-        from hf_spec.training.train import TrainSettings, train
+        from hf_spec.training.train import train
         arguments = {"logging_steps": 1}
-        settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+        settings = {**SETTINGS, "per_device_train_batch_size": size, **arguments}
         begun = output.with_name(f"rest-{output.name}")  # by the other number of processes
         train(make_model(), answers(), "bita", begun, CONFIG, settings, resume=True)
     """
     arguments = {"logging_steps": 1}
-    settings = TrainSettings(**SETTINGS, arguments=arguments)
+    settings = {**SETTINGS, **arguments}
     train(make_model(), answers(), "bita", tmp_path / "whole", CONFIG, settings)
     one, two = run_both(program, tmp_path)
     shutil.copytree(two, tmp_path / "rest-one")
@@ -329,8 +244,8 @@ def test_trainer_features_do_not_change_what_is_learned(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     settings = {**SETTINGS, "max_steps": 3}
-    train(make_model(), answers(), "bita", tmp_path / "a", CONFIG, TrainSettings(**settings))
-    other = TrainSettings(**settings, arguments=arguments)
+    train(make_model(), answers(), "bita", tmp_path / "a", CONFIG, settings)
+    other = {**settings, **arguments}
     train(make_model(), answers(), "bita", tmp_path / "b", CONFIG, other)
     one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
     for name, value in one.items():
@@ -343,7 +258,7 @@ def test_mixed_precision_and_tensorboard(tmp_path: Path) -> None:
         "bf16": True, "report_to": "tensorboard", "logging_dir": str(tmp_path / "logs"),
     }  # fmt: skip
     arguments.pop("logging_dir")
-    settings = TrainSettings(**{**SETTINGS, "max_steps": 3}, arguments=arguments)
+    settings = {**SETTINGS, "max_steps": 3, **arguments}
     record = train(make_model(), answers(), "bita", tmp_path / "out", CONFIG, settings)
     assert record["best"]["eval_tau"] >= 1.0
     assert list((tmp_path / "out" / "checkpoints").rglob("events.out.tfevents.*"))
@@ -351,7 +266,7 @@ def test_mixed_precision_and_tensorboard(tmp_path: Path) -> None:
 
 def test_a_base_in_bf16_trains_weights_in_fp32(tmp_path: Path) -> None:
     model = make_model().to(torch.bfloat16)
-    train(model, answers(), "bita", tmp_path, CONFIG, TrainSettings(**SETTINGS))
+    train(model, answers(), "bita", tmp_path, CONFIG, SETTINGS)
     kinds = {value.dtype for value in weights(tmp_path).values()}
     assert kinds == {torch.float32, torch.int64}  # the latter are tokens
     model.load_adapter(tmp_path)
@@ -372,7 +287,7 @@ def test_a_base_in_bf16_trains_weights_in_fp32(tmp_path: Path) -> None:
 def test_the_commonest_tokens_are_predicted(
     tmp_path: Path, method: str, fields: dict[str, Any], tokens: list[int]
 ) -> None:
-    settings = TrainSettings(**{**SETTINGS, "max_steps": 2, "eval_steps": 2})
+    settings = {**SETTINGS, "max_steps": 2, "eval_steps": 2}
     record = train(make_model(), answers(), method, tmp_path, fields, settings)
     stored = [value for name, value in weights(tmp_path).items() if "draft_vocabulary" in name]
     assert record["config"]["draft_vocab_size"] == len(tokens)
@@ -401,9 +316,9 @@ def test_fields_of_the_config_are_options() -> None:
         (["bita", "--prompt-depth=medium"], "prompt_depth='medium'"),
         (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
         (["bita", "--strategy-kwargs", '{"top": 1}'], "no option 'top'"),
-        (["bita", "--training-args", '{"no_such": 1}'], "no_such"),
-        (["bita", "--epochs", "0"], r"--epochs=0.0: must be a number in \(0"),
-        (["bita", "--learning-rate", "-1"], "--learning-rate=-1.0: must be"),
+        (["bita", "--max-steps", "many"], "'hf-spec train bita': argument --max_steps.*'many'"),
+        (["bita", "--held-out", "0"], "held_out=0: must be a whole number of at least 1"),
+        (["bita", "--adapter", "/none"], "cannot read '/none/generation_config.json'"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_loaded(
@@ -415,6 +330,23 @@ def test_bad_input_is_told_before_anything_is_loaded(
     assert cli.main(["train", arguments[0], *needed, *arguments[1:]]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def test_options_are_fields_of_training_arguments() -> None:
+    words = "--max-steps 4 --learning_rate=1e-3 --bf16 --report-to tensorboard --held-out 2 "
+    words += '--lr-scheduler-kwargs {"num_cycles":1} --num-anchors 3 --num-mask-tokens 4'
+    config, rest = take_fields(words.split(), config_fields(get_method("bita")))
+    given = parse_arguments(rest, "bita", {})
+    assert config == {"num_mask_tokens": 4}
+    assert given == {
+        "max_steps": 4, "learning_rate": 1e-3, "bf16": True, "report_to": "tensorboard",
+        "held_out": 2, "lr_scheduler_kwargs": '{"num_cycles":1}', "num_anchors": 3,
+    }  # fmt: skip
+    made = spec_arguments(get_method("bita"), Path("out"), hf_spec.BitaConfig(), **given)
+    assert made.lr_scheduler_kwargs == {"num_cycles": 1} and made.num_train_epochs == 8
+    assert (made.save_steps, made.per_device_eval_batch_size) == (100, 8)
+    with pytest.raises(ValueError, match="epochs: no field of transformers.TrainingArguments"):
+        spec_arguments(get_method("bita"), Path("out"), hf_spec.BitaConfig(), epochs=3)
 
 
 def test_missing_packages_are_named(
@@ -429,7 +361,7 @@ def test_missing_packages_are_named(
 def test_fields_are_listed_with_one_default_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "bita", "--list-fields"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(config_fields(get_method("bita")))
+    assert len(lines) == len(config_fields(get_method("bita"))) + len(own_arguments())
     assert all(line.lower().count("default") == 1 for line in lines)
     assert len({len(line) - len(line.partition("  ")[2].lstrip()) for line in lines}) == 1
 
@@ -437,8 +369,6 @@ def test_fields_are_listed_with_one_default_each(capsys: pytest.CaptureFixture[s
 def test_missing_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "bita", "--model", "M"]) == 2
     assert capsys.readouterr().err == "hf-spec: 'hf-spec train bita' needs --data, --output\n"
-    assert cli.main(["train", "bita", "--dry-run"]) == 2
-    assert capsys.readouterr().err == "hf-spec: 'hf-spec train bita' needs --model\n"
 
 
 def test_an_interrupt_says_how_to_go_on(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from running import configured, drafting
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
@@ -21,14 +22,13 @@ import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.methods.registry import get_method
+from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.base_weights import base_state, load_checkpoint
-from hf_spec.training.train import TrainSettings, bit_sums, train, training_arguments
-
-pytestmark = pytest.mark.usefixtures("no_plots")
+from hf_spec.training.train import bit_sums, spec_arguments, train
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 4, "eval_steps": 2, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
-    "batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
+    "per_device_train_batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
 }  # fmt: skip
 FULL = {"update": "full", "num_mask_tokens": 2, "transition_rank": 0, "draft_vocab_size": 0}
 
@@ -56,7 +56,7 @@ def test_the_trained_base_is_a_model_of_its_own(
     before = state(model)
     tokenizer = AutoTokenizer.from_pretrained(save_checkpoint(tmp_path / "base"))
     out = tmp_path / "out"
-    settings = TrainSettings(**{**SETTINGS, "max_steps": 60, "eval_steps": 30})
+    settings = {**SETTINGS, "max_steps": 60, "eval_steps": 30}
     config = {**FULL, "p_ar": 0.1}
     record = train(model, answers(), "space", out, config, settings, tokenizer=tokenizer)
     after = state(model)
@@ -98,9 +98,7 @@ def test_the_checkpoint_of_the_smallest_loss_is_kept_with_its_base(tmp_path: Pat
                     group["lr"] = 1.0
 
     model = make_model()
-    record = train(
-        model, answers(), "space", tmp_path, FULL, TrainSettings(**SETTINGS), callbacks=[Blow()]
-    )
+    record = train(model, answers(), "space", tmp_path, FULL, SETTINGS, callbacks=[Blow()])
     losses = {row["step"]: row["eval_loss"] for row in record["history"] if "eval_loss" in row}
     assert losses[2] < losses[4] and record["best"]["step"] == 2
     kept = load_file(tmp_path / "checkpoints" / "checkpoint-2" / "base_model.safetensors")
@@ -112,11 +110,11 @@ def test_the_checkpoint_of_the_smallest_loss_is_kept_with_its_base(tmp_path: Pat
 
 def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
     whole = make_model()
-    train(whole, answers(), "space", tmp_path / "whole", FULL, TrainSettings(**SETTINGS))
+    train(whole, answers(), "space", tmp_path / "whole", FULL, SETTINGS)
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / "checkpoint-4")
     resumed = make_model()
-    settings = TrainSettings(**SETTINGS)
+    settings = SETTINGS
     train(resumed, answers(), "space", tmp_path / "part", FULL, settings, resume=True)
     assert same(state(resumed), state(whole))
     files = [tmp_path / name / "adapter_model.safetensors" for name in ("whole", "part")]
@@ -126,7 +124,7 @@ def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no base_model\.safetensors"):
         load_checkpoint(make_model(), tmp_path)
-    train(make_model(), answers(), "space", tmp_path, FULL, TrainSettings(**SETTINGS))
+    train(make_model(), answers(), "space", tmp_path, FULL, SETTINGS)
     with pytest.raises(ValueError, match="weights of another model"):
         load_checkpoint(make_model(layers=3), tmp_path / "checkpoints" / "checkpoint-2")
 
@@ -136,7 +134,7 @@ def test_otherwise_the_base_stays_as_it_was(tmp_path: Path, update: str) -> None
     model = make_model()
     before = bit_sums(list(model.parameters()))
     config = {"update": update, "num_mask_tokens": 2, "rank": 2}
-    record = train(model, answers(), "space", tmp_path, config, TrainSettings(**SETTINGS))
+    record = train(model, answers(), "space", tmp_path, config, SETTINGS)
     assert bit_sums(list(model.parameters())) == before
     assert not (tmp_path / "model").exists()
     assert not list(tmp_path.rglob("base_model.safetensors"))
@@ -157,7 +155,7 @@ def test_defaults_follow_the_config(tmp_path: Path) -> None:
     method, rates = get_method("space"), {}
     for update in ("gated", "lora", "full", "none"):
         config = hf_spec.SpaceConfig(update=update)
-        arguments = training_arguments(method, TrainSettings(), tmp_path, config)
+        arguments = spec_arguments(method, tmp_path, config)
         rates[update] = arguments.learning_rate
         assert arguments.per_device_train_batch_size == 8
         # The paper's, where the model is fine-tuned; what learns to guess it takes longer.
@@ -166,9 +164,7 @@ def test_defaults_follow_the_config(tmp_path: Path) -> None:
         assert arguments.metric_for_best_model == ("loss" if tuned else "tau")
         assert arguments.greater_is_better == (not tuned)
     assert rates == {"gated": 3e-3, "lora": 1e-3, "full": 5e-5, "none": 3e-2}
-    chosen = training_arguments(
-        method, TrainSettings(learning_rate=0.5), tmp_path, hf_spec.SpaceConfig()
-    )
+    chosen = spec_arguments(method, tmp_path, hf_spec.SpaceConfig(), learning_rate=0.5)
     assert chosen.learning_rate == 0.5
 
 
@@ -218,7 +214,7 @@ def test_checkpointing_and_accumulation_change_nothing(tmp_path: Path, case: str
         )
     ):
         method, config = TRAINED[case]
-        settings = TrainSettings(**SETTINGS, arguments=arguments)
+        settings = {**SETTINGS, **arguments}
         record = train(make_model(), answers(), method, tmp_path / str(index), config, settings)
         histories.append([row["eval_loss"] for row in record["history"] if "eval_loss" in row])
     assert len(histories[0]) == 2
@@ -226,14 +222,23 @@ def test_checkpointing_and_accumulation_change_nothing(tmp_path: Path, case: str
         assert other == pytest.approx(histories[0], rel=1e-3)  # rounding, after some steps of Adam
 
 
+def test_every_parameter_has_a_gradient_without_mask_tokens() -> None:
+    """DDP waits for all of them, also where a process has no sequence with mask tokens."""
+    config = hf_spec.SpaceConfig(update="lora", num_mask_tokens=2, rank=2, p_ar=1.0)
+    model = get_peft_model(make_model(), config).train()
+    data = AnswerDataset(answers(2), 4)
+    model(**collate([data[0], data[1]]))["loss"].backward()
+    assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
+
+
 def test_two_processes_give_the_loss_of_one(tmp_path: Path) -> None:
     """gloo, on two halves of each batch; which loss a sequence has does not depend on it."""
     program = """
         from test_train_base import SETTINGS, TRAINED, answers, make_model
-        from hf_spec.training.train import TrainSettings, train
+        from hf_spec.training.train import train
         arguments = {"logging_steps": 1}
         for case, (method, config) in TRAINED.items():
-            settings = TrainSettings(**{**SETTINGS, "batch_size": size, "arguments": arguments})
+            settings = {**SETTINGS, "per_device_train_batch_size": size, **arguments}
             train(make_model(), answers(), method, output / case, config, settings)
     """
     one, two = run_both(program, tmp_path)

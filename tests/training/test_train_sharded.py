@@ -19,7 +19,7 @@ from tiny_checkpoint import make_model
 from two_processes import assert_same_history
 
 import hf_spec
-from hf_spec.training.train import TrainSettings, train
+from hf_spec.training.train import train
 
 METHOD = "bita"
 #: As ``accelerate launch`` passes on its configuration.
@@ -32,9 +32,12 @@ FSDP = {
 }
 
 
-def settings(size: int) -> TrainSettings:
-    enough = {"max_steps": 24, "eval_steps": 8, "learning_rate": 5e-2, "batch_size": size}
-    return TrainSettings(**{**SETTINGS, **enough}, arguments={"logging_steps": 1})
+def settings(size: int) -> dict[str, Any]:
+    enough = {
+        "max_steps": 24, "eval_steps": 8, "learning_rate": 5e-2,
+        "per_device_train_batch_size": size,
+    }  # fmt: skip
+    return {**SETTINGS, **enough, "logging_steps": 1}
 
 
 def own_answers(model: Any) -> Dataset:

@@ -18,9 +18,7 @@ from hf_spec import cli
 from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.methods.registry import get_method
 from hf_spec.training.start import extended
-from hf_spec.training.train import TrainSettings, bit_sums, train
-
-pytestmark = pytest.mark.usefixtures("no_plots")
+from hf_spec.training.train import bit_sums, train
 
 #: Small adapters without a transition.
 METHODS: dict[str, dict[str, Any]] = {
@@ -42,13 +40,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def without(folder: Path, method: str, **more: Any) -> Path:
     """An adapter that was trained without a transition."""
     config = {**METHODS[method], "transition_rank": 0}
-    settings = TrainSettings(**{**SETTINGS, "max_steps": 3, **more})
+    settings = {**SETTINGS, "max_steps": 3, **more}
     train(make_model(), answers(), method, folder, config, settings)
     return folder
 
 
 def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any) -> dict[str, Any]:
-    settings = TrainSettings(**{**SETTINGS, **more})
+    settings = {**SETTINGS, **more}
     fields = {"transition_rank": rank}
     return train(make_model(), answers(), method, output, fields, settings, start=folder)
 
@@ -60,7 +58,7 @@ def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any
 def test_only_the_transition_is_trained(tmp_path: Path, method: str) -> None:
     """What the adapter had stays bit for bit; so does the base."""
     before = without(tmp_path / "before", method)
-    model, settings = make_model(), TrainSettings(**SETTINGS)
+    model, settings = make_model(), SETTINGS
     bits = bit_sums(list(model.parameters()))
     fields = {"transition_rank": 3}
     record = train(model, answers(), method, tmp_path / "after", fields, settings, start=before)
@@ -111,7 +109,7 @@ def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
     with_one(folder, tmp_path / "parts", "bita", max_steps=3)
     # As an interrupted training of six steps leaves it behind: the schedule is that of six.
     (tmp_path / "parts" / "adapter_model.safetensors").unlink()
-    settings = TrainSettings(**SETTINGS)
+    settings = SETTINGS
     parts = train(
         make_model(), answers(), "bita", tmp_path / "parts", {"transition_rank": 3}, settings,
         resume=True, start=folder,
@@ -136,7 +134,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     one, two = tmp_path / "one", tmp_path / "two"
     fields = ["--num-mask-tokens", "2", "--transition-rank", "0"]
     assert cli.main(["train", "bita", *common, "--output", str(one), *fields]) == 0
-    start = ["train", "transition", "--adapter", str(one)]
+    start = ["train", "bita", "--adapter", str(one)]
     assert cli.main([*start, *common, "--output", str(two), "--learning-rate", "1"]) == 2
     assert "--transition-learning-rate" in capsys.readouterr().err
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
@@ -147,12 +145,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert hf_spec.SpecConfig.from_pretrained(two).assistant_strategy == "bita"
 
     for arguments, message in (
-        (["train", "transition", "--adapter", str(two)], r"has a transition already"),
+        (["train", "bita", "--adapter", str(two)], r"has a transition already"),
         ([*start, "--num-mask-tokens", "3"], r"num_mask_tokens belongs to what the adapter has"),
         ([*start, "--transition-rank", "-1"], r"transition_rank=-1: must be a whole number"),
         ([*start, "--rank", "3"], r"has no option '--rank'"),
-        (["train", "bita", "--adapter", str(one)], r"--adapter and 'train transition' belong"),
-        (["train", "transition"], r"--adapter and 'train transition' belong together"),
+        (["train", "medusa", "--adapter", str(one)], r"is of 'bita': give 'hf-spec train bita'"),
     ):
         more = [*common, "--output", str(tmp_path / "three")]
         assert cli.main([*arguments[:4], *more, *arguments[4:]]) == 2
@@ -193,15 +190,15 @@ def test_wrong_rates(rate: Any) -> None:
 def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
     from peft import get_peft_model
 
-    from hf_spec.training.train import training_arguments
+    from hf_spec.training.train import spec_arguments
     from hf_spec.training.trainer import SpecTrainer
 
     config = hf_spec.SpaceConfig(
         rank=2, transition_rank=3, transition_learning_rate=0.25, update_learning_rate=0.125
     )
     model = get_peft_model(make_model(), config)
-    settings = TrainSettings(max_steps=4, learning_rate=0.5)
-    arguments = training_arguments(get_method("space"), settings, tmp_path, config)
+    given = {"max_steps": 4, "learning_rate": 0.5}
+    arguments = spec_arguments(get_method("space"), tmp_path, config, **given)
     trainer = SpecTrainer(
         model=model, args=arguments, train_dataset=answers(), eval_dataset=answers()
     )

@@ -183,7 +183,7 @@ def test_interrupted(
     ("more", "message"),
     [
         (["--objective", "guessed"], "--objective 'guessed': choose one of modelled, measured"),
-        (["--sampler", "grid"], "--sampler 'grid': choose one of tpe, gp, random"),
+        (["--sampler", "grid"], "--sampler 'grid': choose one of tpe, random"),
         (["--dtype", "int3"], "--dtype 'int3'"),
         (["--target-acceptance", "2"], "--target-acceptance 2.0"),
         (["--temperature", "0.7"], "--temperature needs --do-sample"),

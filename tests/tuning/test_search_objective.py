@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from planted import COSTS, LAYERS, PLANTED, PROMPTS, SETTINGS, planted_model
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.bench.contenders import PLAIN, Contender
 from hf_spec.core.stats import SpecStats
-from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers
+from hf_spec.tuning.layers.costs import ForwardTimer, Skip, StepCosts, Sublayers, _prices
 from hf_spec.tuning.layers.objective import (
     Counts,
     Evaluator,
@@ -213,3 +214,9 @@ def test_prompts_must_fit() -> None:
         Evaluator(model, tokenizer, PROMPTS, 4096)
     with pytest.raises(ValueError, match="no prompts"):
         Evaluator(model, tokenizer, [], 8)
+
+
+def test_prices_are_never_below_zero() -> None:
+    counts = np.array([[1.0, 0, 0], [1, 1, 0], [1, 0, 1], [1, 1, 1]])
+    assert _prices(counts, counts @ [2.0, 3.0, 0.5]) == pytest.approx([2.0, 3.0, 0.5])
+    assert _prices(counts, counts @ [2.0, 3.0, -0.5]) == pytest.approx([1.75, 3.0, 0.0])

@@ -325,7 +325,12 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     sar_loss = sar_losses.sum(-1) / useful.sum(-1).clamp(min=1)
     share = torch.where(useful.any(-1), share, 0.0)  # an answer too short for a mask token
     total = (1 - share) * ar_loss + share * sar_loss
-    return {"loss": total.mean(), **output}
+    mean = total.mean()
+    if model.training and not wanted.shape[1]:
+        # Other processes have mask tokens: DDP waits for a gradient of every parameter in each.
+        trained = [one for one in adapter.weights().values() if one.requires_grad]
+        mean = mean + 0.0 * torch.stack([one.sum().to(mean) for one in trained]).sum()
+    return {"loss": mean, **output}
 
 
 def _sar_share(

@@ -224,8 +224,6 @@ def _patterns(sublayers: Sublayers) -> list[Skip]:
 
 def _fit(sublayers: Sublayers, seconds: Mapping[Skip, float]) -> dict[str, Any]:
     """Prices of :class:`StepCosts` by least squares, none below zero."""
-    from scipy.optimize import nnls
-
     layers = range(sublayers.count)
     rows = []
     for skip in seconds:
@@ -235,10 +233,28 @@ def _fit(sublayers: Sublayers, seconds: Mapping[Skip, float]) -> dict[str, Any]:
             for kind, group in sublayers.groups
         ]
         rows.append([1.0, float(len(set(layers) - whole)), *map(float, kept)])
-    base, layer, *prices = nnls(np.array(rows), np.array([*seconds.values()]))[0].tolist()
+    base, layer, *prices = _prices(np.array(rows), np.array([*seconds.values()])).tolist()
     by_kind = {kind: [0.0] * sublayers.count for kind in ("attention", "mlp")}
     for (kind, group), price in zip(sublayers.groups, prices):
         for index in group:
             by_kind[kind][index] = price
     found = {kind: tuple(each) for kind, each in by_kind.items()}
     return {"draft_base": base, "layer": layer, **found}
+
+
+def _prices(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Prices of parts by least squares: a part whose price comes out below zero costs nothing.
+
+    Args:
+        counts: ``(forwards, parts)`` how often each part runs.
+        seconds: ``(forwards,)``
+    """
+    found = np.zeros(counts.shape[1])
+    paid = np.ones(len(found), dtype=bool)
+    while paid.any():
+        prices = np.linalg.lstsq(counts[:, paid], seconds)[0]
+        if (prices >= 0).all():
+            found[paid] = prices
+            break
+        paid[np.flatnonzero(paid)[prices.argmin()]] = False
+    return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_spec.bench import report as bench_report
 from hf_spec.bench.contenders import Contender, ours
 from hf_spec.bench.environment import package_version
+from hf_spec.bench.figures import can_draw
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.results import BenchResult
 from hf_spec.bench.runner import run
@@ -52,7 +53,8 @@ def write_folder(
     write_atomically(folder / SEARCH, json.dumps(data, indent=1))
     measured_on = {"held_out": bool(result.finalists)}  # the same file, other prompts
     bench_report.write_results(folder / RESULTS, bench, {**environment, **measured_on})
-    plot_search(folder, folder)
+    if can_draw():
+        plot_search(folder, folder)
     write_card(folder)
 
 

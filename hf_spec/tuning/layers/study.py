@@ -33,7 +33,7 @@ from hf_spec.tuning.layers.objective import (
     Exit,
 )
 
-SAMPLERS = ("tpe", "gp", "random")
+SAMPLERS = ("tpe", "random")
 STUDY_FILE, STUDY_NAME = "study.db", STRATEGY
 
 
@@ -43,7 +43,7 @@ class Settings:
 
     Attributes:
         objective: ``modelled`` or ``measured``; see :mod:`hf_spec.tuning.layers.objective`.
-        sampler: ``tpe``, ``gp`` or ``random``.
+        sampler: ``tpe`` or ``random``.
         seed: seed of the search and of the sampling.
         max_new_tokens: limit for each prompt.
         max_draft, target_acceptance: see :class:`Exit`.
@@ -143,11 +143,9 @@ class LayerStudy:
     def __init__(self, folder: Path, identity: dict[str, Any]):
         try:
             import optuna
-            import scipy  # noqa: F401  (costs are fitted with it, and one of the samplers needs it)
         except ImportError as error:
             raise ImportError(
-                "searching needs Optuna and SciPy, which are not both installed: "
-                "pip install 'hf_spec[search]'"
+                "searching needs Optuna, which is not installed: pip install 'hf_spec[search]'"
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna, self.states = optuna, optuna.trial.TrialState
@@ -283,9 +281,6 @@ def _sampler(optuna: Any, settings: Settings, number: int) -> Any:
     seed = settings.seed * 1_000_003 + number
     if settings.sampler == "tpe":
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
-    if settings.sampler == "gp":
-        certain = settings.objective == "modelled"
-        return optuna.samplers.GPSampler(seed=seed, deterministic_objective=certain)
     return optuna.samplers.RandomSampler(seed)
 
 

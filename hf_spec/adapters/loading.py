@@ -1,0 +1,150 @@
+"""The ways in which adapters are loaded, for those of hf_spec.
+
+PEFT and Transformers have no hooks for what is needed here; adapters of other types pass through:
+weights are read from safetensors only, a load that fails leaves the model as it was, and an adapter
+knows where it came from. `PreTrainedModel.load_adapter` goes PEFT's way, so that the weights of
+every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks them.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig, inject_adapter_in_model
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from hf_spec.adapters.checkpoint import Origin, read_weights, readable
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import CONTAINER, base_of, container_key, layer_of, layers_of
+
+
+def wrap_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.from_pretrained`, which attaches an adapter before it reads the weights."""
+
+    def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with unchanged_on_error(base_of(model)):
+            return original(cls, model, *args, **kwargs)
+
+    return from_pretrained
+
+
+def wrap_peft_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.load_adapter`, of a new adapter or into one that is attached."""
+
+    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        origin = _origin(model_id, kwargs)
+        if not _is_ours(origin, self.peft_config.get(adapter_name)):
+            return original(self, model_id, adapter_name, *args, **kwargs)
+        origin.weights()
+        with unchanged_on_error(base_of(self)), readable(model_id):
+            result = original(self, model_id, adapter_name, *args, **kwargs)
+        _note(self, adapter_name, origin)
+        return result
+
+    return load_adapter
+
+
+def wrap_transformers_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.load_adapter`, which knows no checks of PEFT's tuners."""
+    signature = inspect.signature(original)
+
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        stored = getattr(options["load_config"], "download_kwargs", None) or {}
+        more = {**stored, **options["kwargs"], **(options["adapter_kwargs"] or {})}
+        if options["local_files_only"]:
+            more["local_files_only"] = True
+        place = options["peft_model_id"] or getattr(
+            options["load_config"], "pretrained_model_name_or_path", None
+        )
+        origin = None if place is None else _origin(place, more)
+        config, name = options["peft_config"], options["adapter_name"] or "default"
+        taken = name in getattr(self, "peft_config", {})
+        if taken or options["hotswap"] is True or not _is_ours(origin, config):
+            return original(self, *args, **kwargs)
+        weights = options["adapter_state_dict"]
+        if weights is None and origin is not None:
+            weights = read_weights(origin.weights())
+        if config is None:
+            config = _read_config(origin)
+        config.inference_mode = not options["is_trainable"]
+        with unchanged_on_error(self):
+            inject_adapter_in_model(config, self, name)
+            self._hf_peft_config_loaded = True
+            tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+            named = tuner._remap_adapter_state_dict_for_load(self, config, name, weights or {})
+            self.load_state_dict(named, strict=False)
+        if origin is not None:
+            _note(self, name, origin)
+        if config.inference_mode:
+            self.eval()
+        nothing: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
+        names = [item.name for item in dataclasses.fields(LoadStateDictInfo)]
+        return LoadStateDictInfo(**{one: nothing.get(one, set()) for one in names})
+
+    return load_adapter
+
+
+@contextmanager
+def unchanged_on_error(base: Any) -> Iterator[None]:
+    """If the block raises, the adapters of hf_spec on a base model are those from before."""
+    before = {layer.prefix: ([*layer.configs], layer.active_adapters) for layer in layers_of(base)}
+    configs = base.__dict__.get("peft_config")
+    known = None if configs is None else dict(configs)
+    loaded = base.__dict__.get("_hf_peft_config_loaded")
+    trainable = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
+    try:
+        yield
+    except Exception:
+        for layer in layers_of(base):
+            names, active = before.get(layer.prefix, ([], []))
+            if names:
+                layer.set_adapter(active)
+            for name in layer.configs.keys() - set(names):
+                layer.delete_adapter(name)
+            if not names:
+                layer.disconnect()
+                del getattr(base, CONTAINER)[container_key(layer.prefix)]
+        if not before and hasattr(base, CONTAINER):
+            delattr(base, CONTAINER)
+        if known is None:
+            base.__dict__.pop("peft_config", None)
+        elif configs is not None:
+            configs.clear()
+            configs.update(known)
+            base.peft_config = configs
+        if loaded is None:
+            base.__dict__.pop("_hf_peft_config_loaded", None)
+        else:
+            base._hf_peft_config_loaded = loaded
+        for parameter, required in trainable:
+            parameter.requires_grad_(required)
+        raise
+
+
+def _origin(place: Any, kwargs: dict[str, Any]) -> Origin:
+    """Where an adapter is, from the keyword arguments of a function that loads it."""
+    return Origin(str(place), PeftConfig._split_kwargs(dict(kwargs))[0])
+
+
+def _read_config(origin: Any) -> Any:
+    return PeftConfig.from_pretrained(origin.place, **origin.download)
+
+
+def _is_ours(origin: Origin | None, config: Any) -> bool:
+    """Whether an adapter is one of hf_spec; where it cannot be read, the original says why."""
+    if config is None and origin is not None:
+        with suppress(ValueError, OSError, TypeError, KeyError):
+            config = _read_config(origin)
+    return isinstance(config, SpecPeftConfig)
+
+
+def _note(model: Any, name: str, origin: Origin) -> None:
+    config: Any = model.peft_config[name]
+    layer = layer_of(base_of(model), f"{config.type_name.lower()}_")
+    assert layer is not None
+    layer.origins[name] = origin
