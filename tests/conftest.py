@@ -301,7 +301,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by a strategy's name whenever our loop runs: proof that a call reached it."""
-    from hf_spec.decoding.steps import Strategy
+    from hf_spec.decoding.strategy import Strategy
 
     calls: list[str] = []
     of = Strategy.of

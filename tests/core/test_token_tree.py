@@ -1,4 +1,4 @@
-"""TokenTree and TreeBatch against their definitions, node by node in Python."""
+"""TokenTree against its definition, node by node in Python."""
 
 from __future__ import annotations
 
@@ -7,23 +7,9 @@ import json
 import random
 
 import pytest
-import torch
+from random_trees import random_tree
 
-from hf_spec.core.tree import TokenTree, TreeBatch
-
-
-def random_tree(rng: random.Random, nodes: int) -> TokenTree:
-    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
-
-
-def ancestors_of(tree: TokenTree, node: int) -> set[int]:
-    """The node itself and all above it."""
-    found = set()
-    while node != -1:
-        found.add(node)
-        node = tree.parents[node]
-    return found
-
+from hf_spec.core.token_tree import TokenTree
 
 PATHS = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 1]]
 
@@ -102,8 +88,7 @@ def test_siblings_are_ranked_in_order_when_ranks_are_left_out() -> None:
     assert TokenTree((-1, 0, 0, 1, 0, 1)).ranks == (0, 0, 1, 0, 2, 1)
 
 
-def test_equal_shapes_share_one_object() -> None:
-    assert TokenTree.from_parents([-1, 0, 0]) is TokenTree.from_parents((-1, 0, 0))
+def test_chains_of_one_length_are_one_object() -> None:
     assert TokenTree.chain(3) is TokenTree.chain(3)
 
 
@@ -144,6 +129,17 @@ def test_a_bad_path_in_json_is_named() -> None:
         TokenTree.from_json('{"version": 1, "paths": [[0, 0]]}')
 
 
+@pytest.mark.parametrize("paths", ["5", "[5]", "[[null]]", "[[0.5]]", '["01"]', '{"0": 1}'])
+def test_paths_of_the_wrong_type_are_refused(paths: str) -> None:
+    with pytest.raises(ValueError):
+        TokenTree.from_json(f'{{"version": 1, "paths": {paths}}}')
+
+
+def test_json_keeps_the_order_of_nodes() -> None:
+    tree = TokenTree((-1, 0, 1, 0))
+    assert TokenTree.from_json(tree.to_json()) == tree
+
+
 # -- shape ---------------------------------------------------------------------------------------
 
 
@@ -179,100 +175,3 @@ def test_truncate_renumbers_parents_of_trees_in_any_node_order() -> None:
     assert tree.truncate(1).parents == (-1, 0, 0)
     assert tree.truncate(2).parents == (-1, 0, 1, 0, 3)
     assert tree.truncate(3) is tree
-
-
-# -- tensors -------------------------------------------------------------------------------------
-
-
-def check_row(batch: TreeBatch, row: int, tree: TokenTree) -> None:
-    """Row ``row`` is ``tree``, then padding."""
-    n, nodes = len(tree), batch.num_nodes
-    assert batch.parents[row].tolist() == [*tree.parents, *[0] * (nodes - n)]
-    assert batch.depths[row, :n].tolist() == list(tree.depths)
-    assert batch.valid[row].tolist() == [node < n for node in range(nodes)]
-    for query in range(nodes):
-        own = ancestors_of(tree, query) if query < n else {query}
-        assert set(batch.ancestors[row, query].nonzero()[:, 0].tolist()) == own
-    assert batch.row_depths[row] == tree.max_depth
-    assert batch.row_candidates[row] == tree.num_candidates
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("rows", [1, 3])
-def test_batch_repeats_the_tree(seed: int, rows: int) -> None:
-    rng = random.Random(seed)
-    tree = random_tree(rng, rng.randint(1, 10))
-    batch = tree.batch(rows)
-    assert (batch.batch_size, batch.num_nodes) == (rows, len(tree))
-    assert batch.max_depth == tree.max_depth
-    assert batch.is_chain == tree.is_chain
-    for row in range(rows):
-        check_row(batch, row, tree)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_stack_pads_smaller_trees_at_the_end(seed: int) -> None:
-    rng = random.Random(seed)
-    trees = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
-    batch = TreeBatch.stack(trees)
-    assert batch.batch_size == len(trees)
-    assert batch.num_nodes == max(map(len, trees))
-    assert batch.max_depth == max(tree.max_depth for tree in trees)
-    assert batch.is_chain == all(tree.is_chain for tree in trees)
-    for row, tree in enumerate(trees):
-        check_row(batch, row, tree)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_trees_that_were_made_on_the_device(seed: int) -> None:
-    """From parents, depths and which nodes are real, whatever stands on the padding."""
-    rng = random.Random(seed)
-    trees = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
-    nodes = max(map(len, trees)) + rng.randint(0, 2)
-    parents, depths, valid, real = [], [], [], []
-    for tree in trees:
-        more = nodes - len(tree)
-        real.append([*tree.depths, *[-1] * more])
-        parents.append([*tree.parents, *(rng.randrange(nodes) for _ in range(more))])
-        depths.append([*tree.depths, *(rng.randint(0, 9) for _ in range(more))])
-        valid.append([True] * len(tree) + [False] * more)
-    batch = TreeBatch.of(*map(torch.tensor, (parents, depths, valid)), real)
-    assert (batch.batch_size, batch.num_nodes) == (len(trees), nodes)
-    assert batch.max_depth == max(tree.max_depth for tree in trees)
-    assert not batch.is_chain or all(tree.is_chain for tree in trees)
-    assert batch.is_chain or any(not tree.is_chain or len(tree) < nodes for tree in trees)
-    for row, tree in enumerate(trees):
-        check_row(batch, row, tree)
-        assert not batch.parents[row, len(tree) :].any()
-        padding = range(len(tree), nodes)
-        assert all(batch.depths[row, node] > 0 for node in padding)
-        assert all(batch.ancestors[row, node, node] for node in padding)
-    inner, place = batch.inner
-    for row, tree in enumerate(trees):
-        for node in range(1, len(tree)):
-            assert inner[row, place[row, node]] == tree.parents[node]
-
-
-def test_padding_lies_below_the_root_and_never_counts_as_deepest() -> None:
-    batch = TreeBatch.stack([TokenTree.chain(0), TokenTree.chain(3)])
-    assert batch.depths[0].tolist() == [0, 1, 1, 1]
-    assert batch.row_depths == (0, 3)
-    assert not batch.valid[0, 1:].any()
-
-
-def test_tensors_of_a_tree_are_made_once() -> None:
-    tree = TokenTree.from_paths(PATHS)
-    assert tree.batch(1).ancestors is tree.batch(1).ancestors
-    assert tree.batch(4).ancestors.data_ptr() == tree.batch(1).ancestors.data_ptr()
-    assert TreeBatch.stack([tree, tree]).parents.dtype == torch.long
-
-
-@pytest.mark.parametrize("paths", ["5", "[5]", "[[null]]", "[[0.5]]", '["01"]', '{"0": 1}'])
-def test_paths_of_the_wrong_type_are_refused(paths: str) -> None:
-    with pytest.raises(ValueError):
-        TokenTree.from_json(f'{{"version": 1, "paths": {paths}}}')
-
-
-def test_json_keeps_the_order_of_nodes() -> None:
-    tree = TokenTree((-1, 0, 1, 0))
-    assert TokenTree.from_json(tree.to_json()) == tree

@@ -1,0 +1,320 @@
+"""Tree and Row against their definitions, node by node in Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_trees import GROUPS, path_to, random_row, random_tree, visible
+from torch import Tensor
+
+from hf_spec.core import verify
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Row, Tree
+
+
+def check_row(tree: Tree, row: int, parents: Sequence[int]) -> None:
+    """Row ``row`` is the tree with these parents, then padding."""
+    n, nodes = len(parents), tree.num_tokens
+    depths = [len(path_to(parents, node)) - 1 for node in range(n)]
+    assert tree.parents[row].tolist() == [*parents, *[0] * (nodes - n)]
+    assert tree.depths[row].tolist() == [*depths, *[1] * (nodes - n)]
+    assert tree.valid[row].tolist() == [node < n for node in range(nodes)]
+    assert tree.ancestors[row, :n, :n].tolist() == visible(parents)
+    assert not tree.ancestors[row, :n, n:].any()
+    assert tree.ancestors[row, n:].tolist() == torch.eye(nodes).bool()[n:].tolist()
+    assert (tree.row_sizes[row], tree.row_depths[row]) == (n - 1, max(depths))
+
+
+def random_rows(rng: random.Random) -> list[Row]:
+    return [random_row(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 4))]
+
+
+def prepared(rows: Sequence[Row]) -> Tree:
+    """The rows as the device's code sends them: packed, and unpacked again."""
+    nodes = max(len(row.tokens) for row in rows)
+
+    def column(values: Sequence[Sequence[Any]], value: Any) -> Tensor:
+        return torch.tensor([[*own, *[value] * (nodes - len(own))] for own in values])
+
+    logs = column([row.probs for row in rows], 0.0).float().log()
+    parents, depths = column([row.parents for row in rows], 3), [row.depths for row in rows]
+    tokens = column([row.tokens for row in rows], 60_000)
+    return Tree.unpacked(Tree.packed(parents, column(depths, 7), tokens, logs))
+
+
+def paths_of(row: Row) -> dict[tuple[int, ...], float]:
+    """Each node's probability by the tokens on its path."""
+    return {
+        tuple(row.tokens[on] for on in path_to(row.parents, node)): row.probs[node]
+        for node in range(len(row.parents))
+    }
+
+
+# -- construction --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_of_different_shapes_are_padded_at_the_end(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
+    tree = Tree.of_shapes(shapes)
+    assert tree.tokens.shape == (len(shapes), max(map(len, shapes)))
+    assert tree.batch_size == len(shapes)
+    assert tree.num_nodes == tree.num_tokens == max(map(len, shapes))
+    assert tree.max_depth == max(shape.max_depth for shape in shapes)
+    assert tree.is_chain == all(shape.is_chain for shape in shapes)
+    for row, shape in enumerate(shapes):
+        check_row(tree, row, shape.parents)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_one_shape_is_repeated(seed: int, rows: int) -> None:
+    rng = random.Random(seed)
+    shape = random_tree(rng, rng.randint(1, 10))
+    tree = Tree.of_shapes([shape] * rows)
+    assert tree.batch_size == rows and tree.is_chain == shape.is_chain
+    for row in range(rows):
+        check_row(tree, row, shape.parents)
+    assert Tree.of_shapes([shape]).ancestors.data_ptr() == tree.ancestors.data_ptr(), "made once"
+
+
+def test_chains_and_roots() -> None:
+    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    chain, roots = Tree.chain(tokens), Tree.roots(tokens[:, 0])
+    assert chain.is_chain and torch.equal(chain.tokens, tokens)
+    assert roots.tokens.tolist() == [[4], [7]] and roots.max_depth == 0
+    for row in range(2):
+        check_row(chain, row, [-1, 0, 1])
+        check_row(roots, row, [-1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_of_the_host(seed: int) -> None:
+    rows = random_rows(random.Random(seed))
+    tree = Tree.of_rows(rows, "cpu")
+    assert tree.host is not None
+    assert tree.host.rows(tree.row_sizes) == rows
+    assert tree.is_chain == all(r.parents == list(range(-1, tree.num_nodes - 1)) for r in rows)
+    for row, own in enumerate(rows):
+        n = len(own.tokens)
+        check_row(tree, row, own.parents)
+        assert tree.tokens[row, :n].tolist() == own.tokens
+        assert not tree.host.probs[row, n:].any() and not tree.host.parents[row, n:].any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
+    """Whatever stands on the padding."""
+    rows = random_rows(random.Random(seed))
+    tree, same = prepared(rows), Tree.of_rows(rows, "cpu")
+    assert tree.host is not None
+    assert (tree.row_sizes, tree.row_depths) == (same.row_sizes, same.row_depths)
+    assert tree.is_chain == same.is_chain
+    for row, own in enumerate(rows):
+        check_row(tree, row, own.parents)
+        assert tree.tokens[row, : len(own.tokens)].tolist() == own.tokens
+    for row, own in zip(tree.host.rows(tree.row_sizes), rows):
+        assert (row.parents, row.tokens) == (own.parents, own.tokens)
+        np.testing.assert_allclose(row.probs, own.probs, rtol=1e-5)  # float32 logarithms
+    size = tree.num_nodes
+    assert not tree.host.probs[~tree.valid.numpy()].any()
+    assert not tree.host.parents[~tree.valid.numpy()].any()
+    fits = Tree.packed(*(torch.full((1, size), 2**24 - 1) for _ in range(3)), torch.zeros(1, size))
+    assert Tree.unpacked(fits).tokens.eq(2**24 - 1).all()
+
+
+def test_numbers_on_the_host_are_not_transferred_again() -> None:
+    parts = torch.tensor([[[-1, 0]], [[0, 1]], [[5, 6]]])
+    packed = Tree.packed(*parts, torch.tensor([[0.0, -0.5]]))
+    numbers = packed.numpy().copy()
+    numbers[0, 5] = 9.0
+    tree = Tree.unpacked(packed, numbers)
+    assert tree.host is not None
+    assert tree.host.tokens.tolist() == [[5, 9]] and tree.tokens.tolist() == [[5, 6]]
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
+    rng = random.Random(seed)
+    one, two = (random_row(rng, rng.randint(1, 8), vocab=4) for _ in range(2))
+    two.tokens[0] = one.tokens[0]
+    merged = one.merge(two)
+    wanted = paths_of(one)
+    for path, prob in paths_of(two).items():
+        wanted[path] = max(prob, wanted.get(path, 0.0))
+    assert paths_of(merged) == wanted
+    assert len(merged.parents) == len(wanted), "one node per path"
+    n = len(one.parents)
+    assert (merged.parents[:n], merged.tokens[:n]) == (one.parents, one.tokens)
+    assert all(parent < node for node, parent in enumerate(merged.parents))
+
+
+def test_of_twins_in_a_tree_the_first_takes_what_is_merged() -> None:
+    """Sampled candidates may be equal; acceptance enters the first."""
+    one = Row([-1, 0, 0], [1, 5, 5], [1.0, 0.5, 0.5])
+    merged = one.merge(Row([-1, 0, 1], [1, 5, 7], [1.0, 0.6, 0.3]))
+    assert merged == Row([-1, 0, 0, 1], [1, 5, 5, 7], [1.0, 0.6, 0.5, 0.3])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
+    rng = random.Random(seed)
+    row = random_row(rng, rng.randint(1, 6)).merge(random_row(rng, rng.randint(1, 6)))
+    gone = rng.randrange(1, len(row.parents)) if len(row.parents) > 1 else None
+    for node in range(1, len(row.parents)):
+        if gone in path_to(row.parents, node):
+            row.probs[node] = 0.0
+    sorted_row = row.likeliest_first()
+    assert sorted_row.probs == sorted(sorted_row.probs, reverse=True)
+    assert paths_of(sorted_row) == {path: p for path, p in paths_of(row).items() if p > 0}
+    assert all(parent < node for node, parent in enumerate(sorted_row.parents))
+
+
+# -- what nodes see ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("seed", range(15))
+def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> None:
+    """Also when the tree without them knew its own already."""
+    rng, probes = random.Random(seed), GROUPS[group]
+    rows = [random_row(rng, rng.randint(1, 7)) for _ in range(3)]
+    bare = Tree.of_rows(rows, "cpu")
+    if shared:
+        assert bare.ancestors.any()
+    counts = [[rng.randint(0, len(probes)) for _ in row.parents] for row in rows]
+    tree, nodes = bare.attach_probes(probes, counts), bare.num_nodes
+    assert tree.num_tokens == nodes and tree.num_probes == max(map(sum, counts))
+    for row, (own, count) in enumerate(zip(rows, counts)):
+        real = [*range(len(own.parents)), *range(nodes, nodes + sum(count))]
+        seen = tree.ancestors[row]
+        assert seen[real][:, real].tolist() == visible(own.parents, probes, count)
+        padding = [node for node in range(tree.num_nodes) if node not in real]
+        assert not seen[real][:, padding].any()
+        assert all(seen[node, node] for node in padding)  # nothing attends to nothing
+    drafted = tree.drafted
+    assert torch.equal(drafted.ancestors, bare.ancestors)
+    for name in ("tokens", "parents", "depths", "valid"):
+        assert torch.equal(getattr(drafted, name), getattr(bare, name))
+    assert drafted.group is drafted.first_probe is drafted.probe_counts is None
+
+
+# -- changes -------------------------------------------------------------------------------------
+
+
+def leading_to(rng: random.Random, tree: Tree) -> tuple[Tensor, list[list[int]]]:
+    """The target's tokens after each node, so that all of a random path is accepted in each row."""
+    targets, paths = torch.full(tree.drafted.tokens.shape, -1), []
+    for row, size in enumerate(tree.row_sizes):
+        path = path_to(tree.parents[row].tolist(), rng.randint(0, size))
+        targets[row, path[:-1]] = tree.tokens[row, path[1:]]
+        paths.append(path)
+    return targets, paths
+
+
+def accepted(tree: Tree, targets: Tensor) -> list[list[int]]:
+    return verify.match(tree, targets).to_host()[0].path
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_must_not_be_accepted(seed: int) -> None:
+    """``within`` and ``without`` end the accepted path; probes and roots keep their places."""
+    rng = random.Random(seed)
+    tree = Tree.of_rows([random_row(rng, rng.randint(1, 8)) for _ in range(3)], "cpu")
+    if seed % 2:
+        tree = tree.attach_probes(GROUPS["causal"])
+    targets, paths = leading_to(rng, tree)
+    assert accepted(tree, targets) == paths
+    limits = [rng.randint(0, 4) for _ in paths]
+    assert accepted(tree.within(limits), targets) == [p[: n + 1] for p, n in zip(paths, limits)]
+    unwanted = [rng.randrange(5), 60]
+    wanted = [
+        path[: next((i for i, n in enumerate(path) if i and own[n] in unwanted), len(path))]
+        for path, own in zip(paths, tree.tokens.tolist())
+    ]
+    left = tree.without(unwanted)
+    assert accepted(left, targets) == wanted
+    assert torch.equal(left.valid[:, tree.num_tokens :], tree.valid[:, tree.num_tokens :])
+    assert left.valid[:, 0].all()
+    assert tree.within([tree.max_depth] * 3) is tree
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 20])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_likeliest_draft_tokens(seed: int, count: int) -> None:
+    rows = random_rows(random.Random(seed))
+    cut = [Row(*(column[: count + 1] for column in row)) for row in rows]
+    for tree in (Tree.of_rows(rows, "cpu"), prepared(rows)):
+        left, same = tree.likeliest(count), Tree.of_rows(cut, "cpu")
+        assert left.host is not None
+        assert (left.row_sizes, left.row_depths) == (same.row_sizes, same.row_depths)
+        assert left.is_chain == same.is_chain
+        for row, own in enumerate(cut):
+            check_row(left, row, own.parents)
+            assert left.tokens[row, : len(own.tokens)].tolist() == own.tokens
+        for row, own in zip(left.host.rows(left.row_sizes), cut):
+            assert (row.parents, row.tokens) == (own.parents, own.tokens)
+
+
+def test_trees_without_probabilities_are_forwarded_whole() -> None:
+    tree = Tree.chain(torch.zeros(1, 4, dtype=torch.long))
+    assert tree.likeliest(1) is tree
+
+
+def test_with_tokens_keeps_the_shape_and_the_probes() -> None:
+    bare = Tree.of_shapes([TokenTree.chain(2)] * 2)
+    tokens, q = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.rand(2, 3, 9)
+    assert bare.with_tokens(tokens).ancestors is bare.ancestors
+    tree = bare.attach_probes(GROUPS["causal"])
+    drafted = tree.with_tokens(tokens, q)
+    assert torch.equal(drafted.drafted.tokens, tokens) and drafted.q is q
+    assert torch.equal(drafted.tokens[:, 3:], tree.tokens[:, 3:])
+
+
+# -- for compiled code ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [None, *GROUPS])
+@pytest.mark.parametrize("seed", range(10))
+def test_padding_changes_neither_the_mask_nor_the_match(seed: int, group: str | None) -> None:
+    rng = random.Random(seed)
+    rows = [random_row(rng, rng.randint(1, 7)) for _ in range(3)]
+    tree = Tree.of_rows(rows, "cpu")
+    if group is not None:
+        counts = [[rng.randint(0, len(GROUPS[group])) for _ in row.parents] for row in rows]
+        tree = tree.attach_probes(GROUPS[group], counts)
+    targets, paths = leading_to(rng, tree)
+    nodes, more = tree.num_tokens, rng.randint(0, 3)
+    behind = rng.randint(0, 3) if group else 0
+    padded = tree.padded(nodes + more, tree.num_probes + behind)
+    again = padded.with_tensors([tensor.clone() for tensor in padded.tensors()])
+    own = [*range(nodes), *range(nodes + more, nodes + more + tree.num_probes)]
+    padding = [node for node in range(padded.num_nodes) if node not in own]
+    result = verify.match(tree, targets).to_host()[0]
+    assert result.path == paths
+    wide = torch.nn.functional.pad(targets, (0, more), value=3)
+    for other in (padded, again):
+        assert (other.num_tokens, other.num_probes) == (nodes + more, tree.num_probes + behind)
+        assert torch.equal(other.ancestors[:, own][:, :, own], tree.ancestors)
+        assert torch.equal(other.depths[:, own], tree.depths)
+        assert torch.equal(other.tokens[:, own], tree.tokens)
+        identity = torch.eye(padded.num_nodes).bool()
+        assert (other.ancestors[:, padding] == identity[padding]).all()
+        assert not other.ancestors[:, own][:, :, padding].any()
+        assert not other.valid[:, padding].any()
+        assert verify.match(other, wide).to_host()[0] == result
+        if group is not None:
+            last = verify.match(tree, targets).last
+            for row, count in enumerate(result.num_probes):
+                before, after = tree.probes_of(last)[row], other.probes_of(last)[row]
+                assert [own[n] for n in before[:count].tolist()] == after[:count].tolist()
