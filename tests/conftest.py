@@ -309,7 +309,7 @@ def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by a strategy's name whenever our loop runs: proof that a call reached it."""
-    from hf_spec.decoding.steps import Strategy
+    from hf_spec.decoding.strategy import Strategy
 
     calls: list[str] = []
     of = Strategy.of

@@ -347,6 +347,8 @@ class Tree:
         """The trees in which draft tokens of these ids cannot be accepted."""
         unwanted = torch.tensor(tokens, device=self.tokens.device)
         found = torch.isin(self.tokens, unwanted).to(self.valid.device)
+        found[:, 0] = False
+        found[:, self.num_tokens :] = False  # probes, whose tokens are indices
         return self.changed(valid=self.valid & ~found)
 
     def within(self, depths: Sequence[int]) -> Tree:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from random_trees import path_to, random_tree
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_spec.core.cache import ALIGNMENT, TreeCache, bounded, check_packable
-from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.tree import Tree
 from modeling_patches.cache_name import CACHE
 
 #: (heads, key dim, value dim) of each layer.
@@ -104,13 +105,13 @@ class Pair:
             trees = [random_tree(rng, rng.randint(1, 7))] * rows
         else:
             trees = [random_tree(rng, rng.randint(1, 7)) for _ in range(rows)]
-        tree = TreeBatch.stack(trees)
+        tree = Tree.of_shapes(trees)
         states = self.forward(tree.num_nodes)
-        paths = [path_to(one, rng.randrange(len(one))) for one in trees]
+        paths = [path_to(one.parents, rng.randrange(len(one))) for one in trees]
         if same_counts:
             count = rng.randint(1, max(map(len, paths)))
             ends = [n for n in range(len(trees[0])) if trees[0].depths[n] == count - 1]
-            paths = [path_to(trees[0], rng.choice(ends)) for _ in range(rows)]
+            paths = [path_to(trees[0].parents, rng.choice(ends)) for _ in range(rows)]
         elif idle:
             paths = [[] if rng.random() < 0.15 else path for path in paths]  # a finished row
         depth = tree.max_depth + 1
@@ -134,18 +135,6 @@ class Pair:
             for row in range(cache.batch_size):
                 for own, wanted in zip(cache.row(row, layer), self.naive.row(layer, row)):
                     assert torch.equal(own, wanted)
-
-
-def random_tree(rng: random.Random, nodes: int) -> TokenTree:
-    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
-
-
-def path_to(tree: TokenTree, node: int) -> list[int]:
-    path = []
-    while node != -1:
-        path.append(node)
-        node = tree.parents[node]
-    return path[::-1]
 
 
 def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None] = ()):

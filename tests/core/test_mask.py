@@ -7,21 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from random_trees import path_to, random_tree
 from torch import Tensor
 
 from hf_spec.core import mask as masks
-from hf_spec.core.tree import TokenTree, TreeBatch
-
-
-def random_tree(rng: random.Random, nodes: int) -> TokenTree:
-    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
-
-
-def is_ancestor(parents: list[int], query: int, key: int) -> bool:
-    """Whether ``key`` is ``query`` or above it; padding (a node past the tree) is its own only."""
-    while query != key and 0 <= query < len(parents):
-        query = parents[query]
-    return query == key
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 
 
 def double_loop(
@@ -37,7 +28,7 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
     rng = random.Random(seed)
     trees = [random_tree(rng, rng.randint(1, 7)) for _ in range(rng.randint(1, 4))]
     lengths = [rng.randint(0, 9) for _ in trees]
-    tree = TreeBatch.stack(trees)
+    tree = Tree.of_shapes(trees)
     nodes = tree.num_nodes
     first = rng.randrange(nodes)  # nodes before it were forwarded earlier in the step
     keys = max(lengths) + nodes + rng.randint(0, 4)
@@ -57,7 +48,8 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
 
     def rule(b: int, q: int, k: int) -> bool:
         node, key = first + q, k - lengths[b]
-        visible = key < 0 or (key < nodes and is_ancestor(list(trees[b].parents), node, key))
+        own = path_to(trees[b].parents, node) if node < len(trees[b]) else [node]  # padding
+        visible = key < 0 or key in own
         position = lengths[b] + int(tree.depths[b, node])
         return visible and (window is None or position - positions[b][k] < window)
 
@@ -68,7 +60,7 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
 
 
 def test_padding_nodes_see_the_prefix_and_themselves() -> None:
-    tree = TreeBatch.stack([TokenTree.chain(0), TokenTree.chain(2)])
+    tree = Tree.of_shapes([TokenTree.chain(0), TokenTree.chain(2)])
     lengths = torch.tensor([2, 3])
     visible = masks.or_(masks.prefix(lengths), masks.tree_ancestors(tree.ancestors, lengths))
     built = masks.build(visible, 2, 3, 6, "cpu")

@@ -1,82 +1,46 @@
-"""Probes hang where they should, against a double loop over rows."""
+"""Probes stand where they should: their depths, embeddings and the groups of nodes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from random_trees import GROUPS
 
-from hf_spec.core.probes import ProbeGroup, hang
-from hf_spec.core.tree import TokenTree, TreeBatch
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 
-TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+SHAPE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 OTHER = TokenTree.chain(2)
-#: Two probes per distance, as PPD's ensembles have them: those of one ensemble see each other.
-ENSEMBLE = ProbeGroup(
-    (1, 1, 2, 2),
-    ((True, False, False, False), (False, True, False, False),
-     (True, False, True, True), (False, True, True, True)),
-)  # fmt: skip
 
 
-def expected(tree: TokenTree, group: ProbeGroup, sizes: list[int]) -> tuple[list, list]:
-    """Depths and visibility of one row's nodes and probes, by the definition."""
-    rows = [("node", node, 0) for node in range(len(tree))]
-    rows += [("probe", node, i) for node, size in enumerate(sizes) for i in range(size)]
-
-    def above(node: int) -> set[int]:
-        found = set()
-        while node >= 0:
-            found.add(node)
-            node = tree.parents[node]
-        return found
-
-    depths, visible = [], []
-    for kind, node, i in rows:
-        depths.append(tree.depths[node] + (group.offsets[i] if kind == "probe" else 0))
-        seen = []
-        for other, at, j in rows:
-            if other == "node":
-                seen.append(at in above(node))
-            else:
-                seen.append(kind == "probe" and at == node and group.visible[i][j])
-        visible.append(seen)
-    return depths, visible
-
-
-@pytest.mark.parametrize("group", [ProbeGroup.causal(3), ENSEMBLE], ids=["causal", "ensemble"])
-def test_all_probes_under_every_node(group: ProbeGroup) -> None:
-    probes = hang(group, TREE.batch(2))
-    depths, visible = expected(TREE, group, [len(group)] * len(TREE))
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_all_probes_of_every_node(group: ProbeGroup) -> None:
+    tree = Tree.of_shapes([SHAPE] * 2).attach_probes(group)
+    depths = [depth + offset for depth in SHAPE.depths for offset in group.offsets]
     for row in range(2):
-        assert probes.depths[row].tolist() == depths
-        assert probes.ancestors[row].tolist() == visible
-    assert probes.kinds[0].tolist() == list(range(len(group))) * len(TREE)
+        assert tree.depths[row].tolist() == [*SHAPE.depths, *depths]
+        assert tree.tokens[row, len(SHAPE) :].tolist() == list(range(len(group))) * len(SHAPE)
+    assert tree.num_probes == len(group) * len(SHAPE)
 
 
-@pytest.mark.parametrize("group", [ProbeGroup.causal(3), ENSEMBLE], ids=["causal", "ensemble"])
-def test_some_probes_under_some_nodes_of_different_trees(group: ProbeGroup) -> None:
-    sizes = [[3, 0, 1, 2, 0, 0, 3], [1, 0, 2]]
-    trees = [TREE, OTHER]
-    probes = hang(group, TreeBatch.stack(trees), sizes)
-    assert probes.num_probes == 9
-    for row, (tree, own) in enumerate(zip(trees, sizes)):
-        depths, visible = expected(tree, group, own)
-        nodes = len(tree)
-        real = [*range(nodes), *range(len(TREE), len(TREE) + sum(own))]
-        assert probes.depths[row, real].tolist() == depths
-        assert probes.ancestors[row][real][:, real].tolist() == visible
-        padding = [i for i in range(probes.depths.shape[1]) if i not in real and i >= len(TREE)]
-        assert not probes.ancestors[row][real][:, padding].any()
-        assert all(probes.ancestors[row, i, i] for i in padding)  # nothing attends to nothing
-
-
-def test_under_finds_the_group_of_a_node() -> None:
-    group = ProbeGroup.causal(2)
-    sizes = [[2, 0, 1, 2, 0, 0, 2], [1, 0, 2]]
-    probes = hang(group, TreeBatch.stack([TREE, OTHER]), sizes)
-    assert probes.under(torch.tensor([3, 2])).tolist() == [[3, 4], [1, 2]]
-    full = hang(group, TREE.batch(1))
-    assert full.under(torch.tensor([6])).tolist() == [[12, 13]]
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_some_probes_of_some_nodes_of_different_trees(group: ProbeGroup) -> None:
+    counts = [[3, 0, 1, 2, 0, 0, 3], [1, 0, 2]]
+    tree = Tree.of_shapes([SHAPE, OTHER]).attach_probes(group, counts)
+    nodes = len(SHAPE)
+    assert (tree.num_tokens, tree.num_probes) == (nodes, 9)
+    for row, (shape, own) in enumerate(zip((SHAPE, OTHER), counts)):
+        probes = [(node, kind) for node, count in enumerate(own) for kind in range(count)]
+        real = range(nodes, nodes + len(probes))
+        assert tree.parents[row, real].tolist() == [node for node, _ in probes]
+        assert tree.tokens[row, real].tolist() == [kind for _, kind in probes]
+        depths = [shape.depths[node] + group.offsets[kind] for node, kind in probes]
+        assert tree.depths[row, real].tolist() == depths
+        assert tree.valid[row, nodes:].tolist() == [probe < len(probes) for probe in range(9)]
+        for node, count in enumerate(own):
+            at = tree.probes_of(torch.full((2,), node))[row, :count]
+            assert [probes[n - nodes] for n in at.tolist()] == [(node, k) for k in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -1,278 +1,320 @@
-"""TokenTree and TreeBatch against their definitions, node by node in Python."""
+"""Tree and Row against their definitions, node by node in Python."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from random_trees import GROUPS, path_to, random_row, random_tree, visible
+from torch import Tensor
 
-from hf_spec.core.tree import TokenTree, TreeBatch
-
-
-def random_tree(rng: random.Random, nodes: int) -> TokenTree:
-    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
-
-
-def ancestors_of(tree: TokenTree, node: int) -> set[int]:
-    """The node itself and all above it."""
-    found = set()
-    while node != -1:
-        found.add(node)
-        node = tree.parents[node]
-    return found
+from hf_spec.core import verify
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Row, Tree
 
 
-PATHS = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 1]]
+def check_row(tree: Tree, row: int, parents: Sequence[int]) -> None:
+    """Row ``row`` is the tree with these parents, then padding."""
+    n, nodes = len(parents), tree.num_tokens
+    depths = [len(path_to(parents, node)) - 1 for node in range(n)]
+    assert tree.parents[row].tolist() == [*parents, *[0] * (nodes - n)]
+    assert tree.depths[row].tolist() == [*depths, *[1] * (nodes - n)]
+    assert tree.valid[row].tolist() == [node < n for node in range(nodes)]
+    assert tree.ancestors[row, :n, :n].tolist() == visible(parents)
+    assert not tree.ancestors[row, :n, n:].any()
+    assert tree.ancestors[row, n:].tolist() == torch.eye(nodes).bool()[n:].tolist()
+    assert (tree.row_sizes[row], tree.row_depths[row]) == (n - 1, max(depths))
+
+
+def random_rows(rng: random.Random) -> list[Row]:
+    return [random_row(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 4))]
+
+
+def prepared(rows: Sequence[Row]) -> Tree:
+    """The rows as the device's code sends them: packed, and unpacked again."""
+    nodes = max(len(row.tokens) for row in rows)
+
+    def column(values: Sequence[Sequence[Any]], value: Any) -> Tensor:
+        return torch.tensor([[*own, *[value] * (nodes - len(own))] for own in values])
+
+    logs = column([row.probs for row in rows], 0.0).float().log()
+    parents, depths = column([row.parents for row in rows], 3), [row.depths for row in rows]
+    tokens = column([row.tokens for row in rows], 60_000)
+    return Tree.unpacked(Tree.packed(parents, column(depths, 7), tokens, logs))
+
+
+def paths_of(row: Row) -> dict[tuple[int, ...], float]:
+    """Each node's probability by the tokens on its path."""
+    return {
+        tuple(row.tokens[on] for on in path_to(row.parents, node)): row.probs[node]
+        for node in range(len(row.parents))
+    }
+
 
 # -- construction --------------------------------------------------------------------------------
 
 
-def test_paths_may_come_in_any_order() -> None:
-    wanted = TokenTree.from_paths(PATHS)
-    for order in itertools.permutations(PATHS):
-        assert TokenTree.from_paths(order) == wanted
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_of_different_shapes_are_padded_at_the_end(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
+    tree = Tree.of_shapes(shapes)
+    assert tree.tokens.shape == (len(shapes), max(map(len, shapes)))
+    assert tree.batch_size == len(shapes)
+    assert tree.num_nodes == tree.num_tokens == max(map(len, shapes))
+    assert tree.max_depth == max(shape.max_depth for shape in shapes)
+    assert tree.is_chain == all(shape.is_chain for shape in shapes)
+    for row, shape in enumerate(shapes):
+        check_row(tree, row, shape.parents)
 
 
-def test_from_paths_orders_nodes_by_depth_and_keeps_ranks() -> None:
-    tree = TokenTree.from_paths(reversed(PATHS))
-    assert tree.parents == (-1, 0, 0, 1, 1, 2, 4)
-    assert tree.ranks == (0, 0, 1, 0, 2, 0, 1)
-    assert tree.depths == (0, 1, 1, 2, 2, 2, 3)
-    assert [list(path) for path in tree.paths] == PATHS
-    assert (len(tree), tree.num_candidates, tree.max_depth) == (7, 6, 3)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_one_shape_is_repeated(seed: int, rows: int) -> None:
+    rng = random.Random(seed)
+    shape = random_tree(rng, rng.randint(1, 10))
+    tree = Tree.of_shapes([shape] * rows)
+    assert tree.batch_size == rows and tree.is_chain == shape.is_chain
+    for row in range(rows):
+        check_row(tree, row, shape.parents)
+    assert Tree.of_shapes([shape]).ancestors.data_ptr() == tree.ancestors.data_ptr(), "made once"
 
 
-def test_no_paths_is_the_root_alone() -> None:
-    tree = TokenTree.from_paths([])
-    assert (len(tree), tree.num_candidates, tree.max_depth, tree.paths) == (1, 0, 0, ())
-    assert tree == TokenTree.chain(0)
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ([[0], []], r"path \[\]: the root is implied"),
-        ([[0], [-1]], r"path \[-1\]: ranks count from 0"),
-        ([[0], [0, -2]], r"path \[0, -2\]: ranks count from 0"),
-        ([[0], [0, 1], [0]], r"path \[0\] is given twice"),
-        ([[0], [1, 0]], r"path \[1, 0\]: its parent \[1\] is missing. Add it"),
-        ([[0, 0, 0], [0]], r"path \[0, 0, 0\]: its parent \[0, 0\] is missing"),
-        ([[rank] for rank in range(20_000)], "a tree with more than 1024 candidates"),
-        ([[0], [0] * 20_000], r"path \[0, 0, 0, 0, 0, 0, 0, 0\] ...: at most 1024 ranks"),
-    ],
-)
-def test_bad_paths_are_named(paths: list[list[int]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TokenTree.from_paths(paths)
-
-
-@pytest.mark.parametrize(
-    ("parents", "ranks", "message"),
-    [
-        ((), (), r"parents\[0\] must be -1"),
-        ((0, 0), (), r"parents\[0\] must be -1"),
-        ((-1, 1), (), r"parents\[1\]=1: a parent stands before its child.*0\.\.0"),
-        ((-1, 0, 3, 0), (), r"parents\[2\]=3.*0\.\.1"),
-        ((-1, -1), (), r"parents\[1\]=-1"),
-        ((-1, 0), (0,), "1 ranks for 2 nodes"),
-        ((-1, 0), (0, -1), r"ranks\[1\]=-1: ranks count from 0"),
-        ((-1, 0, 0), (0, 2, 2), "node 2: node 0 has two children of rank 2"),
-    ],
-)
-def test_bad_parents_and_ranks_are_named(
-    parents: tuple[int, ...], ranks: tuple[int, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        TokenTree(parents, ranks)
-
-
-def test_trees_have_a_limit() -> None:
-    """With room for two trees that are merged."""
-    assert len(TokenTree.chain(1024)) == len(TokenTree.from_paths([[n] for n in range(1024)]))
-    assert len(TokenTree((-1, *[0] * 2047))) == 2048
-    for make in (lambda: TokenTree((-1, *[0] * 19_999)), lambda: TokenTree.chain(19_999)):
-        with pytest.raises(ValueError, match="20000 nodes: a tree has at most 2048"):
-            make()
-
-
-def test_siblings_are_ranked_in_order_when_ranks_are_left_out() -> None:
-    assert TokenTree((-1, 0, 0, 1, 0, 1)).ranks == (0, 0, 1, 0, 2, 1)
-
-
-def test_equal_shapes_share_one_object() -> None:
-    assert TokenTree.from_parents([-1, 0, 0]) is TokenTree.from_parents((-1, 0, 0))
-    assert TokenTree.chain(3) is TokenTree.chain(3)
-
-
-# -- JSON ----------------------------------------------------------------------------------------
+def test_chains_and_roots() -> None:
+    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    chain, roots = Tree.chain(tokens), Tree.roots(tokens[:, 0])
+    assert chain.is_chain and torch.equal(chain.tokens, tokens)
+    assert roots.tokens.tolist() == [[4], [7]] and roots.max_depth == 0
+    for row in range(2):
+        check_row(chain, row, [-1, 0, 1])
+        check_row(roots, row, [-1])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_json_round_trip(seed: int) -> None:
-    rng = random.Random(seed)
-    grown = random_tree(rng, rng.randint(1, 12))
-    tree = TokenTree.from_paths(grown.paths)
-    assert TokenTree.from_json(tree.to_json()) == tree
-    assert json.loads(tree.to_json())["version"] == 1
+def test_trees_of_the_host(seed: int) -> None:
+    rows = random_rows(random.Random(seed))
+    tree = Tree.of_rows(rows, "cpu")
+    assert tree.host is not None
+    assert tree.host.rows(tree.row_sizes) == rows
+    assert tree.is_chain == all(r.parents == list(range(-1, tree.num_nodes - 1)) for r in rows)
+    for row, own in enumerate(rows):
+        n = len(own.tokens)
+        check_row(tree, row, own.parents)
+        assert tree.tokens[row, :n].tolist() == own.tokens
+        assert not tree.host.probs[row, n:].any() and not tree.host.parents[row, n:].any()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_json_keeps_the_paths_of_a_tree_in_any_node_order(seed: int) -> None:
-    rng = random.Random(seed)
-    tree = random_tree(rng, rng.randint(1, 12))
-    assert set(TokenTree.from_json(tree.to_json()).paths) == set(tree.paths)
+def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
+    """Whatever stands on the padding."""
+    rows = random_rows(random.Random(seed))
+    tree, same = prepared(rows), Tree.of_rows(rows, "cpu")
+    assert tree.host is not None
+    assert (tree.row_sizes, tree.row_depths) == (same.row_sizes, same.row_depths)
+    assert tree.is_chain == same.is_chain
+    for row, own in enumerate(rows):
+        check_row(tree, row, own.parents)
+        assert tree.tokens[row, : len(own.tokens)].tolist() == own.tokens
+    for row, own in zip(tree.host.rows(tree.row_sizes), rows):
+        assert (row.parents, row.tokens) == (own.parents, own.tokens)
+        np.testing.assert_allclose(row.probs, own.probs, rtol=1e-5)  # float32 logarithms
+    size = tree.num_nodes
+    assert not tree.host.probs[~tree.valid.numpy()].any()
+    assert not tree.host.parents[~tree.valid.numpy()].any()
+    fits = Tree.packed(*(torch.full((1, size), 2**24 - 1) for _ in range(3)), torch.zeros(1, size))
+    assert Tree.unpacked(fits).tokens.eq(2**24 - 1).all()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "null", "[]", "3", '"tree"', '{"version": 1}', '{"paths": [[0]]}']
-)
-def test_text_that_is_no_tree_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r'not a tree: expected \{"version": 1, "paths"'):
-        TokenTree.from_json(text)
+def test_numbers_on_the_host_are_not_transferred_again() -> None:
+    parts = torch.tensor([[[-1, 0]], [[0, 1]], [[5, 6]]])
+    packed = Tree.packed(*parts, torch.tensor([[0.0, -0.5]]))
+    numbers = packed.numpy().copy()
+    numbers[0, 5] = 9.0
+    tree = Tree.unpacked(packed, numbers)
+    assert tree.host is not None
+    assert tree.host.tokens.tolist() == [[5, 9]] and tree.tokens.tolist() == [[5, 6]]
 
 
-def test_other_format_versions_are_refused() -> None:
-    with pytest.raises(ValueError, match="version 2: this hf_spec reads version 1"):
-        TokenTree.from_json('{"version": 2, "paths": []}')
-
-
-def test_a_bad_path_in_json_is_named() -> None:
-    with pytest.raises(ValueError, match=r"its parent \[0\] is missing"):
-        TokenTree.from_json('{"version": 1, "paths": [[0, 0]]}')
-
-
-# -- shape ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", range(5))
-def test_a_chain_has_one_node_per_depth(length: int) -> None:
-    tree = TokenTree.chain(length)
-    assert tree.parents == tuple(range(-1, length))
-    assert tree.depths == tuple(range(length + 1))
-    assert tree.is_chain
-    assert tree.paths == tuple((0,) * depth for depth in range(1, length + 1))
-
-
-@pytest.mark.parametrize("parents", [(-1, 0, 0), (-1, 0, 1, 1), (-1, 0, 0, 2)])
-def test_branching_trees_are_no_chains(parents: tuple[int, ...]) -> None:
-    assert not TokenTree(parents).is_chain
+# -- rows ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_truncate_keeps_exactly_the_shallow_nodes(seed: int) -> None:
+def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     rng = random.Random(seed)
-    paths = random_tree(rng, rng.randint(1, 14)).paths
-    tree = TokenTree.from_paths([[3 * rank for rank in path] for path in paths])
-    for depth in range(tree.max_depth + 2):
-        cut, kept = tree.truncate(depth), tree.kept(depth)
-        assert kept == [node for node in range(len(tree)) if tree.depths[node] <= depth]
-        assert cut.paths == tuple(path for path in tree.paths if len(path) <= depth)
-        assert cut.depths == tuple(tree.depths[node] for node in kept)
-        assert cut.ranks == tuple(tree.ranks[node] for node in kept)
+    one, two = (random_row(rng, rng.randint(1, 8), vocab=4) for _ in range(2))
+    two.tokens[0] = one.tokens[0]
+    merged = one.merge(two)
+    wanted = paths_of(one)
+    for path, prob in paths_of(two).items():
+        wanted[path] = max(prob, wanted.get(path, 0.0))
+    assert paths_of(merged) == wanted
+    assert len(merged.parents) == len(wanted), "one node per path"
+    n = len(one.parents)
+    assert (merged.parents[:n], merged.tokens[:n]) == (one.parents, one.tokens)
+    assert all(parent < node for node, parent in enumerate(merged.parents))
 
 
-def test_truncate_renumbers_parents_of_trees_in_any_node_order() -> None:
-    tree = TokenTree((-1, 0, 1, 2, 0, 4))  # depth first
-    assert tree.truncate(1).parents == (-1, 0, 0)
-    assert tree.truncate(2).parents == (-1, 0, 1, 0, 3)
-    assert tree.truncate(3) is tree
+def test_of_twins_in_a_tree_the_first_takes_what_is_merged() -> None:
+    """Sampled candidates may be equal; acceptance enters the first."""
+    one = Row([-1, 0, 0], [1, 5, 5], [1.0, 0.5, 0.5])
+    merged = one.merge(Row([-1, 0, 1], [1, 5, 7], [1.0, 0.6, 0.3]))
+    assert merged == Row([-1, 0, 0, 1], [1, 5, 5, 7], [1.0, 0.6, 0.5, 0.3])
 
 
-# -- tensors -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(20))
+def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
+    rng = random.Random(seed)
+    row = random_row(rng, rng.randint(1, 6)).merge(random_row(rng, rng.randint(1, 6)))
+    gone = rng.randrange(1, len(row.parents)) if len(row.parents) > 1 else None
+    for node in range(1, len(row.parents)):
+        if gone in path_to(row.parents, node):
+            row.probs[node] = 0.0
+    sorted_row = row.likeliest_first()
+    assert sorted_row.probs == sorted(sorted_row.probs, reverse=True)
+    assert paths_of(sorted_row) == {path: p for path, p in paths_of(row).items() if p > 0}
+    assert all(parent < node for node, parent in enumerate(sorted_row.parents))
 
 
-def check_row(batch: TreeBatch, row: int, tree: TokenTree) -> None:
-    """Row ``row`` is ``tree``, then padding."""
-    n, nodes = len(tree), batch.num_nodes
-    assert batch.parents[row].tolist() == [*tree.parents, *[0] * (nodes - n)]
-    assert batch.depths[row, :n].tolist() == list(tree.depths)
-    assert batch.valid[row].tolist() == [node < n for node in range(nodes)]
-    for query in range(nodes):
-        own = ancestors_of(tree, query) if query < n else {query}
-        assert set(batch.ancestors[row, query].nonzero()[:, 0].tolist()) == own
-    assert batch.row_depths[row] == tree.max_depth
-    assert batch.row_candidates[row] == tree.num_candidates
+# -- what nodes see ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("seed", range(15))
+def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> None:
+    """Also when the tree without them knew its own already."""
+    rng, probes = random.Random(seed), GROUPS[group]
+    rows = [random_row(rng, rng.randint(1, 7)) for _ in range(3)]
+    bare = Tree.of_rows(rows, "cpu")
+    if shared:
+        assert bare.ancestors.any()
+    counts = [[rng.randint(0, len(probes)) for _ in row.parents] for row in rows]
+    tree, nodes = bare.attach_probes(probes, counts), bare.num_nodes
+    assert tree.num_tokens == nodes and tree.num_probes == max(map(sum, counts))
+    for row, (own, count) in enumerate(zip(rows, counts)):
+        real = [*range(len(own.parents)), *range(nodes, nodes + sum(count))]
+        seen = tree.ancestors[row]
+        assert seen[real][:, real].tolist() == visible(own.parents, probes, count)
+        padding = [node for node in range(tree.num_nodes) if node not in real]
+        assert not seen[real][:, padding].any()
+        assert all(seen[node, node] for node in padding)  # nothing attends to nothing
+    drafted = tree.drafted
+    assert torch.equal(drafted.ancestors, bare.ancestors)
+    for name in ("tokens", "parents", "depths", "valid"):
+        assert torch.equal(getattr(drafted, name), getattr(bare, name))
+    assert drafted.group is drafted.first_probe is drafted.probe_counts is None
+
+
+# -- changes -------------------------------------------------------------------------------------
+
+
+def leading_to(rng: random.Random, tree: Tree) -> tuple[Tensor, list[list[int]]]:
+    """The target's tokens after each node, so that all of a random path is accepted in each row."""
+    targets, paths = torch.full(tree.drafted.tokens.shape, -1), []
+    for row, size in enumerate(tree.row_sizes):
+        path = path_to(tree.parents[row].tolist(), rng.randint(0, size))
+        targets[row, path[:-1]] = tree.tokens[row, path[1:]]
+        paths.append(path)
+    return targets, paths
+
+
+def accepted(tree: Tree, targets: Tensor) -> list[list[int]]:
+    return verify.match(tree, targets).to_host()[0].path
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_must_not_be_accepted(seed: int) -> None:
+    """``within`` and ``without`` end the accepted path; probes and roots keep their places."""
+    rng = random.Random(seed)
+    tree = Tree.of_rows([random_row(rng, rng.randint(1, 8)) for _ in range(3)], "cpu")
+    if seed % 2:
+        tree = tree.attach_probes(GROUPS["causal"])
+    targets, paths = leading_to(rng, tree)
+    assert accepted(tree, targets) == paths
+    limits = [rng.randint(0, 4) for _ in paths]
+    assert accepted(tree.within(limits), targets) == [p[: n + 1] for p, n in zip(paths, limits)]
+    unwanted = [rng.randrange(5), 60]
+    wanted = [
+        path[: next((i for i, n in enumerate(path) if i and own[n] in unwanted), len(path))]
+        for path, own in zip(paths, tree.tokens.tolist())
+    ]
+    left = tree.without(unwanted)
+    assert accepted(left, targets) == wanted
+    assert torch.equal(left.valid[:, tree.num_tokens :], tree.valid[:, tree.num_tokens :])
+    assert left.valid[:, 0].all()
+    assert tree.within([tree.max_depth] * 3) is tree
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 20])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_likeliest_draft_tokens(seed: int, count: int) -> None:
+    rows = random_rows(random.Random(seed))
+    cut = [Row(*(column[: count + 1] for column in row)) for row in rows]
+    for tree in (Tree.of_rows(rows, "cpu"), prepared(rows)):
+        left, same = tree.likeliest(count), Tree.of_rows(cut, "cpu")
+        assert left.host is not None
+        assert (left.row_sizes, left.row_depths) == (same.row_sizes, same.row_depths)
+        assert left.is_chain == same.is_chain
+        for row, own in enumerate(cut):
+            check_row(left, row, own.parents)
+            assert left.tokens[row, : len(own.tokens)].tolist() == own.tokens
+        for row, own in zip(left.host.rows(left.row_sizes), cut):
+            assert (row.parents, row.tokens) == (own.parents, own.tokens)
+
+
+def test_trees_without_probabilities_are_forwarded_whole() -> None:
+    tree = Tree.chain(torch.zeros(1, 4, dtype=torch.long))
+    assert tree.likeliest(1) is tree
+
+
+def test_with_tokens_keeps_the_shape_and_the_probes() -> None:
+    bare = Tree.of_shapes([TokenTree.chain(2)] * 2)
+    tokens, q = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.rand(2, 3, 9)
+    assert bare.with_tokens(tokens).ancestors is bare.ancestors
+    tree = bare.attach_probes(GROUPS["causal"])
+    drafted = tree.with_tokens(tokens, q)
+    assert torch.equal(drafted.drafted.tokens, tokens) and drafted.q is q
+    assert torch.equal(drafted.tokens[:, 3:], tree.tokens[:, 3:])
+
+
+# -- for compiled code ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [None, *GROUPS])
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("rows", [1, 3])
-def test_batch_repeats_the_tree(seed: int, rows: int) -> None:
+def test_padding_changes_neither_the_mask_nor_the_match(seed: int, group: str | None) -> None:
     rng = random.Random(seed)
-    tree = random_tree(rng, rng.randint(1, 10))
-    batch = tree.batch(rows)
-    assert (batch.batch_size, batch.num_nodes) == (rows, len(tree))
-    assert batch.max_depth == tree.max_depth
-    assert batch.is_chain == tree.is_chain
-    for row in range(rows):
-        check_row(batch, row, tree)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_stack_pads_smaller_trees_at_the_end(seed: int) -> None:
-    rng = random.Random(seed)
-    trees = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
-    batch = TreeBatch.stack(trees)
-    assert batch.batch_size == len(trees)
-    assert batch.num_nodes == max(map(len, trees))
-    assert batch.max_depth == max(tree.max_depth for tree in trees)
-    assert batch.is_chain == all(tree.is_chain for tree in trees)
-    for row, tree in enumerate(trees):
-        check_row(batch, row, tree)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_trees_that_were_made_on_the_device(seed: int) -> None:
-    """From parents, depths and which nodes are real, whatever stands on the padding."""
-    rng = random.Random(seed)
-    trees = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
-    nodes = max(map(len, trees)) + rng.randint(0, 2)
-    parents, depths, valid, real = [], [], [], []
-    for tree in trees:
-        more = nodes - len(tree)
-        real.append([*tree.depths, *[-1] * more])
-        parents.append([*tree.parents, *(rng.randrange(nodes) for _ in range(more))])
-        depths.append([*tree.depths, *(rng.randint(0, 9) for _ in range(more))])
-        valid.append([True] * len(tree) + [False] * more)
-    batch = TreeBatch.of(*map(torch.tensor, (parents, depths, valid)), real)
-    assert (batch.batch_size, batch.num_nodes) == (len(trees), nodes)
-    assert batch.max_depth == max(tree.max_depth for tree in trees)
-    assert not batch.is_chain or all(tree.is_chain for tree in trees)
-    assert batch.is_chain or any(not tree.is_chain or len(tree) < nodes for tree in trees)
-    for row, tree in enumerate(trees):
-        check_row(batch, row, tree)
-        assert not batch.parents[row, len(tree) :].any()
-        padding = range(len(tree), nodes)
-        assert all(batch.depths[row, node] > 0 for node in padding)
-        assert all(batch.ancestors[row, node, node] for node in padding)
-    inner, place = batch.inner
-    for row, tree in enumerate(trees):
-        for node in range(1, len(tree)):
-            assert inner[row, place[row, node]] == tree.parents[node]
-
-
-def test_padding_lies_below_the_root_and_never_counts_as_deepest() -> None:
-    batch = TreeBatch.stack([TokenTree.chain(0), TokenTree.chain(3)])
-    assert batch.depths[0].tolist() == [0, 1, 1, 1]
-    assert batch.row_depths == (0, 3)
-    assert not batch.valid[0, 1:].any()
-
-
-def test_tensors_of_a_tree_are_made_once() -> None:
-    tree = TokenTree.from_paths(PATHS)
-    assert tree.batch(1).ancestors is tree.batch(1).ancestors
-    assert tree.batch(4).ancestors.data_ptr() == tree.batch(1).ancestors.data_ptr()
-    assert TreeBatch.stack([tree, tree]).parents.dtype == torch.long
-
-
-@pytest.mark.parametrize("paths", ["5", "[5]", "[[null]]", "[[0.5]]", '["01"]', '{"0": 1}'])
-def test_paths_of_the_wrong_type_are_refused(paths: str) -> None:
-    with pytest.raises(ValueError):
-        TokenTree.from_json(f'{{"version": 1, "paths": {paths}}}')
-
-
-def test_json_keeps_the_order_of_nodes() -> None:
-    tree = TokenTree((-1, 0, 1, 0))
-    assert TokenTree.from_json(tree.to_json()) == tree
+    rows = [random_row(rng, rng.randint(1, 7)) for _ in range(3)]
+    tree = Tree.of_rows(rows, "cpu")
+    if group is not None:
+        counts = [[rng.randint(0, len(GROUPS[group])) for _ in row.parents] for row in rows]
+        tree = tree.attach_probes(GROUPS[group], counts)
+    targets, paths = leading_to(rng, tree)
+    nodes, more = tree.num_tokens, rng.randint(0, 3)
+    behind = rng.randint(0, 3) if group else 0
+    padded = tree.padded(nodes + more, tree.num_probes + behind)
+    again = padded.with_tensors([tensor.clone() for tensor in padded.tensors()])
+    own = [*range(nodes), *range(nodes + more, nodes + more + tree.num_probes)]
+    padding = [node for node in range(padded.num_nodes) if node not in own]
+    result = verify.match(tree, targets).to_host()[0]
+    assert result.path == paths
+    wide = torch.nn.functional.pad(targets, (0, more), value=3)
+    for other in (padded, again):
+        assert (other.num_tokens, other.num_probes) == (nodes + more, tree.num_probes + behind)
+        assert torch.equal(other.ancestors[:, own][:, :, own], tree.ancestors)
+        assert torch.equal(other.depths[:, own], tree.depths)
+        assert torch.equal(other.tokens[:, own], tree.tokens)
+        identity = torch.eye(padded.num_nodes).bool()
+        assert (other.ancestors[:, padding] == identity[padding]).all()
+        assert not other.ancestors[:, own][:, :, padding].any()
+        assert not other.valid[:, padding].any()
+        assert verify.match(other, wide).to_host()[0] == result
+        if group is not None:
+            last = verify.match(tree, targets).last
+            for row, count in enumerate(result.num_probes):
+                before, after = tree.probes_of(last)[row], other.probes_of(last)[row]
+                assert [own[n] for n in before[:count].tolist()] == after[:count].tolist()

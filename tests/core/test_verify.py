@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from random_trees import random_tree
 from torch import Tensor
 
 from hf_spec.core import verify
-from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.core.verify import Accepted
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
 
 #: The law of a sequence: its probability.
 Law = dict[tuple[int, ...], float]
@@ -65,8 +68,9 @@ class Language:
         sequences = itertools.product(range(self.vocab), repeat=length)
         return {s: math.prod(self.next(s[:i])[t] for i, t in enumerate(s)) for s in sequences}
 
-    def at(self, tree: TreeBatch, tokens: Tensor) -> Tensor:
+    def at(self, tree: Tree) -> Tensor:
         """The distribution after every node: (batch, nodes, vocab)."""
+        tokens = tree.tokens
         codes = torch.zeros_like(tokens)
         result = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
         rows = torch.arange(len(tokens))
@@ -121,17 +125,16 @@ def chi_square(counts: dict[tuple[int, ...], int], law: Law) -> float:
 # -- trees and scores ----------------------------------------------------------------------------
 
 
-def random_tree(rng: random.Random, nodes: int) -> TokenTree:
-    return TokenTree.from_parents([-1, *(rng.randrange(node) for node in range(1, nodes))])
+def trees_of(parents: Sequence[int], tokens: Tensor) -> Tree:
+    """The same tree with the tokens (batch, nodes) of each row."""
+    return Tree.of_shapes([TokenTree(tuple(parents))] * len(tokens)).with_tokens(tokens)
 
 
-def random_case(
-    seed: int, vocab: int = 3, rows: int = 40, nodes: int = 8
-) -> tuple[TreeBatch, Tensor]:
-    """A tree per row, some nodes invalid as if the row's budget ended, and candidates."""
+def random_case(seed: int, vocab: int = 3, rows: int = 40, nodes: int = 8) -> Tree:
+    """A tree per row, some nodes invalid as if the row's budget ended."""
     rng = random.Random(seed)
     trees = [random_tree(rng, rng.randint(1, nodes)) for _ in range(rows)]
-    tree = TreeBatch.stack(trees)
+    tree = Tree.of_shapes(trees)
     kept = torch.tensor([rng.randint(0, 5) for _ in trees])[:, None]
     lost = torch.tensor([[rng.random() < 0.1 for _ in range(tree.num_nodes)] for _ in trees])
     lost[:, 0] = False
@@ -139,7 +142,7 @@ def random_case(
     tokens = torch.randint(
         vocab, (rows, tree.num_nodes), generator=torch.Generator().manual_seed(seed)
     )
-    return TreeBatch(**{**vars(tree), "valid": valid}), tokens
+    return tree.with_tokens(tokens).changed(valid=valid)
 
 
 class Scores:
@@ -171,30 +174,30 @@ def known(targets: Tensor, vocab: int) -> Scores:
     return Scores(torch.nn.functional.one_hot(targets, vocab).double())
 
 
-def children(tree: TreeBatch, row: int, node: int) -> list[int]:
+def children(tree: Tree, row: int, node: int) -> list[int]:
     parents, valid = tree.parents[row].tolist(), tree.valid[row].tolist()
     return [child for child in range(1, tree.num_nodes) if parents[child] == node and valid[child]]
 
 
-def walk(tree: TreeBatch, tokens: Tensor, targets: Tensor, row: int) -> list[int]:
+def walk(tree: Tree, targets: Tensor, row: int) -> list[int]:
     """The accepted path: from the root always into the first child that carries the target."""
     path = [0]
     while True:
         wanted = int(targets[row, path[-1]])
-        hits = [c for c in children(tree, row, path[-1]) if int(tokens[row, c]) == wanted]
+        hits = [c for c in children(tree, row, path[-1]) if int(tree.tokens[row, c]) == wanted]
         if not hits:
             return path
         path.append(hits[0])
 
 
-def assert_row(accepted: Accepted, row: int, path: list[int], emitted: list[int]) -> None:
+def assert_row(accepted: StepResult, row: int, path: list[int], emitted: list[int]) -> None:
     count = int(accepted.counts[row])
     assert accepted.path[row].tolist()[:count] == path
     assert not accepted.path[row, count:].any()
     assert accepted.tokens[row].tolist()[:count] == emitted
 
 
-def emitted_rows(accepted: Accepted) -> list[tuple[int, ...]]:
+def emitted_rows(accepted: StepResult) -> list[tuple[int, ...]]:
     pairs = zip(accepted.tokens.tolist(), accepted.counts.tolist())
     return [tuple(tokens[:count]) for tokens, count in pairs]
 
@@ -219,14 +222,15 @@ SHAPES = {
 @pytest.mark.parametrize("vocab", [2, 3, 6])
 @pytest.mark.parametrize("seed", range(15))
 def test_match_and_match_along_equal_a_walk(seed: int, vocab: int) -> None:
-    tree, tokens = random_case(seed, vocab)
+    tree = random_case(seed, vocab)
+    tokens = tree.tokens
     targets = torch.randint(vocab, tokens.shape, generator=torch.Generator().manual_seed(seed + 99))
-    at_once = verify.match(tree, tokens, targets)
+    at_once = verify.match(tree, targets)
     scores = known(targets, vocab)
-    along = verify.match_along(tree, tokens, scores, argmax)
+    along = verify.match_along(tree, scores, argmax)
     assert at_once.path.shape == at_once.tokens.shape == (len(tokens), tree.max_depth + 1)
     for row in range(len(tokens)):
-        path = walk(tree, tokens, targets, row)
+        path = walk(tree, targets, row)
         last = int(targets[row, path[-1]])
         emitted = [*(int(tokens[row, node]) for node in path[1:]), last]
         assert_row(at_once, row, path, emitted)
@@ -235,9 +239,9 @@ def test_match_and_match_along_equal_a_walk(seed: int, vocab: int) -> None:
 
 
 def test_random_cases_accept_now_little_now_much() -> None:
-    tree, tokens = random_case(0, vocab=2)
-    targets = torch.randint(2, tokens.shape, generator=torch.Generator().manual_seed(99))
-    counts = verify.match(tree, tokens, targets).counts.tolist()
+    tree = random_case(0, vocab=2)
+    targets = torch.randint(2, tree.tokens.shape, generator=torch.Generator().manual_seed(99))
+    counts = verify.match(tree, targets).counts.tolist()
     assert {1, 2, 3} <= set(counts)
 
 
@@ -248,48 +252,47 @@ def test_a_chain_accepts_its_agreeing_start(length: int, agree: int) -> None:
     targets = tokens + 1  # after node i the target says i + 1, as the chain does
     if agree < length:
         targets[0, agree] = 50
-    accepted = verify.match(TokenTree.chain(length).batch(), tokens, targets)
+    accepted = verify.match(Tree.chain(tokens), targets)
     kept = min(agree, length)
     assert accepted.counts.tolist() == [kept + 1]
     assert emitted_rows(accepted) == [(*range(1, kept + 1), int(targets[0, kept]))]
 
 
 def test_of_siblings_with_one_token_only_the_first_is_entered() -> None:
-    tree = TokenTree((-1, 0, 0, 2)).batch()
-    tokens = torch.tensor([[0, 5, 5, 7]])  # node 3 hangs under the second 5
+    tree = trees_of((-1, 0, 0, 2), torch.tensor([[0, 5, 5, 7]]))  # 7 follows the second 5
     targets = torch.tensor([[5, 1, 7, 2]])
-    assert emitted_rows(verify.match(tree, tokens, targets)) == [(5, 1)]
+    assert emitted_rows(verify.match(tree, targets)) == [(5, 1)]
 
 
 def test_an_invalid_sibling_does_not_hide_its_twin() -> None:
-    tree = TokenTree((-1, 0, 0)).batch()
-    tree = TreeBatch(**{**vars(tree), "valid": torch.tensor([[True, False, True]])})
-    tokens, targets = torch.tensor([[0, 5, 5]]), torch.tensor([[5, 1, 2]])
-    accepted = verify.match(tree, tokens, targets)
+    tree = trees_of((-1, 0, 0), torch.tensor([[0, 5, 5]]))
+    tree = tree.changed(valid=torch.tensor([[True, False, True]]))
+    targets = torch.tensor([[5, 1, 2]])
+    accepted = verify.match(tree, targets)
     assert accepted.path.tolist() == [[0, 2]]
-    along = verify.match_along(tree, tokens, known(targets, 6), argmax)
+    along = verify.match_along(tree, known(targets, 6), argmax)
     assert along.path.tolist() == [[0, 2]]
 
 
-def nothing_hidden(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
+def nothing_hidden(tree: Tree, targets: Tensor) -> StepResult:
     """``match`` as it must not be: of twins it takes the one whose subtree agrees further."""
     paths = []
-    for row in range(len(tokens)):
+    for row in range(tree.batch_size):
         best, todo = [0], [[0]]
         while todo:
             path = todo.pop()
             best = max(best, path, key=len)
             wanted = int(targets[row, path[-1]])
             nodes = children(tree, row, path[-1])
-            todo += [[*path, child] for child in nodes if int(tokens[row, child]) == wanted]
+            todo += [[*path, child] for child in nodes if int(tree.tokens[row, child]) == wanted]
         paths.append(best)
     last = torch.tensor([path[-1] for path in paths])
     bonus = targets.gather(1, last[:, None])
-    return verify._along_path(tree, tokens, last, torch.tensor([len(p) for p in paths]), bonus)
+    return verify._along_path(tree, last, torch.tensor([len(p) for p in paths]), bonus, None)
 
 
 def match_law(
-    rule: Callable[[TreeBatch, Tensor, Tensor], Accepted],
+    rule: Callable[[Tree, Tensor], StepResult],
     language: Language,
     shape: TokenTree,
     candidates: Sequence[int],
@@ -298,17 +301,16 @@ def match_law(
     """Law of the first tokens: all combinations of the target's samples, one per row."""
     vocab, nodes = language.vocab, len(shape)
     targets = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
-    tree = shape.batch(len(targets))
-    tokens = torch.tensor([candidates]).expand(len(targets), -1)
-    chances = language.at(tree, tokens).gather(2, targets[..., None])[..., 0].prod(1)
+    tree = trees_of(shape.parents, torch.tensor([candidates]).expand(len(targets), -1))
+    chances = language.at(tree).gather(2, targets[..., None])[..., 0].prod(1)
     law: Law = defaultdict(float)
-    for sequence, chance in zip(emitted_rows(rule(tree, tokens, targets)), chances.tolist()):
+    for sequence, chance in zip(emitted_rows(rule(tree, targets)), chances.tolist()):
         law[sequence] += chance
     return continued(law, language, length)
 
 
-def along(tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Accepted:
-    return verify.match_along(tree, tokens, known(targets, 3), argmax)
+def along(tree: Tree, targets: Tensor) -> StepResult:
+    return verify.match_along(tree, known(targets, 3), argmax)
 
 
 @pytest.mark.parametrize("vocab", [2, 3])
@@ -367,31 +369,29 @@ def rejection_law(
     return {key: value for key, value in law.items() if value > 0}
 
 
-def sampled_draft(
-    tree: TreeBatch, q: Language, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Candidates drawn node by node from q, siblings independently: tokens and distributions."""
+def sampled_draft(tree: Tree, q: Language, generator: torch.Generator) -> Tree:
+    """The tree with candidates drawn node by node from q, siblings independently."""
     tokens = torch.zeros(tree.parents.shape, dtype=torch.long)
     rows = torch.arange(len(tokens))
     draft = torch.full((*tokens.shape, q.vocab), torch.nan)  # column 0 is ignored
     for node in range(1, tree.num_nodes):
-        above = q.at(tree, tokens)[rows, tree.parents[:, node]]
+        above = q.at(tree.with_tokens(tokens))[rows, tree.parents[:, node]]
         draft[:, node] = above.float()
         tokens[:, node] = torch.multinomial(draft[:, node], 1, generator=generator)[:, 0]
-    return tokens, draft
+    return tree.with_tokens(tokens, draft)
 
 
-def run_rejection(tree: TreeBatch, p: Language, q: Language, seed: int) -> Accepted:
+def run_rejection(tree: Tree, p: Language, q: Language, seed: int) -> StepResult:
     generator = torch.Generator().manual_seed(seed)
-    tokens, draft = sampled_draft(tree, q, generator)
-    scores = Scores(p.at(tree, tokens).float().log())
-    accepted = verify.rejection(tree, tokens, draft, scores, generator)
+    tree = sampled_draft(tree, q, generator)
+    scores = Scores(p.at(tree).float().log())
+    accepted = verify.rejection(tree, scores, generator)
     for row, asked in enumerate(scores.asked):
         assert asked == accepted.path[row, : accepted.counts[row]].tolist()
     return accepted
 
 
-def continue_rows(accepted: Accepted, language: Language, length: int, seed: int) -> Counter:
+def continue_rows(accepted: StepResult, language: Language, length: int, seed: int) -> Counter:
     """Counts of the rows' first tokens, rows that emitted fewer being continued by sampling."""
     rng = random.Random(seed)
     counts: Counter = Counter()
@@ -431,7 +431,7 @@ def test_the_algorithm_is_exact_and_is_not_without_the_residual(shape: str, lang
 def test_rejection_emits_the_targets_law(shape: str, languages: str) -> None:
     p, q = LANGUAGES[languages]
     parents = SHAPES[shape]
-    accepted = run_rejection(TokenTree(parents).batch(ROWS), p, q, seed=11)
+    accepted = run_rejection(Tree.of_shapes([TokenTree(parents)] * ROWS), p, q, seed=11)
     assert chi_square(continue_rows(accepted, p, 3, seed=12), p.law(3)) > FALSE_ALARM
     step = Counter(emitted_rows(accepted))
     assert chi_square(step, rejection_law(parents, p, q)) > FALSE_ALARM
@@ -457,7 +457,7 @@ def test_the_code_without_its_residual_would_be_caught(monkeypatch: pytest.Monke
         return clamped * 0 if kwargs == {"min": 0} and tensor.is_floating_point() else clamped
 
     monkeypatch.setattr(Tensor, "clamp", broken)
-    accepted = run_rejection(TokenTree.chain(2).batch(ROWS), p, q, seed=11)
+    accepted = run_rejection(Tree.of_shapes([TokenTree.chain(2)] * ROWS), p, q, seed=11)
     monkeypatch.undo()
     assert chi_square(continue_rows(accepted, p, 3, seed=12), p.law(3)) < FALSE_ALARM
 
@@ -466,12 +466,11 @@ def test_rejection_with_a_tree_per_row_and_invalid_nodes() -> None:
     # One false alarm in a million per comparison, as above.
     p, q = LANGUAGES["near"]
     shapes = [TokenTree(SHAPES[name]) for name in ("chain2", "two branches", "root", "siblings")]
-    tree = TreeBatch.stack([shapes[row % 4] for row in range(ROWS)])
+    tree = Tree.of_shapes([shapes[row % 4] for row in range(ROWS)])
     valid = tree.valid.clone()
     valid[1::4, 2] = False  # the second branch of "two branches" is out of budget; so is its child
     valid[1::4, 4] = False
-    tree = TreeBatch(**{**vars(tree), "valid": valid})
-    accepted = run_rejection(tree, p, q, seed=21)
+    accepted = run_rejection(tree.changed(valid=valid), p, q, seed=21)
     assert chi_square(continue_rows(accepted, p, 3, seed=22), p.law(3)) > FALSE_ALARM
     rows = emitted_rows(accepted)
     effective = [(-1, 0, 1), (-1, 0, 9, 1), (-1,), (-1, 0, 0)]  # 9: a parent never reached
@@ -481,29 +480,27 @@ def test_rejection_with_a_tree_per_row_and_invalid_nodes() -> None:
 
 def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     p = LANGUAGES["near"][0]
-    tree = TokenTree.chain(3).batch(2000)
     generator = torch.Generator().manual_seed(0)
-    tokens, draft = sampled_draft(tree, p, generator)
-    draft = draft.double()
-    scores = p.at(tree, tokens).log()
+    tree = sampled_draft(Tree.of_shapes([TokenTree.chain(3)] * 2000), p, generator)
+    scores = p.at(tree).log()
+    draft = torch.zeros_like(scores)
     draft[:, 1:] = scores[:, :-1].softmax(-1)  # bit for bit what the rule compares it with
-    accepted = verify.rejection(tree, tokens, draft, Scores(scores), generator)
+    accepted = verify.rejection(tree.changed(q=draft), Scores(scores), generator)
     assert (accepted.counts == 4).all()
 
 
 def test_a_draft_that_the_target_excludes_is_never_accepted() -> None:
-    tree = TokenTree((-1, 0, 0)).batch(500)
-    tokens = torch.zeros(500, 3, dtype=torch.long)
+    tree = trees_of((-1, 0, 0), torch.zeros(500, 3, dtype=torch.long))
     draft = torch.tensor([1.0, 0.0, 0.0]).expand(500, 3, 3)
     scores = torch.tensor([0.0, 0.5, 0.5]).log().expand(500, 3, 3)
-    accepted = verify.rejection(tree, tokens, draft, Scores(scores))
+    accepted = verify.rejection(tree.changed(q=draft), Scores(scores))
     assert (accepted.counts == 1).all()
     assert set(accepted.tokens[:, 0].tolist()) == {1, 2}
 
 
 def test_rejection_takes_its_random_numbers_from_the_generator() -> None:
     p, q = LANGUAGES["near"]
-    tree = TokenTree(SHAPES["two branches"]).batch(50)
+    tree = Tree.of_shapes([TokenTree(SHAPES["two branches"])] * 50)
     before = torch.random.get_rng_state()
     one, two = (run_rejection(tree, p, q, seed=5) for _ in range(2))
     assert emitted_rows(one) == emitted_rows(two)
@@ -514,9 +511,7 @@ def test_rejection_takes_its_random_numbers_from_the_generator() -> None:
 # -- typical -------------------------------------------------------------------------------------
 
 
-def naive_typical(
-    tree: TreeBatch, tokens: Tensor, chances: Tensor, row: int, epsilon: float, delta: float
-) -> list[int]:
+def naive_typical(tree: Tree, chances: Tensor, row: int, epsilon: float, delta: float) -> list[int]:
     """The definition: accepted nodes, then the longest path, then the likeliest."""
     best, best_key = [0], (1, 0.0)
     todo = [([0], 0.0)]
@@ -528,7 +523,7 @@ def naive_typical(
         entropy = -sum(x * math.log(x) for x in p if x > 0)
         limit = min(epsilon, delta * math.exp(-entropy))
         for child in children(tree, row, path[-1]):
-            chance = p[int(tokens[row, child])]
+            chance = p[int(tree.tokens[row, child])]
             if chance > limit:
                 todo.append(([*path, child], likelihood + math.log(chance)))
     return best
@@ -538,16 +533,17 @@ def naive_typical(
 @pytest.mark.parametrize("seed", range(8))
 def test_typical_equals_its_definition(seed: int, epsilon: float, delta: float) -> None:
     vocab = 4
-    tree, tokens = random_case(seed, vocab)
+    tree = random_case(seed, vocab)
+    tokens = tree.tokens
     generator = torch.Generator().manual_seed(seed + 7)
     logits = 2.0 * torch.randn(*tokens.shape, vocab, generator=generator)
     banned = torch.randint(vocab, (*tokens.shape, 1), generator=generator)
     logits = logits.scatter(2, banned, -torch.inf)  # as a warper leaves them
     scores = Scores(logits)
-    accepted = verify.typical(tree, tokens, scores, argmax, epsilon, delta)
+    accepted = verify.typical(tree, scores, argmax, epsilon, delta)
     chances = logits.double().softmax(-1)
     for row in range(len(tokens)):
-        path = naive_typical(tree, tokens, chances, row, epsilon, delta)
+        path = naive_typical(tree, chances, row, epsilon, delta)
         bonus = int(logits[row, path[-1]].argmax())
         assert_row(accepted, row, path, [*(int(tokens[row, n]) for n in path[1:]), bonus])
         asked = scores.asked[row]
@@ -565,10 +561,10 @@ def test_typical_uses_the_entropy_at_the_parent() -> None:
     """A flat parent lets an unlikely child pass that a peaked one of equal chance does not."""
     flat = [0.3, 0.35, 0.35]  # exp(-H) = 0.334, limit 0.3 * 0.334 = 0.1002
     peaked = [0.3, 0.7, 0.0]  # exp(-H) = 0.543, limit 0.3 * 0.543 = 0.163
-    tree, tokens = TokenTree.chain(1).batch(2), torch.tensor([[9, 0], [9, 0]])
+    tree = Tree.chain(torch.tensor([[9, 0], [9, 0]]))
     for delta, counts in ((0.3, [2, 2]), (0.6, [2, 1]), (1.0, [1, 1])):
         scores = Scores(torch.tensor([[flat, flat], [peaked, flat]]).log())
-        accepted = verify.typical(tree, tokens, scores, argmax, epsilon=1.0, delta=delta)
+        accepted = verify.typical(tree, scores, argmax, epsilon=1.0, delta=delta)
         assert accepted.counts.tolist() == counts
 
 
@@ -583,11 +579,10 @@ def test_typical_uses_the_entropy_at_the_parent() -> None:
 def test_typical_breaks_ties_by_likelihood_of_the_whole_path(
     first: list[float], second: list[float], path: list[int]
 ) -> None:
-    tree = TokenTree(SHAPES["two branches"]).batch()
-    tokens = torch.tensor([[9, 0, 1, 0, 0]])
+    tree = trees_of(SHAPES["two branches"], torch.tensor([[9, 0, 1, 0, 0]]))
     after = [[chance, 1 - chance] for chance in second]
     p = torch.tensor([[first, *after, [0.2, 0.8], [0.7, 0.3]]])
-    accepted = verify.typical(tree, tokens, Scores(p.log()), argmax, epsilon=0.09, delta=0.3)
+    accepted = verify.typical(tree, Scores(p.log()), argmax, epsilon=0.09, delta=0.3)
     assert accepted.path.tolist() == [path]
     assert emitted_rows(accepted) == [(path[1] - 1, 0, 1 if path[2] == 3 else 0)]
 
@@ -595,14 +590,51 @@ def test_typical_breaks_ties_by_likelihood_of_the_whole_path(
 def test_typical_samples_its_bonus_from_the_target_at_the_last_node() -> None:
     # One false alarm in a million, as above.
     p = torch.tensor([[0.2, 0.8], [0.65, 0.35]])
-    tree, tokens = TokenTree.chain(1).batch(ROWS), torch.tensor([[9, 1]]).expand(ROWS, 2)
+    tree = Tree.chain(torch.tensor([[9, 1]]).expand(ROWS, 2))
     generator = torch.Generator().manual_seed(3)
 
     def select(scores: Tensor, depth: int) -> Tensor:
         return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
 
     scores = Scores(p.log().expand(ROWS, 2, 2))
-    accepted = verify.typical(tree, tokens, scores, select)
+    accepted = verify.typical(tree, scores, select)
     assert (accepted.counts == 2).all()
     law = {(1, 0): 0.65, (1, 1): 0.35}
     assert chi_square(Counter(emitted_rows(accepted)), law) > FALSE_ALARM
+
+
+# -- probes, and the host ------------------------------------------------------------------------
+
+
+def test_every_rule_gives_the_probes_of_the_last_accepted_node() -> None:
+    tree = trees_of((-1, 0, 0, 2), torch.tensor([[9, 0, 1, 2]] * 3)).attach_probes(
+        ProbeGroup.causal(3), [[1, 2, 3, 0], [0, 1, 2, 3], [3, 0, 1, 2]]
+    )
+    targets = torch.tensor([[1, 0, 2, 0], [0, 2, 0, 0], [2, 0, 0, 0]])
+    scores = known(targets, 3).scores.log()
+    q = torch.full((3, 4, 3), 1 / 3)
+    for result in (
+        verify.match(tree, targets),
+        verify.match_along(tree, Scores(scores), argmax),
+        verify.typical(tree, Scores(scores), argmax),
+        verify.rejection(tree.changed(q=q), Scores(scores)),
+    ):
+        assert result.path[:, :3].tolist() == [[0, 2, 3], [0, 1, 0], [0, 0, 0]]
+        assert result.num_probes.tolist() == [0, 1, 3]
+        assert result.last.tolist() == [3, 1, 0]
+        assert result.bonus.tolist() == [0, 2, 2]
+    roots = Tree.roots(torch.tensor([9])).attach_probes(ProbeGroup.causal(3), [[2]])
+    assert verify.match(roots, torch.tensor([[1]])).num_probes.tolist() == [2]
+
+
+@pytest.mark.parametrize("more", [None, [[0.5, -1.0], [2.0, 2**24 - 1.0]]])
+def test_the_result_on_the_host(more: list[list[float]] | None) -> None:
+    """Whatever stands past the counts; tokens are exact beside float32 numbers."""
+    large = 2**24 - 1
+    result = StepResult(
+        torch.tensor([[0, 2, 5], [0, 7, 7]]), torch.tensor([3, 1]),
+        torch.tensor([[large, 3, 4], [6, 0, 0]]), torch.tensor([2, 0]),
+    )  # fmt: skip
+    host, numbers = result.to_host(None if more is None else torch.tensor(more))
+    assert host == ([[0, 2, 5], [0]], [[large, 3, 4], [6]], [2, 0])
+    assert numbers is None if more is None else numbers.tolist() == more

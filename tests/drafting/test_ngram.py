@@ -9,7 +9,6 @@ import torch
 from running import drafting
 
 import hf_spec
-from hf_spec.core.tree import TokenTree, merge
 from hf_spec.drafting.ngram import (
     Confidence,
     NgramIndex,
@@ -17,38 +16,6 @@ from hf_spec.drafting.ngram import (
     continuation_tree,
 )
 from hf_spec.methods.registry import get_method
-
-
-def random_tree(rng: random.Random, nodes: int) -> tuple[TokenTree, list[int]]:
-    """A tree whose siblings carry distinct tokens, and the tokens on its nodes."""
-    parents, tokens, taken = [-1], [0], set()
-    while len(parents) < nodes:
-        parent, token = rng.randrange(len(parents)), rng.randrange(4)
-        if (parent, token) not in taken:
-            taken.add((parent, token))
-            parents.append(parent)
-            tokens.append(token)
-    return TokenTree.from_parents(parents), tokens
-
-
-def paths(tree: TokenTree, tokens: list[int]) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tree)):
-        found.append((*found[tree.parents[node]], tokens[node]))
-    return found
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_a_merged_tree_holds_each_path_of_both_once(seed: int) -> None:
-    rng = random.Random(seed)
-    first, first_tokens = random_tree(rng, rng.randint(1, 10))
-    second, second_tokens = random_tree(rng, rng.randint(1, 10))
-    tree, tokens, places = merge(first, first_tokens, second, second_tokens[1:])
-    merged = paths(tree, tokens)
-    assert merged[: len(first)] == paths(first, first_tokens), "the first tree's nodes stay"
-    assert len(set(merged)) == len(merged)
-    assert set(merged) == {*paths(first, first_tokens), *paths(second, second_tokens)}
-    assert [merged[place] for place in places] == paths(second, second_tokens)[1:]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -60,14 +27,14 @@ def test_a_chain_is_the_likeliest_path_of_the_tree(seed: int) -> None:
     index.update(tokens)
     confidence.observe(2, rng.randrange(3), 3)
     matches = index.matches(tokens, 6)
-    tree, candidates, chances = continuation_tree(tokens, matches, 5, 10**6, confidence)
+    parents, candidates, probs = continuation_tree(tokens, matches, 5, 10**6, confidence)
     chain = continuation_chain(tokens, matches, 5, confidence)
     node, found = 0, []
-    while below := [n for n in range(1, len(tree)) if tree.parents[n] == node]:
-        node = max(below, key=chances.__getitem__)
-        found.append((candidates[node - 1], chances[node]))
-    assert [chance for _, chance in found] == pytest.approx(chain[1])
-    likeliest = all(a != b for a, b in zip(sorted(chances), sorted(chances)[1:]))
+    while below := [n for n, parent in enumerate(parents) if parent == node]:
+        node = max(below, key=probs.__getitem__)
+        found.append((candidates[node], probs[node]))
+    assert [prob for _, prob in found] == pytest.approx(chain[1])
+    likeliest = all(a != b for a, b in zip(sorted(probs), sorted(probs)[1:]))
     assert not likeliest or [token for token, _ in found] == chain[0]
     least = continuation_chain(tokens, matches, 5, confidence, 0.2)
     assert least[1] == [chance for chance in chain[1] if chance >= 0.2]

@@ -17,11 +17,12 @@ from conftest import prompt
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.core.cache import TreeCache
-from hf_spec.core.probes import ProbeGroup, hang
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.tree import Tree
 from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import future_labels, probe_sequences
-from hf_spec.model.probe_inputs import ProbeInputs, TreeForward
+from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.support import kv_shape
 
@@ -48,9 +49,8 @@ def decoded(
     source = DynamicCache()
     model(input_ids=ids[None, :-1], **{CACHE: source}, use_cache=True)
     cache = TreeCache.pack(source, None, len(ids) + 8, "cpu")
-    forward = TreeForward(model, cache, torch.tensor([1000]), probe_inputs=inputs)
-    tree = TokenTree.chain(0).batch()
-    return forward(ids[None, -1:], tree, probes=hang(group, tree)).probe_hidden[0]
+    target = Target(model, cache, torch.tensor([1000]), probe_inputs=inputs)
+    return target(Tree.roots(ids[-1:]).attach_probes(group)).hidden[0, 1:]
 
 
 @torch.no_grad()

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.core.tree import Tree
 from hf_spec.drafting import predictions
-from hf_spec.drafting.drafter import Draft
 from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
-from hf_spec.policy.adaptive_trees import Grown, best_ends, ends, grow
+from hf_spec.policy.adaptive_trees import best_ends, ends, grow
 
 Path = tuple[int, ...]
 HIDDEN, RANK = 5, 3
@@ -66,24 +66,25 @@ def naive(
     return found
 
 
-def paths_of(grown: Grown | Draft, row: int) -> dict[Path, float]:
-    """Token paths of a row's candidates, and the chances that they are said to have."""
-    draft = grown.draft() if isinstance(grown, Grown) else grown
-    parents, tokens = draft.tree.parents[row].tolist(), draft.tokens[row].tolist()
+def paths_of(tree: Tree, row: int) -> dict[Path, float]:
+    """Log-probability of each candidate of a row by its path; 0 if the tree has none."""
+    parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
     paths: list[Path] = [()]
-    for node in range(1, draft.tree.row_candidates[row] + 1):
+    for node in range(1, tree.row_sizes[row] + 1):
         assert parents[node] < node
         paths.append((*paths[parents[node]], tokens[node]))
-        assert draft.tree.depths[row, node] == len(paths[-1])
-    if draft.chances is None:
-        return dict.fromkeys(paths[1:], 0.0)
-    chances = draft.chances.paths[row].tolist()
-    assert chances == sorted(chances, reverse=True)
-    assert chances[0] == 1 and not any(chances[len(paths) :])
-    assert draft.chances.parents[row, 1 : len(paths)].tolist() == parents[1 : len(paths)]
-    assert draft.chances.depths[row, : len(paths)].tolist() == [len(path) for path in paths]
+        assert tree.depths[row, node] == len(paths[-1])
     assert len(set(paths)) == len(paths)
-    return dict(zip(paths[1:], map(math.log, chances[1 : len(paths)])))
+    if tree.host is None:
+        return dict.fromkeys(paths[1:], 0.0)
+    probs = tree.host.probs[row].tolist()
+    assert probs == sorted(probs, reverse=True)
+    assert probs[0] == 1 and not any(probs[len(paths) :])
+    return dict(zip(paths[1:], map(math.log, probs[1 : len(paths)])))
+
+
+def grown(*args: Any) -> Tree:
+    return Tree.unpacked(grow(*args))
 
 
 def predict(
@@ -118,12 +119,12 @@ def test_the_likeliest_paths(
     distances: int, vocab: int, count: int, depth: int, with_transition: bool
 ) -> None:
     logits, states, roots, transition = example(4, distances, vocab, with_transition)
-    grown = grow(predict(logits, count, None, transition, states), roots, count, depth)
-    assert grown.tokens[:, 0].tolist() == roots.tolist()
+    tree = grown(predict(logits, count, None, transition, states), roots, count, depth)
+    assert tree.tokens[:, 0].tolist() == roots.tolist()
     for row in range(4):
         rest = (int(roots[row]), transition, count, min(depth, distances))
         expected = naive(logits[row], states[row], *rest)
-        found = paths_of(grown, row)
+        found = paths_of(tree, row)
         assert found.keys() == expected.keys()
         for path, log_p in found.items():
             # Tokens outside of a transition's shortlist are thought to have 1e-6 together.
@@ -133,7 +134,8 @@ def test_the_likeliest_paths(
 def test_a_transition_changes_the_tree() -> None:
     """The test above says something of it."""
     logits, states, roots, transition = example(4, 3, 20, True)
-    trees = [grow(predict(logits, 8, None, one, states), roots, 8, 3) for one in (None, transition)]
+    made = (predict(logits, 8, None, one, states) for one in (None, transition))
+    trees = [grown(one, roots, 8, 3) for one in made]
     assert all(paths_of(trees[0], row).keys() != paths_of(trees[1], row).keys() for row in range(4))
 
 
@@ -142,14 +144,13 @@ def test_rows_that_know_less(with_transition: bool) -> None:
     """Each row has the tree that it has alone; one that knows nothing has its root."""
     logits, states, roots, transition = example(5, 3, 20, with_transition)
     known = (3, 0, 1, 2, 3)
-    grown = grow(predict(logits, 8, known, transition, states), roots, 8, 3)
-    tree = grown.draft().tree
-    assert tree.row_depths[1] == tree.row_candidates[1] == 0
+    tree = grown(predict(logits, 8, known, transition, states), roots, 8, 3)
+    assert tree.row_depths[1] == tree.row_sizes[1] == 0
     for row in range(5):
         some = slice(row, row + 1)
         alone = predict(logits[some], 8, known[some], transition, states[some])
-        single = grow(alone, roots[some], 8, 3)
-        found, expected = paths_of(grown, row), paths_of(single, 0)
+        single = grown(alone, roots[some], 8, 3)
+        found, expected = paths_of(tree, row), paths_of(single, 0)
         assert list(found) == list(expected)  # in the same order
         assert list(found.values()) == pytest.approx(list(expected.values()))
         assert max(map(len, found), default=0) <= known[row]
@@ -162,19 +163,18 @@ def test_tokens_that_are_impossible() -> None:
     logits = torch.full((2, 2, 9), -torch.inf)
     logits[0, :, 2:4] = torch.tensor([1.0, 0.5])
     logits[1, :, 5:8] = 0.0
-    grown = grow(predict(logits, 8), torch.tensor([4, 4]), 8, 2)
-    assert set(paths_of(grown, 0)) == {(2,), (3,), (2, 2), (2, 3), (3, 2), (3, 3)}
-    tree = grown.draft().tree
-    assert tree.row_candidates == (6, 8)
-    assert set(paths_of(grown, 1)) >= {(5,), (6,), (7,)}
+    tree = grown(predict(logits, 8), torch.tensor([4, 4]), 8, 2)
+    assert set(paths_of(tree, 0)) == {(2,), (3,), (2, 2), (2, 3), (3, 2), (3, 3)}
+    assert tree.row_sizes == (6, 8)
+    assert set(paths_of(tree, 1)) >= {(5,), (6,), (7,)}
     assert tree.valid[0].tolist() == [True] * 7 + [False] * 2
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 7, 30])
 def test_equal_chances(count: int) -> None:
     """Of equally likely paths, those further up come first."""
-    grown = grow(predict(torch.zeros(1, 3, 5), count), torch.tensor([2]), count, 3)
-    lengths = sorted(map(len, paths_of(grown, 0)))
+    tree = grown(predict(torch.zeros(1, 3, 5), count), torch.tensor([2]), count, 3)
+    lengths = sorted(map(len, paths_of(tree, 0)))
     assert lengths == ([1] * 5 + [2] * 25)[:count]
 
 
@@ -183,23 +183,22 @@ def test_certain_tokens() -> None:
     logits = torch.zeros(1, 4, 6)
     logits[0, torch.arange(4), torch.tensor([3, 1, 3, 5])] = 1000.0
     for count in (1, 2, 4):
-        grown = grow(predict(logits, count), torch.tensor([0]), count, 4)
-        assert grown.tokens[0].tolist() == [0, 3, 1, 3, 5][: count + 1]
-        tree = grown.draft().tree
+        tree = grown(predict(logits, count), torch.tensor([0]), count, 4)
+        assert tree.tokens[0].tolist() == [0, 3, 1, 3, 5][: count + 1]
         assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3][: count + 1]
-        assert tree.is_chain and not grown.log_probs.any()
+        assert tree.is_chain and (tree.host.probs == 1).all()
 
 
 def test_numbers_that_have_overflown() -> None:
     """All tokens alike: any tree, but a tree, of as many candidates."""
     logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0))
     logits[0, 0, 4], logits[1, 1] = torch.nan, torch.inf
-    grown = grow(predict(logits, 6), torch.tensor([1, 2, 3]), 6, 2)
-    assert grown.tokens[:, 0].tolist() == [1, 2, 3]
-    assert grown.draft().tree.row_candidates == (6, 6, 6)
+    tree = grown(predict(logits, 6), torch.tensor([1, 2, 3]), 6, 2)
+    assert tree.tokens[:, 0].tolist() == [1, 2, 3]
+    assert tree.row_sizes == (6, 6, 6)
     for row in range(3):
-        paths_of(grown, row)
-    assert paths_of(grown, 2).keys() == naive(logits[2], logits[2], 3, None, 6, 2).keys()
+        paths_of(tree, row)
+    assert paths_of(tree, 2).keys() == naive(logits[2], logits[2], 3, None, 6, 2).keys()
 
 
 # -- where a step ends ---------------------------------------------------------------------------
@@ -208,11 +207,11 @@ def test_numbers_that_have_overflown() -> None:
 def test_where_a_step_ends() -> None:
     """A path ends at a node with the node's chance less those of its children."""
     logits, states, roots, transition = example(4, 3, 20, True)
-    grown = grow(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
-    chances = grown.draft().chances
-    found = ends(chances.paths, chances.parents)
+    tree = grown(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
+    assert tree.host is not None
+    found = ends(tree.host.probs, tree.host.parents)
     for row in range(4):
-        paths = {(): 0.0, **paths_of(grown, row)}
+        paths = {(): 0.0, **paths_of(tree, row)}
         for node, (path, log_p) in enumerate(paths.items()):
             below = sum(
                 math.exp(chance) for one, chance in paths.items() if one[:-1] == path != one
@@ -225,12 +224,12 @@ def test_where_a_step_ends() -> None:
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_the_likeliest_ends(count: int) -> None:
     logits, states, roots, transition = example(4, 3, 20, True)
-    grown = grow(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
-    chances = grown.draft().chances
-    found = ends(chances.paths, chances.parents)
-    chosen = best_ends(chances.paths, chances.parents, count)
+    tree = grown(predict(logits, 8, (3, 0, 1, 3), transition, states), roots, 8, 3)
+    assert tree.host is not None
+    found = ends(tree.host.probs, tree.host.parents)
+    chosen = best_ends(tree.host.probs, tree.host.parents, count)
     for row in range(4):
-        real = [node for node in range(9) if chances.paths[row, node] > 0]
+        real = [node for node in range(9) if tree.host.probs[row, node] > 0]
         best = sorted(real, key=lambda node: -found[row, node])[:count]
         assert chosen[row].nonzero()[0].tolist() == sorted(best)
 
@@ -241,7 +240,7 @@ def test_trust_moves_all_tokens_of_a_distance(with_transition: bool) -> None:
     logits, states, roots, transition = example(2, 3, 20, with_transition)
     made = predict(logits, 20, None, transition, states)
     trust = [math.log(0.5), 0.0, math.log(0.25)]
-    plain, moved = (grow(made, roots, 60, 3, one) for one in (None, trust))
+    plain, moved = (grown(made, roots, 60, 3, one) for one in (None, trust))
     for row in range(2):
         before, after = paths_of(plain, row), paths_of(moved, row)
         both = before.keys() & after.keys()
@@ -249,8 +248,8 @@ def test_trust_moves_all_tokens_of_a_distance(with_transition: bool) -> None:
         for path in both:
             assert after[path] == pytest.approx(before[path] + sum(trust[: len(path)]), abs=1e-5)
         assert max(map(len, before)) >= max(map(len, after))
-    certain = grow(made, roots, 8, 3, [50.0, 50.0, 50.0])
-    assert certain.log_probs.max() == 0
+    certain = grown(made, roots, 8, 3, [50.0, 50.0, 50.0])
+    assert certain.host.probs.max() == 1
 
 
 # -- in decoding ---------------------------------------------------------------------------------
@@ -268,8 +267,9 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
     propose = drafter.propose
 
     def watched(self: Any, state: Any) -> Any:
-        draft = propose(self, state)
-        states = head_states(weights, state.hidden)
+        hidden = self.hidden
+        tree = propose(self, state)
+        states = head_states(weights, hidden)
         logits = head_logits(model, weights, states)
         for row in range(len(logits)):
             if not state.active[row]:
@@ -277,10 +277,10 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
             room = min(3, state.max_depth)
             rest = (int(state.root[row]), Transition.of(weights, model), 6, room)
             expected = naive(logits[row].double(), states[row], *rest) if room > 0 else {}
-            found = paths_of(draft, row)
+            found = paths_of(tree, row)
             assert found.keys() == expected.keys()
             checked.append(len(found))
-        return draft
+        return tree
 
     monkeypatch.setattr(drafter, "propose", watched)
     with torch.no_grad():

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.core.tree import Tree
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
@@ -126,11 +127,11 @@ def test_paths_count_by_the_chances_of_their_ranks(with_transition: bool) -> Non
     """The order of the tokens is the prediction's, also given the token before."""
     made, roots = example(2, 3, 20, with_transition)
     chances = HitRates(3).chances
-    grown = grow(Ranked(made, chances), roots, 8, 3)
+    tree = Tree.unpacked(grow(Ranked(made, chances), roots, 8, 3))
     paths, products = likeliest_paths(chances, 8)
     for row in range(2):
-        assert grown.log_probs[row, 1:].exp().tolist() == pytest.approx(products.tolist())
-        tokens, parents = grown.tokens[row].tolist(), grown.parents[row].tolist()
+        assert tree.host.probs[row, 1:].tolist() == pytest.approx(products.tolist())
+        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
         found = {}
         for node in range(1, 9):
             above = found.get(parents[node], ())

@@ -26,11 +26,10 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.buckets import bucket
-from hf_spec.core.probes import ProbeGroup, ProbeRows, hang
+from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.drafter import Draft, Found
-from hf_spec.drafting.retrieval import NOTHING, draft_of
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Row, Tree
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
@@ -51,30 +50,28 @@ def test_the_price_of_a_drafting_forward() -> None:
     """What its time, and that of another candidate, would bring at the current rate."""
     stats, known = SpecStats(), Learned()
     policy = StepPolicy(stats, known, HERE)
-    assert policy.draft_price() is None  # nothing is known
+    assert policy.draft_cost() is None  # nothing is known
     for forwards in (1, 3, 2, 3, 3, 2):
-        tree = TokenTree.chain(forwards).batch(1, "cpu")
-        draft = Draft(tree, torch.zeros(1, len(tree.parents[0]), dtype=torch.long))
-        draft.chances = draft_of([Found(TokenTree.chain(forwards), [0] * (forwards + 1),
-                                        [1.0] * (forwards + 1))], "cpu").chances  # fmt: skip
+        nodes = forwards + 1
+        tree = Tree.of_rows([Row([*range(-1, forwards)], [0] * nodes, [1.0] * nodes)], "cpu")
         policy.setting.tries.clear()
         policy.setting.tries.append((forwards, 0))
         policy.drafts()
         stats.draft_seconds += 0.25 * forwards
         stats.num_draft_forwards += forwards
-        draft = policy.choose(draft, Probing(), [True], [forwards])
-        seconds = 0.25 * forwards + 0.9 + 0.1 * draft.tree.num_nodes
-        policy.observe(draft, [draft.tree.num_nodes], seconds)
+        tree = policy.choose(tree, Probing(), [True], [forwards])
+        seconds = 0.25 * forwards + 0.9 + 0.1 * tree.num_nodes
+        policy.observe(tree, [tree.num_nodes], seconds)
     times, rate = policy.setting.times, policy.setting.rate.value
     assert times.drafted_seconds == pytest.approx(0.25) and rate is not None
-    assert policy.draft_price() == pytest.approx(rate * (0.25 + 0.1), rel=1e-3)
+    assert policy.draft_cost() == pytest.approx(rate * (0.25 + 0.1), rel=1e-3)
     assert policy.details()["policy"]["drafted_seconds"] == times.drafted_seconds
     # Of steps that look up alone, and of plain ones, nothing is learned.
     policy.drafts()
     stats.draft_seconds += 1.0
-    policy.observe(Draft(TokenTree.chain(0).batch(1, "cpu"), torch.zeros(1, 1)), [1], 2.0)
+    policy.observe(PLAIN, [1], 2.0)
     assert times.drafted_seconds == pytest.approx(0.25, rel=0.5)
-    assert StepPolicy(stats, known, HERE, enabled=False).draft_price() is None
+    assert StepPolicy(stats, known, HERE, enabled=False).draft_cost() is None
     # Another setting starts from there.
     assert known.setting((2, 8, "cpu")).times.drafted_seconds == pytest.approx(0.25, rel=0.5)
 
@@ -87,17 +84,11 @@ CHANCES = np.array([0.6, 0.45, 0.35, 0.25])[:, None] * np.array(
 )
 
 
-def tokens_of(draft: Draft) -> int:
-    """That its forward has for each row of the batch."""
-    return draft.tree.num_nodes + (0 if draft.probes is None else draft.probes.num_probes)
-
-
-def found(table: Array, count: int = 40, root: int = 0) -> Found:
+def found(table: Array, count: int = 40) -> Row:
     """The likeliest paths; a node's token is its rank."""
-    paths, chances = likeliest_paths(table, count)
-    return Found(
-        TokenTree.in_order(paths), [root, *(path[-1] for path in paths)], [1.0, *chances.tolist()]
-    )
+    paths, probs = likeliest_paths(table, count)
+    tokens, parents = [0, *(path[-1] for path in paths)], TokenTree.in_order(paths).parents
+    return Row(list(parents), tokens, [1.0, *probs.tolist()])
 
 
 def random_table(rng: np.random.Generator) -> Array:
@@ -106,16 +97,16 @@ def random_table(rng: np.random.Generator) -> Array:
 
 
 class Probing:
-    """A drafter with so many probes under a node, that notes where they hang."""
+    """A drafter with so many probes of a node, that notes which nodes have them."""
 
     def __init__(self, num_probes: int = 0, prunes: bool | None = False):
         self.num_probes = self.distances = num_probes
         self.prunes = prunes
-        self.under: list[list[int]] = []
+        self.probed: list[list[int]] = []
 
-    def hang(self, tree: TreeBatch, ahead: Sequence[Sequence[int]]) -> ProbeRows | None:
-        self.under = [[node for node, n in enumerate(row) if n] for row in ahead]
-        return hang(ProbeGroup.causal(self.num_probes), tree, ahead)
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
+        self.probed = [[node for node, n in enumerate(row) if n] for row in ahead]
+        return tree.attach_probes(ProbeGroup.causal(self.num_probes), ahead)
 
 
 def line(slope: float) -> Seconds:
@@ -144,16 +135,15 @@ def ends_of(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
 
 
 def worths(
-    rows: Sequence[Found], seconds: Seconds, rate: float, worth: float, group: int
+    rows: Sequence[Row], seconds: Seconds, rate: float, worth: float, group: int
 ) -> dict[tuple[int, int], float]:
     """E + h Q - rho T by candidates and nodes with probes, one plan at a time."""
-    most = max(len(row.tree) for row in rows) - 1
+    most = max(len(row.parents) for row in rows) - 1
     values = {}
     for n in {*(size for size in SIZES if size < most), most}:
-        tokens = sum(sum(row.chances[: n + 1]) for row in rows)
+        tokens = sum(sum(row.probs[: n + 1]) for row in rows)
         ended = [
-            sorted(ends_of(row.tree.parents[: n + 1], row.chances[: n + 1]), reverse=True)
-            for row in rows
+            sorted(ends_of(row.parents[: n + 1], row.probs[: n + 1]), reverse=True) for row in rows
         ]
         for probed in range(n + 2) if group else [0]:
             held = sum(sum(row[:probed]) for row in ended) if group else 0
@@ -175,21 +165,22 @@ def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
         learned.setting(HERE).times.sizes[1].mean = plain
         drafter = Probing(group)
         policy = StepPolicy(SpecStats(), learned, HERE)
-        whole = draft_of(rows, "cpu")
-        draft = policy.choose(whole, drafter, [True] * batch, [9] * batch)
+        whole = Tree.of_rows(rows, "cpu")
+        tree = policy.choose(whole, drafter, [True] * batch, [9] * batch)
         values = worths(rows, seconds, rate, worth, group)
         value, best = batch - rate * plain, max(values.values())
-        chosen = draft.tree.num_nodes - 1
+        chosen = tree.num_tokens - 1
         kinds.add(bool(chosen))
         if not chosen:
             # A plain step is taken only where it is worth more than what would be drafted.
-            assert draft.probes is None and value > best - 0.03 * batch * (group > 0)
+            assert not tree.num_probes and value > best - 0.03 * batch * (group > 0)
             continue
-        probed = max(map(len, drafter.under)) if draft.probes is not None else 0
+        probed = max(map(len, drafter.probed)) if tree.num_probes else 0
         assert values[chosen, probed] > value - 1e-9
         shares.append((best - values[chosen, probed]) / batch)
-        assert torch.equal(draft.tokens, whole.tokens[:, : chosen + 1])
-        for part, of in zip(draft.chances, whole.chances):
+        assert torch.equal(tree.drafted.tokens, whole.tokens[:, : chosen + 1])
+        assert tree.host is not None and whole.host is not None
+        for part, of in zip(tree.host, whole.host):
             assert (part == of[:, : chosen + 1]).all()
     assert kinds == {True, False}
     # Tokens per row that are missing to the best plan.
@@ -236,40 +227,39 @@ def simulate(
     drafter: Any = Probing(group, None if pruning else False)
     policy = StepPolicy(stats, learned, setting or (batch, *HERE[1:]), enabled)
     rows, known = [found(table)] * batch, True
-    offered, nothing = draft_of(rows, "cpu"), draft_of([NOTHING] * batch, "cpu")
+    offered, nothing = (Tree.of_rows(one, "cpu") for one in (rows, [Row.root()] * batch))
     sizes, tokens, total = [], 0, 0.0
     for _ in range(steps):
-        draft = Draft(nothing.tree, nothing.tokens)
+        tree = nothing
         if calibration is not None:
             trust = calibration.log_factors
             trusted = (table * np.exp(trust)[:, None]).clip(max=1)
             rows = [found(trusted / np.maximum(trusted.sum(1, keepdims=True), 1))] * batch
-            offered = draft_of(rows, "cpu")
+            offered = Tree.of_rows(rows, "cpu")
         if drafts := policy.drafts():
             stats.draft_seconds += drafting
             whole = offered if known else nothing
-            draft = policy.choose(whole, drafter, [True] * batch, [9] * batch)
-        whole_step = pruning[0] if pruning and draft.pruned else seconds
-        spent = whole_step(tokens_of(draft)) + drafting * drafts
-        counts, ended, parents = [], 0, draft.tree.parents.tolist()
+            tree = policy.choose(whole, drafter, [True] * batch, [9] * batch)
+        whole_step = pruning[0] if pruning and policy.prunes else seconds
+        spent = whole_step(tree.num_nodes) + drafting * drafts
+        counts, ended, parents = [], 0, tree.drafted.parents.tolist()
         for row in range(batch):
             came = [int((rng.random() >= distance).sum()) for distance in real]
             child = {(above, token): n for n, (above, token) in
-                     enumerate(zip(parents[row], draft.tokens[row].tolist())) if n}  # fmt: skip
+                     enumerate(zip(parents[row], tree.tokens[row].tolist())) if n}  # fmt: skip
             node = depth = 0
-            if not (pruning and draft.pruned and rng.random() >= pruning[1]):
+            if not (pruning and policy.prunes and rng.random() >= pruning[1]):
                 while depth < len(came) and (node, came[depth]) in child:
                     node, depth = child[node, came[depth]], depth + 1
             counts.append(depth + 1)
             ended = node
             if calibration is not None and drafts:
-                walk(calibration, rows[row].tree.parents, rows[row].tokens,
-                     rows[row].chances, trust, came)  # fmt: skip
+                walk(calibration, *rows[row], trust, came)
         if group:  # one row: the next step has predictions where this one ended at probes
-            known = draft.probes is not None and ended in drafter.under[0]
+            known = tree.num_probes > 0 and ended in drafter.probed[0]
         stall = 10.0 if rng.random() < 0.01 else 1.0
-        policy.observe(draft, counts, spent * rng.lognormvariate(0.0, noise) * stall)
-        sizes.append(draft.tree.num_nodes - 1)
+        policy.observe(tree, counts, spent * rng.lognormvariate(0.0, noise) * stall)
+        sizes.append(tree.num_tokens - 1)
         by_chance = pruning is not None or calibration is not None
         tokens += sum(counts) if by_chance else batch * average[sizes[-1]]
         total += spent
@@ -279,9 +269,9 @@ def simulate(
 def best_speed(table: Array, seconds: Seconds, batch: int = 1, group: int = 0) -> float:
     """Tokens per second of the best constant plan: as many candidates and probes in all steps."""
     one, speeds = found(table), [batch / seconds(1)]
-    for n in range(1, len(one.tree)):
-        tokens, parents = sum(one.chances[: n + 1]), one.tree.parents[: n + 1]
-        ended = sorted(ends_of(parents, one.chances[: n + 1]), reverse=True)
+    for n in range(1, len(one.parents)):
+        tokens, parents = sum(one.probs[: n + 1]), one.parents[: n + 1]
+        ended = sorted(ends_of(parents, one.probs[: n + 1]), reverse=True)
         for probed in range(1, n + 2) if group else [0]:
             spent = seconds(1 + n + probed * group) + 0.02
             # Steps without predictions, for each with them.
@@ -393,8 +383,8 @@ def test_pruning_where_it_pays(better: bool, chances: bool, monkeypatch: Any) ->
     if not chances:
         choose = StepPolicy.choose
 
-        def blind(self: Any, draft: Draft, *args: Any) -> Draft:
-            return choose(self, Draft(draft.tree, draft.tokens), *args)
+        def blind(self: Any, tree: Tree, *args: Any) -> Tree:
+            return choose(self, tree.changed(host=None), *args)
 
         monkeypatch.setattr(StepPolicy, "choose", blind)
     monkeypatch.setattr(step_policy, "HISTORY", 500)
@@ -414,16 +404,17 @@ def test_pruning_where_it_pays(better: bool, chances: bool, monkeypatch: Any) ->
 def test_pruning_as_it_is_asked_for(prunes: bool, promised: bool) -> None:
     """From the first step on; plain steps are timed beside it."""
     policy, drafter = StepPolicy(SpecStats(), Learned(), HERE), Probing(0, prunes)
-    whole = draft_of([found(CHANCES, 8)], "cpu")
+    whole = Tree.of_rows([found(CHANCES, 8)], "cpu")
     if not promised:
-        whole = Draft(whole.tree, whole.tokens)
+        whole = whole.changed(host=None)
     for _ in range(30):
         if policy.drafts():
-            draft = policy.choose(whole, drafter, [True], [9])
-            assert draft.pruned is prunes and draft.tree.num_nodes > 1
-            policy.observe(draft, [3], 1.2)
+            tree = policy.choose(whole, drafter, [True], [9])
+            assert policy.prunes is prunes and tree.num_nodes > 1
+            policy.observe(tree, [3], 1.2)
         else:
-            policy.observe(Draft(*PLAIN), [1], 1.0)
+            assert not policy.prunes
+            policy.observe(PLAIN, [1], 1.0)
     assert policy.setting.times.plain_seconds() == 1.0
     assert policy.stats.num_fallback_steps == 3  # the third, the sixth, and one 16 drafts later
     assert policy.learned.guard.balance > 1.5
@@ -431,11 +422,11 @@ def test_pruning_as_it_is_asked_for(prunes: bool, promised: bool) -> None:
 
 # -- single steps ------------------------------------------------------------------------------
 
-#: The tree and the tokens of a plain step.
-PLAIN = (TokenTree.chain(0).batch(1, "cpu"), torch.zeros(1, 1, dtype=torch.long))
+#: What a plain step forwards.
+PLAIN = Tree.roots(torch.zeros(1, dtype=torch.long))
 
 
-def test_probes_hang_where_the_step_is_likeliest_to_end() -> None:
+def test_probes_are_where_the_step_is_likeliest_to_end() -> None:
     rng = np.random.default_rng(1)
     counts = set()
     for _ in range(40):
@@ -443,21 +434,21 @@ def test_probes_hang_where_the_step_is_likeliest_to_end() -> None:
         learned = knowing(line(0.02), 1.5, worth=(worth := rng.uniform(0.2, 3)))
         drafter = Probing(2)
         policy = StepPolicy(SpecStats(), learned, HERE)
-        draft = policy.choose(draft_of([row], "cpu"), drafter, [True], [9])
-        n = draft.tree.num_nodes
+        tree = policy.choose(Tree.of_rows([row], "cpu"), drafter, [True], [9])
+        n = tree.num_tokens
         if n == 1:
             continue
-        ended = ends_of(row.tree.parents[:n], row.chances[:n])
+        ended = ends_of(row.parents[:n], row.probs[:n])
         best = sorted(range(n), key=lambda node: -ended[node])
-        under = drafter.under[0] if draft.probes is not None else []
-        assert under == sorted(best[: len(under)])
+        probed = drafter.probed[0] if tree.num_probes else []
+        assert probed == sorted(best[: len(probed)])
         paying = sum(worth * chance > 1.5 * 0.02 * 2 for chance in ended)
         near = [0, *(size for size in SIZES if size < n), n]  # as many as pay, in few sizes
-        assert len(under) in near
-        assert max(size for size in near if size <= paying) <= len(under)
-        assert len(under) <= min(size for size in near if size >= paying)
-        assert tokens_of(draft) == n + 2 * len(under)
-        counts.add(len(under))
+        assert len(probed) in near
+        assert max(size for size in near if size <= paying) <= len(probed)
+        assert len(probed) <= min(size for size in near if size >= paying)
+        assert tree.num_nodes == n + 2 * len(probed)
+        counts.add(len(probed))
     assert len(counts) > 4
 
 
@@ -471,12 +462,12 @@ def test_finished_rows_and_limits_count_for_nothing() -> None:
         sizes = []
         for one, on, most in ((rows, active, limits), ([alone], [True], [9])):
             policy = StepPolicy(SpecStats(), knowing(line(0.05), 1.5), HERE)
-            draft = policy.choose(draft_of(one, "cpu"), Probing(), on, most)
-            sizes.append(draft.tree.num_nodes)
+            tree = policy.choose(Tree.of_rows(one, "cpu"), Probing(), on, most)
+            sizes.append(tree.num_nodes)
         assert sizes[0] == sizes[1] > 2
     policy = StepPolicy(SpecStats(), knowing(line(0.0001), 1.5), HERE)
-    draft = policy.choose(draft_of([found(CHANCES)], "cpu"), Probing(), [True], [1])
-    used = draft.chances.depths[0] == 1
+    tree = policy.choose(Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [1])
+    used = tree.depths[0] == 1
     assert used[-1] and used.sum() == 10 == len(CHANCES[0])
 
 
@@ -491,13 +482,13 @@ def best_of(table: Array, seconds: Seconds, details: dict[str, Any]) -> int:
 def test_the_first_steps() -> None:
     """Two sizes are tried, and two plain steps timed among them; then steps go by their worth."""
     policy, sizes = StepPolicy(SpecStats(), Learned(), HERE), []
-    whole = draft_of([found(CHANCES)], "cpu")
+    whole = Tree.of_rows([found(CHANCES)], "cpu")
     for _ in range(12):
-        draft = Draft(*PLAIN)
+        tree = PLAIN
         if policy.drafts():
-            draft = policy.choose(whole, Probing(), [True], [9])
-        sizes.append(draft.tree.num_nodes - 1)
-        policy.observe(draft, [2], line(0.03)(tokens_of(draft)))
+            tree = policy.choose(whole, Probing(), [True], [9])
+        sizes.append(tree.num_nodes - 1)
+        policy.observe(tree, [2], line(0.03)(tree.num_nodes))
     first = [candidates for candidates, _ in Learned().first_sizes(1)]
     assert [size for size in sizes[:6] if size] == first
     assert sizes.count(0) == policy.stats.num_fallback_steps == 2
@@ -509,21 +500,21 @@ def test_the_first_steps() -> None:
 def test_plain_steps_are_looked_at_less_and_less() -> None:
     learned, gaps, since = knowing(line(0.03)), [], 0
     policy = StepPolicy(SpecStats(), learned, HERE)
-    whole = draft_of([found(CHANCES)], "cpu")
+    whole = Tree.of_rows([found(CHANCES)], "cpu")
     while len(gaps) < 7:
         if policy.drafts():
-            draft, since = policy.choose(whole, Probing(), [True], [9]), since + 1
-            policy.observe(draft, [3], line(0.03)(tokens_of(draft)))
+            tree, since = policy.choose(whole, Probing(), [True], [9]), since + 1
+            policy.observe(tree, [3], line(0.03)(tree.num_nodes))
         else:
             gaps, since = [*gaps, since], 0
-            policy.observe(Draft(*PLAIN), [1], 1.0)
+            policy.observe(PLAIN, [1], 1.0)
     assert gaps == [min(LOOKS[0] * 2**n, LOOKS[1]) for n in range(7)]
 
 
 def test_a_stall_is_not_held_against_a_strategy() -> None:
     learned = knowing(line(0.03))
     policy = StepPolicy(SpecStats(), learned, HERE)
-    whole = draft_of([found(CHANCES)], "cpu")
+    whole = Tree.of_rows([found(CHANCES)], "cpu")
     before = learned.guard.balance
     assert policy.drafts()
     policy.observe(policy.choose(whole, Probing(), [True], [9]), [1], 500.0)
@@ -533,11 +524,11 @@ def test_a_stall_is_not_held_against_a_strategy() -> None:
 def test_tokens_of_a_batch_are_counted_per_unfinished_row() -> None:
     learned = knowing(line(0.0))
     policy = StepPolicy(SpecStats(), learned, HERE)
-    whole = draft_of([found(CHANCES)] * 3, "cpu")
+    whole = Tree.of_rows([found(CHANCES)] * 3, "cpu")
     assert policy.drafts()
-    draft = policy.choose(whole, Probing(), [True, False, True], [9] * 3)
+    tree = policy.choose(whole, Probing(), [True, False, True], [9] * 3)
     before = learned.guard.balance
-    policy.observe(draft, [3, 0, 1], 1.5)
+    policy.observe(tree, [3, 0, 1], 1.5)
     assert learned.guard.balance == before + 2 - 1.5
 
 
@@ -785,12 +776,13 @@ def test_drafting_resumes(
 
     def wrong_at_first(self: Any, state: Any) -> Any:
         now, forwards = clock.now, len(timing.rows)
-        draft = propose(self, state)
+        tree = propose(self, state)
         clock.now = now  # drafting takes no time here
         del timing.rows[forwards:]
         if forwards < 15:
-            draft.tokens[:, 1:] = PAD  # which these models do not emit
-        return draft
+            wrong = torch.full_like(tree.drafted.tokens, PAD)  # which these models do not emit
+            tree = tree.with_tokens(torch.cat([tree.tokens[:, :1], wrong[:, 1:]], dim=1))
+        return tree
 
     monkeypatch.setattr(drafter, "propose", wrong_at_first)
     plain = model.generate(**INPUTS[inputs], **GREEDY).sequences
@@ -881,18 +873,18 @@ def test_merged_statistics_add_up() -> None:
 def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> None:
     """Nothing comes of the rest of the drafts, and look-ups have an account of their own."""
     policy, drafter = StepPolicy(SpecStats(), Learned(), HERE), Probing(2)
-    alone = Found(TokenTree.chain(3), [0, 1, 2, 3], [1.0, 0.9, 0.8, 0.7])
+    alone = Row([-1, 0, 1, 2], [0, 1, 2, 3], [1.0, 0.9, 0.8, 0.7])
     kinds = []
     for _ in range(600):
-        draft, emitted = draft_of([NOTHING], "cpu"), 1
+        tree, emitted = Tree.of_rows([Row.root()], "cpu"), 1
         if policy.drafts(looks_up):
             rows = [alone if policy.lookups_only else found(CHANCES)]
-            draft = policy.choose(draft_of(rows, "cpu"), drafter, [True], [9])  # type: ignore
+            tree = policy.choose(Tree.of_rows(rows, "cpu"), drafter, [True], [9])  # type: ignore
             if policy.lookups_only:
-                assert draft.probes is None
-                emitted = draft.tree.num_nodes if comes else 1
+                assert not tree.num_probes
+                emitted = tree.num_nodes if comes else 1
         kinds.append(policy.lookups_only)
-        policy.observe(draft, [emitted], line(0.05)(tokens_of(draft)))
+        policy.observe(tree, [emitted], line(0.05)(tree.num_nodes))
     late = sum(kinds[300:]) / 300
     assert (late > 0.85) if looks_up and comes else (late < 0.1)
     assert policy.learned.guard.paused or not kinds[-1]
@@ -915,15 +907,15 @@ def test_plans_fill_padded_shapes(group: int) -> None:
     drafter: Any = Probing(group)
     seen = set()
     for _ in range(400):
-        draft = draft_of([NOTHING], "cpu")
+        tree = Tree.of_rows([Row.root()], "cpu")
         if policy.drafts():
             if rng.random() < 0.8:
-                draft = draft_of([found(random_table(rng), int(rng.integers(1, 70)))], "cpu")
-            draft = policy.choose(draft, drafter, [True], [99])
-        probes = tokens_of(draft) - draft.tree.num_nodes
-        seen.add((bucket(draft.tree.num_nodes), bucket(probes)))
-        spent = 1 + 0.02 * rng.uniform(0.1, 2) * padded(draft.tree.num_nodes, probes)
-        policy.observe(draft, [1 + int(rng.integers(draft.tree.num_nodes))], spent)
+                row = found(random_table(rng), int(rng.integers(1, 70)))
+                tree = Tree.of_rows([row], "cpu")
+            tree = policy.choose(tree, drafter, [True], [99])
+        seen.add((bucket(tree.num_tokens), bucket(tree.num_probes)))
+        spent = 1 + 0.02 * rng.uniform(0.1, 2) * padded(tree.num_tokens, tree.num_probes)
+        policy.observe(tree, [1 + int(rng.integers(tree.num_tokens))], spent)
     assert seen <= shapes and len(seen) > 2
 
 
@@ -931,11 +923,11 @@ def test_a_tree_costs_its_bucket() -> None:
     """Of trees that are padded to the same size the largest is taken."""
     policy = StepPolicy(SpecStats(), Learned(), HERE, width=padded)
     drafter: Any = Probing()
-    whole, sizes = draft_of([found(CHANCES)], "cpu"), []
+    whole, sizes = Tree.of_rows([found(CHANCES)], "cpu"), []
     for _ in range(200):
-        draft = draft_of([NOTHING], "cpu")
+        tree = Tree.of_rows([Row.root()], "cpu")
         if policy.drafts():
-            draft = policy.choose(whole, drafter, [True], [99])
-        sizes.append(draft.tree.num_nodes)
-        policy.observe(draft, [2], 1.0 + 0.02 * padded(draft.tree.num_nodes, 0))
-    assert set(sizes) <= {1, 2, 4, 8, 16, 32, whole.tree.num_nodes} and len(set(sizes[10:])) > 1
+            tree = policy.choose(whole, drafter, [True], [99])
+        sizes.append(tree.num_nodes)
+        policy.observe(tree, [2], 1.0 + 0.02 * padded(tree.num_nodes, 0))
+    assert set(sizes) <= {1, 2, 4, 8, 16, 32, whole.num_nodes} and len(set(sizes[10:])) > 1

@@ -1,0 +1,177 @@
+"""TokenTree against its definition, node by node in Python."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+from random_trees import random_tree
+
+from hf_spec.core.token_tree import TokenTree
+
+PATHS = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 1]]
+
+# -- construction --------------------------------------------------------------------------------
+
+
+def test_paths_may_come_in_any_order() -> None:
+    wanted = TokenTree.from_paths(PATHS)
+    for order in itertools.permutations(PATHS):
+        assert TokenTree.from_paths(order) == wanted
+
+
+def test_from_paths_orders_nodes_by_depth_and_keeps_ranks() -> None:
+    tree = TokenTree.from_paths(reversed(PATHS))
+    assert tree.parents == (-1, 0, 0, 1, 1, 2, 4)
+    assert tree.ranks == (0, 0, 1, 0, 2, 0, 1)
+    assert tree.depths == (0, 1, 1, 2, 2, 2, 3)
+    assert [list(path) for path in tree.paths] == PATHS
+    assert (len(tree), tree.num_candidates, tree.max_depth) == (7, 6, 3)
+
+
+def test_no_paths_is_the_root_alone() -> None:
+    tree = TokenTree.from_paths([])
+    assert (len(tree), tree.num_candidates, tree.max_depth, tree.paths) == (1, 0, 0, ())
+    assert tree == TokenTree.chain(0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([[0], []], r"path \[\]: the root is implied"),
+        ([[0], [-1]], r"path \[-1\]: ranks count from 0"),
+        ([[0], [0, -2]], r"path \[0, -2\]: ranks count from 0"),
+        ([[0], [0, 1], [0]], r"path \[0\] is given twice"),
+        ([[0], [1, 0]], r"path \[1, 0\]: its parent \[1\] is missing. Add it"),
+        ([[0, 0, 0], [0]], r"path \[0, 0, 0\]: its parent \[0, 0\] is missing"),
+        ([[rank] for rank in range(20_000)], "a tree with more than 1024 candidates"),
+        ([[0], [0] * 20_000], r"path \[0, 0, 0, 0, 0, 0, 0, 0\] ...: at most 1024 ranks"),
+    ],
+)
+def test_bad_paths_are_named(paths: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenTree.from_paths(paths)
+
+
+@pytest.mark.parametrize(
+    ("parents", "ranks", "message"),
+    [
+        ((), (), r"parents\[0\] must be -1"),
+        ((0, 0), (), r"parents\[0\] must be -1"),
+        ((-1, 1), (), r"parents\[1\]=1: a parent stands before its child.*0\.\.0"),
+        ((-1, 0, 3, 0), (), r"parents\[2\]=3.*0\.\.1"),
+        ((-1, -1), (), r"parents\[1\]=-1"),
+        ((-1, 0), (0,), "1 ranks for 2 nodes"),
+        ((-1, 0), (0, -1), r"ranks\[1\]=-1: ranks count from 0"),
+        ((-1, 0, 0), (0, 2, 2), "node 2: node 0 has two children of rank 2"),
+    ],
+)
+def test_bad_parents_and_ranks_are_named(
+    parents: tuple[int, ...], ranks: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenTree(parents, ranks)
+
+
+def test_trees_have_a_limit() -> None:
+    """With room for two trees that are merged."""
+    assert len(TokenTree.chain(1024)) == len(TokenTree.from_paths([[n] for n in range(1024)]))
+    assert len(TokenTree((-1, *[0] * 2047))) == 2048
+    for make in (lambda: TokenTree((-1, *[0] * 19_999)), lambda: TokenTree.chain(19_999)):
+        with pytest.raises(ValueError, match="20000 nodes: a tree has at most 2048"):
+            make()
+
+
+def test_siblings_are_ranked_in_order_when_ranks_are_left_out() -> None:
+    assert TokenTree((-1, 0, 0, 1, 0, 1)).ranks == (0, 0, 1, 0, 2, 1)
+
+
+def test_chains_of_one_length_are_one_object() -> None:
+    assert TokenTree.chain(3) is TokenTree.chain(3)
+
+
+# -- JSON ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_json_round_trip(seed: int) -> None:
+    rng = random.Random(seed)
+    grown = random_tree(rng, rng.randint(1, 12))
+    tree = TokenTree.from_paths(grown.paths)
+    assert TokenTree.from_json(tree.to_json()) == tree
+    assert json.loads(tree.to_json())["version"] == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_json_keeps_the_paths_of_a_tree_in_any_node_order(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng, rng.randint(1, 12))
+    assert set(TokenTree.from_json(tree.to_json()).paths) == set(tree.paths)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[]", "3", '"tree"', '{"version": 1}', '{"paths": [[0]]}']
+)
+def test_text_that_is_no_tree_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r'not a tree: expected \{"version": 1, "paths"'):
+        TokenTree.from_json(text)
+
+
+def test_other_format_versions_are_refused() -> None:
+    with pytest.raises(ValueError, match="version 2: this hf_spec reads version 1"):
+        TokenTree.from_json('{"version": 2, "paths": []}')
+
+
+def test_a_bad_path_in_json_is_named() -> None:
+    with pytest.raises(ValueError, match=r"its parent \[0\] is missing"):
+        TokenTree.from_json('{"version": 1, "paths": [[0, 0]]}')
+
+
+@pytest.mark.parametrize("paths", ["5", "[5]", "[[null]]", "[[0.5]]", '["01"]', '{"0": 1}'])
+def test_paths_of_the_wrong_type_are_refused(paths: str) -> None:
+    with pytest.raises(ValueError):
+        TokenTree.from_json(f'{{"version": 1, "paths": {paths}}}')
+
+
+def test_json_keeps_the_order_of_nodes() -> None:
+    tree = TokenTree((-1, 0, 1, 0))
+    assert TokenTree.from_json(tree.to_json()) == tree
+
+
+# -- shape ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", range(5))
+def test_a_chain_has_one_node_per_depth(length: int) -> None:
+    tree = TokenTree.chain(length)
+    assert tree.parents == tuple(range(-1, length))
+    assert tree.depths == tuple(range(length + 1))
+    assert tree.is_chain
+    assert tree.paths == tuple((0,) * depth for depth in range(1, length + 1))
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 0), (-1, 0, 1, 1), (-1, 0, 0, 2)])
+def test_branching_trees_are_no_chains(parents: tuple[int, ...]) -> None:
+    assert not TokenTree(parents).is_chain
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_truncate_keeps_exactly_the_shallow_nodes(seed: int) -> None:
+    rng = random.Random(seed)
+    paths = random_tree(rng, rng.randint(1, 14)).paths
+    tree = TokenTree.from_paths([[3 * rank for rank in path] for path in paths])
+    for depth in range(tree.max_depth + 2):
+        cut, kept = tree.truncate(depth), tree.kept(depth)
+        assert kept == [node for node in range(len(tree)) if tree.depths[node] <= depth]
+        assert cut.paths == tuple(path for path in tree.paths if len(path) <= depth)
+        assert cut.depths == tuple(tree.depths[node] for node in kept)
+        assert cut.ranks == tuple(tree.ranks[node] for node in kept)
+
+
+def test_truncate_renumbers_parents_of_trees_in_any_node_order() -> None:
+    tree = TokenTree((-1, 0, 1, 2, 0, 4))  # depth first
+    assert tree.truncate(1).parents == (-1, 0, 0)
+    assert tree.truncate(2).parents == (-1, 0, 1, 0, 3)
+    assert tree.truncate(3) is tree
