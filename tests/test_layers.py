@@ -282,7 +282,7 @@ def test_an_impure_core_is_detected(source: str) -> None:
 
 
 def test_the_cache_may_know_transformers_caches_and_nothing_else_of_it() -> None:
-    module = "hf_spec.core.cache"
+    module = "hf_spec.cache.tree_cache"
     assert impurities("from transformers.cache_utils import Cache\nimport json", module) == []
     assert impurities("from transformers import DynamicCache", module)
     assert impurities("from transformers.modeling_utils import PreTrainedModel", module)

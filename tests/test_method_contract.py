@@ -23,8 +23,8 @@ from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_spec
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
-from hf_spec.core.cache import TreeCache
 from hf_spec.methods.registry import Method, methods
 from modeling_patches.cache_name import CACHE
 

@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]

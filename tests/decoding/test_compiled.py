@@ -23,8 +23,10 @@ from test_shrinking import StopRowAt
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
+from hf_spec.cache.buffers import BUCKET
+from hf_spec.cache.convert import pack
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
-from hf_spec.core.cache import BUCKET, TreeCache
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
@@ -618,7 +620,7 @@ def test_buffers_have_few_sizes() -> None:
     source = DynamicCache()
     source.update(torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), 0)
     keys = source.layers[0].keys.clone()
-    cache = TreeCache.pack(source, None, 40, "cpu")
+    cache = pack(source, None, 40, "cpu")
     cache.use_buckets()
     assert cache.capacity == BUCKET
     cache.reserve(BUCKET + 1)

@@ -17,7 +17,7 @@ from conftest import VOCAB, prompt, ragged
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import DynamicCache
 
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE

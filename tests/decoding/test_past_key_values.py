@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]

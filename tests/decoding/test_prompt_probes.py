@@ -14,7 +14,7 @@ from running import drafting
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 import hf_spec.decoding.prefill as module
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import probe_sequences

@@ -24,12 +24,12 @@ from transformers import (
 )
 
 import hf_spec
+from hf_spec.core.memory import forget
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, steps
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.methods.registry import methods
-from hf_spec.core.memory import forget
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from hf_spec.policy.tree_source import TunedSource
 from modeling_patches.cache_name import CACHE

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import hf_spec
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.convert import pack
+from hf_spec.core.memory import forget
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Found
 from hf_spec.drafting.retrieval import with_retrieval
@@ -29,7 +30,6 @@ from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOption
 from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
 from hf_spec.policy import memory
-from hf_spec.core.memory import forget
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
@@ -218,7 +218,7 @@ class Setting:
         mask = torch.tensor([[0] * (width + 1 - len(row)) + [1] * (len(row) - 1) for row in rows])
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        cache = TreeCache.pack(prefilled[CACHE], mask, width + 16, "cpu")
+        cache = pack(prefilled[CACHE], mask, width + 16, "cpu")
         forward = TreeForward(model, cache, torch.full((len(rows),), 1000))
         self.state = DecodingState(
             model, forward, cache, rows,

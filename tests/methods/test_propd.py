@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.adapter import early_states

@@ -20,7 +20,8 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.convert import pack
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup, hang
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.methods.space import objective
@@ -56,7 +57,7 @@ def behind(model: Any, ids: Tensor, inputs: ProbeInputs) -> tuple[TreeForward, T
     source = DynamicCache()
     with torch.no_grad():
         model(input_ids=ids, **{CACHE: source}, use_cache=True)
-    cache = TreeCache.pack(source, None, 40, "cpu")
+    cache = pack(source, None, 40, "cpu")
     return TreeForward(model, cache, torch.tensor([100]), probe_inputs=inputs), cache
 
 

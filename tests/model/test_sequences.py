@@ -16,7 +16,7 @@ from architectures import build
 from conftest import prompt
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.convert import pack
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.model.hidden_states import output_logits
@@ -48,7 +48,7 @@ def decoded(
     """(group, hidden) of a step whose root is the last of ``ids`` (seq,)."""
     source = DynamicCache()
     model(input_ids=ids[None, :-1], **{CACHE: source}, use_cache=True)
-    cache = TreeCache.pack(source, None, len(ids) + 8, "cpu")
+    cache = pack(source, None, len(ids) + 8, "cpu")
     target = Target(model, cache, torch.tensor([1000]), probe_inputs=inputs)
     return target(Tree.roots(ids[-1:]).attach_probes(group)).hidden[0, 1:]
 

@@ -13,7 +13,8 @@ from running import added, fingerprint
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.core.cache import TreeCache
+from hf_spec.cache.convert import pack
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.pruning import connected
 from hf_spec.core.token_tree import TokenTree
@@ -52,7 +53,7 @@ def run(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes = {} if model.config.model_type in ("bloom", "mpt") else {"position_ids": positions}
     model(input_ids=ids, attention_mask=mask, **{CACHE: source}, use_cache=True, **takes)
-    cache = TreeCache.pack(source, mask, width + 64, "cpu")
+    cache = pack(source, mask, width + 64, "cpu")
     last = torch.full((len(prompts),), 1000)
     target = Target(model, cache, last, probe_inputs=probe_inputs, wants_hidden=wants_hidden)
     return target(tree, pruning=pruning), cache

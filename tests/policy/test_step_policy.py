@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.core.buckets import bucket
+from hf_spec.core.memory import recall
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
@@ -35,7 +36,6 @@ from hf_spec.policy import memory, step_policy
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
 from hf_spec.policy.likely_paths import Array, likeliest_paths
-from hf_spec.core.memory import recall
 from hf_spec.policy.step_policy import SIZES, StepPolicy, switched_on
 from hf_spec.policy.step_times import StepTimes
 

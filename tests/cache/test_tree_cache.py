@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_spec.core.cache import ALIGNMENT, TreeCache, bounded, check_packable
+from hf_spec.cache.buffers import ALIGNMENT, bounded
+from hf_spec.cache.convert import check_packable, pack, unpack_into
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
 from modeling_patches.cache_name import CACHE
 
@@ -68,7 +70,7 @@ class Pair:
         for row in range(rows):
             self.naive.accept(prompt, row, mask[row].nonzero()[:, 0].tolist())
         source = dynamic(prompt)
-        self.cache = TreeCache.pack(source, None if mask.all() else mask, capacity, "cpu")
+        self.cache = pack(source, None if mask.all() else mask, capacity, "cpu")
 
     def states(self, rows: int, nodes: int) -> list[tuple[Tensor, Tensor]]:
         """Random keys and values (batch, heads, nodes, dim) of every layer."""
@@ -213,9 +215,9 @@ def test_reserve_within_the_capacity_does_nothing() -> None:
     pair = uniform(capacity=60)
     before = buffers(pair.cache)
     assert pair.cache.capacity == 64
-    pair.cache.reserve(64)
+    pair.cache.states.reserve(64)
     assert buffers(pair.cache) == before
-    pair.cache.reserve(65)
+    pair.cache.states.reserve(65)
     assert pair.cache.capacity == 128
     pair.check()
 
@@ -297,7 +299,7 @@ def test_pack_drops_padding_wherever_it_stands(specs: str, padding: str) -> None
     states = random_states(SPECS[specs], 2, 6)
     mask = torch.tensor(MASKS[padding])
     source = dynamic(states)
-    cache = TreeCache.pack(source, mask, 32, "cpu")
+    cache = pack(source, mask, 32, "cpu")
     assert cache.host_lengths == mask.sum(1).tolist()
     for layer, (keys, values) in enumerate(states):
         for row in range(2):
@@ -315,7 +317,7 @@ def test_pack_leaves_the_slots_that_a_sliding_layer_dropped_at_zero(
     states = random_states([(2, 4, 4)] * 2, 2, 6)
     mask = torch.tensor(MASKS[padding])
     source = dynamic(states, [None, window])
-    cache = TreeCache.pack(source, None if mask.all() else mask, 32, "cpu")
+    cache = pack(source, None if mask.all() else mask, 32, "cpu")
     kept = torch.arange(6) >= 6 - (window - 1)
     for layer, seen in ((0, torch.ones(6, dtype=torch.bool)), (1, kept)):
         for row in range(2):
@@ -328,7 +330,7 @@ def test_a_layer_without_keys_stays_without() -> None:
     states = random_states([(2, 4, 4)] * 2, 1, 3)
     source = dynamic(states)
     source.layers.append(DynamicLayer())
-    cache = TreeCache.pack(source, None, 16, "cpu")
+    cache = pack(source, None, 16, "cpu")
     assert len(cache) == 3
     with pytest.raises(RuntimeError, match="this layer had no keys when the cache was packed"):
         cache.update(*states[0], 2)
@@ -339,7 +341,7 @@ def test_pack_keeps_the_dtype(dtype: torch.dtype) -> None:
     states = [
         (keys.to(dtype), values.to(dtype)) for keys, values in random_states([(1, 2, 2)], 1, 3)
     ]
-    cache = TreeCache.pack(dynamic(states), None, 16, "cpu")
+    cache = pack(dynamic(states), None, 16, "cpu")
     assert cache.layers[0].keys.dtype == dtype
     assert torch.equal(cache.row(0, 0)[0], states[0][0][0])
 
@@ -377,14 +379,14 @@ def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
 
     ours = dynamic(prompt, windows)
     layers = list(ours.layers)
-    cache = TreeCache.pack(ours, None if mask.all() else mask, 32, "cpu")
+    cache = pack(ours, None if mask.all() else mask, 32, "cpu")
     cache.begin(5)
     for layer, states in enumerate(new):
         cache.update(*states, layer)
     cache.commit(accepted)
     tail = torch.arange(longest) < torch.tensor(accepted)[:, None]
     whole = torch.cat([mask.bool(), tail], dim=1)
-    cache.unpack_into(ours, None if whole.all() else whole)
+    unpack_into(cache, ours, None if whole.all() else whole)
 
     assert list(ours.layers) == layers  # filled in place
     assert_same_dynamic(ours, plain, None if whole.all() else whole)
@@ -400,7 +402,7 @@ def test_unpacked_states_are_copies() -> None:
     pair = uniform()
     target = DynamicCache()
     target.layers = [DynamicLayer() for _ in pair.specs]
-    pair.cache.unpack_into(target, None)
+    unpack_into(pair.cache, target, None)
     for layer in target.layers:
         layer.keys.zero_()
     pair.check()
@@ -410,11 +412,11 @@ def test_layers_that_hold_states_are_not_filled_again() -> None:
     pair = uniform()
     target = DynamicCache()
     target.layers = [DynamicLayer() for _ in pair.specs]
-    pair.cache.unpack_into(target, None)
+    unpack_into(pair.cache, target, None)
     target.layers[1].values = None  # as where an interrupt came between the two
     kept = target.layers[0].keys
     pair.cache.crop(-1)
-    pair.cache.unpack_into(target, None)
+    unpack_into(pair.cache, target, None)
     assert target.layers[0].keys is kept
     assert [layer.keys.shape[2] for layer in target.layers] == [5, 4, 5, 5]
 
@@ -484,7 +486,7 @@ def test_a_model_continues_from_it_as_from_a_dynamic_cache(
     )
     with torch.no_grad():
         plain = model(ids[:, :4], use_cache=True)[CACHE]
-        cache = TreeCache.pack(copy.deepcopy(plain), None, 8, "cpu")
+        cache = pack(copy.deepcopy(plain), None, 8, "cpu")
         for part in (ids[:, 4:7], ids[:, 7:8], ids[:, 8:]):
             wanted = model(part, **{CACHE: plain}).logits
             found = model(part, **{CACHE: cache}).logits
@@ -542,7 +544,7 @@ def test_rows_are_not_cut_where_a_window_has_dropped_tokens(padding: str) -> Non
     states = random_states(specs, 2, 6)
     for window, safe in ((7, True), (6, False)):
         source = dynamic(states, [None, window])
-        cache = TreeCache.pack(source, None if mask.all() else mask, 32, "cpu")
+        cache = pack(source, None if mask.all() else mask, 32, "cpu")
         lengths = list(cache.host_lengths)
         cache.begin(2)
         for layer, new in enumerate(random_states(specs, 2, 2)):
@@ -690,11 +692,11 @@ def test_front_is_seen_when_asked_for_and_never_moves(specs: list[Spec], allocat
     ]
     for index, pair in enumerate(states):
         source.update(*(part.clone() for part in pair), index)
-    cache = TreeCache.pack(source, None, 4, "cpu", front=allocated)
+    cache = pack(source, None, 4, "cpu", front=allocated)
     kept = [[list(part.unbind(0)) for part in pair] for pair in states]  # [layer][name][row]
     for step, count in enumerate((5, 20)):
         front = learned_front(specs, count, seed=step)
-        cache.set_front(front)
+        cache.states.set_front(front)
         for _ in range(8):
             nodes = 4
             new = [
@@ -730,11 +732,11 @@ def test_front_is_seen_when_asked_for_and_never_moves(specs: list[Spec], allocat
 def test_front_of_another_model_is_refused() -> None:
     source = DynamicCache()
     source.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
-    cache = TreeCache.pack(source, None, 4, "cpu")
+    cache = pack(source, None, 4, "cpu")
     with pytest.raises(ValueError, match="2 layers of learned states for 1"):
-        cache.set_front(learned_front([(2, 4, 4)] * 2, 3))
+        cache.states.set_front(learned_front([(2, 4, 4)] * 2, 3))
     with pytest.raises(ValueError, match="layer 0.*2 heads of dimension 4"):
-        cache.set_front(learned_front([(2, 8, 8)], 3))
+        cache.states.set_front(learned_front([(2, 8, 8)], 3))
 
 
 # -- numbers that are not finite -------------------------------------------------------------------
@@ -772,73 +774,51 @@ def test_learned_numbers_are_bounded(dtype: torch.dtype) -> None:
     assert found[:2].tolist() == [0, 0] and found[2] == -found[3] >= 255
     assert torch.equal(found[4:], given[4:])
     assert bool((found * found).isfinite().all())
-    cache = TreeCache.pack(dynamic([(torch.zeros(1, 1, 1, 6, dtype=dtype),) * 2]), None, 4, "cpu")
-    cache.set_front([(given[None, None], given[None, None])])
+    cache = pack(dynamic([(torch.zeros(1, 1, 1, 6, dtype=dtype),) * 2]), None, 4, "cpu")
+    cache.states.set_front([(given[None, None], given[None, None])])
     assert torch.equal(cache.layers[0].with_front["keys"][0, 0, cache.front - 1], found)
 
 
-# -- parked rows -----------------------------------------------------------------------------
+# -- rows that leave -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("lengths", [[5, 5, 5, 5], [2, 7, 1, 3, 6, 4]], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_parked_rows_come_back_as_they_were(specs: str, lengths: list[int], seed: int) -> None:
+def test_rows_that_are_selected_go_on(specs: str, lengths: list[int], seed: int) -> None:
     """Rows leave in several goes, the others take steps and outgrow the buffers meanwhile."""
     pair = Pair(SPECS[specs], lengths, ALIGNMENT, seed)
     cache, rng = pair.cache, random.Random(seed)
-    rows, away = list(range(len(lengths))), {}
     pair.step()
     while cache.batch_size > 1:
-        gone = rng.sample(range(cache.batch_size), rng.randint(1, cache.batch_size - 1))
-        for place in gone:
-            away[rows[place]] = [layer[place] for layer in pair.naive.states]
-        order = cache.park(gone)
-        assert sorted(order) == sorted(set(range(len(rows))) - set(gone))
-        rows = [rows[place] for place in order]
-        pair.naive.map_rows(lambda layer, order=order: [layer[place] for place in order])
+        rows = rng.sample(range(cache.batch_size), rng.randint(1, cache.batch_size - 1))
+        cache.select(rows)
+        pair.naive.map_rows(lambda layer, rows=rows: [layer[row] for row in rows])
         assert all(layer.keys.shape[0] == len(rows) for layer in cache.layers)
+        pair.check()
         for _ in range(3):
             pair.step()
-    states = {**away, **{row: [x[i] for x in pair.naive.states] for i, row in enumerate(rows)}}
-    pair.naive.states = [
-        [states[row][layer] for row in range(len(lengths))] for layer in range(len(SPECS[specs]))
-    ]
-    cache.unpark()
-    pair.check()
-    pair.step()
-    cache.unpark()  # nothing left to do
+    cache.repair()
     pair.check()
 
 
-def test_parking_moves_only_what_stands_in_the_way() -> None:
-    """And allocates nothing: the buffers stay where they are."""
+def test_selecting_allocates_nothing() -> None:
     pair = uniform(batch=4)
     before = buffers(pair.cache)
-    assert pair.cache.park([2, 3]) == [0, 1]
+    pair.cache.select([3, 1])
     assert buffers(pair.cache) == before
-    pair.cache.unpark()
-    assert pair.cache.park([0]) == [3, 1, 2]
-    pair.cache.unpark()
-    assert buffers(pair.cache) == before
+    pair.naive.map_rows(lambda layer: [layer[3], layer[1]])
+    pair.cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    pair.naive.map_rows(lambda layer: [layer[1], layer[0], layer[1]])
     pair.check()
 
 
-def test_parked_rows_are_dropped_where_rows_are_chosen() -> None:
-    pair = uniform(batch=3)
-    pair.cache.park([1])
-    pair.cache.batch_select_indices(torch.tensor([1, 0]))
-    pair.naive.map_rows(lambda layer: [layer[2], layer[0]])
-    pair.cache.unpark()
-    pair.check()
-
-
-def test_front_slots_stay_where_rows_are_parked() -> None:
+def test_front_slots_stay_where_rows_leave() -> None:
     pair = uniform(batch=3)
     states = learned_front(pair.specs, 5)
-    pair.cache.set_front(states)
-    pair.cache.park([0])
-    pair.cache.unpark()
+    pair.cache.states.set_front(states)
+    pair.cache.select([2, 1])
+    pair.naive.map_rows(lambda layer: [layer[2], layer[1]])
     pair.check()
     for layer, (keys, values) in zip(pair.cache.layers, states):
         for name, state in (("keys", keys), ("values", values)):
@@ -854,7 +834,7 @@ def test_an_empty_cache_takes_shapes_of_its_first_block(specs: list[Spec], bucke
     pair.naive = NaiveCache(specs, 2)
     pair.cache = cache = TreeCache(len(specs), 2, "cpu")
     if buckets:
-        cache.use_buckets()
+        cache.states.use_buckets()
     with pytest.raises(RuntimeError, match="no keys when the cache was packed"):
         cache.update(*pair.states(2, 3)[0], 0)
     states = pair.forward(5)
@@ -864,9 +844,9 @@ def test_an_empty_cache_takes_shapes_of_its_first_block(specs: list[Spec], bucke
     pair.check()
     packed = Pair(specs, [5, 3], capacity=32, seed=3).cache
     if buckets:
-        packed.use_buckets()
-    assert len(list(cache.buffers())) == len(list(packed.buffers()))
-    assert len(cache._groups) == len(packed._groups)
+        packed.states.use_buckets()
+    assert len(list(cache.states.buffers())) == len(list(packed.states.buffers()))
+    assert len(cache.states._groups) == len(packed.states._groups)
     for _ in range(20):
         pair.step()
 
@@ -877,7 +857,7 @@ def test_learned_states_in_front_of_an_empty_cache() -> None:
     generator = torch.Generator().manual_seed(0)
     learned = [tuple(torch.randn(4, 3, 4, generator=generator) for _ in "kv") for _ in specs]
     cache = TreeCache(3, 1, "cpu")
-    cache.set_front(learned, own=lambda states, heads: states[heads:])
+    cache.states.set_front(learned, own=lambda states, heads: states[heads:])
     states = torch.randn(1, 2, 5, 4, generator=generator)
     cache.begin(5, front=True)
     for layer, parts in enumerate(learned):
@@ -891,7 +871,7 @@ def test_learned_states_in_front_of_an_empty_cache() -> None:
                 layer.with_front[name][0, :, cache.front - 3 : cache.front], part[2:]
             )
     cache = TreeCache(3, 1, "cpu")
-    cache.set_front([tuple(torch.zeros(2, 3, 5) for _ in "kv")] * 3)
+    cache.states.set_front([tuple(torch.zeros(2, 3, 5) for _ in "kv")] * 3)
     cache.begin(5, front=True)
     with pytest.raises(ValueError, match="layer 0: learned keys of shape .2, 3, 5."):
         cache.update(states, states, 0)
