@@ -24,12 +24,16 @@ class Variants:
             need them.
         adapters: fields of the adapter's config for options that need others than the defaults.
             Such an adapter's parameters are random, so that all of them matter.
+        configs: fields of configs whose adapters have different parameters, by name.
+        trained: fields of the config that is trained in the tests.
     """
 
     options: Options
     hitting: str | None = None
     sampled: Options = field(default_factory=dict)
     adapters: Options = field(default_factory=dict)
+    configs: Options = field(default_factory=lambda: {"default": {}})
+    trained: dict[str, Any] = field(default_factory=dict)
 
 
 #: The tree of every token of the tests' models.
@@ -50,6 +54,11 @@ VARIANTS: dict[str, Variants] = {
         },
         hitting="wide",
         adapters={"adaptive": SHARED},
+        configs={
+            "deep": {"num_prompt_tokens": 5, "num_mask_tokens": 2},
+            "shallow": {"num_prompt_tokens": 5, "prompt_depth": "shallow"},
+            "masks only": {"prompt_depth": "none"},
+        },
     ),
     "layer_skip": Variants(
         {
@@ -64,6 +73,14 @@ VARIANTS: dict[str, Variants] = {
             "rejection": {**FIRST_LAYER, "acceptance": "rejection"},
             "sampled": {**MERGED, "acceptance": "rejection"},
         },
+        configs={
+            "all": {"skip_attention": [1], "skip_mlp": [2], "draft_rank": 3},
+            "some": {
+                "skip_attention": [0, 1], "skip_mlp": [2], "draft_rank": 2,
+                "draft_target_modules": ["q_proj", "up_proj"],
+            },
+        },
+        trained={"skip_attention": [], "skip_mlp": [1], "draft_rank": 4},
     ),
     "medusa": Variants(
         {
@@ -73,7 +90,11 @@ VARIANTS: dict[str, Variants] = {
             "wide": WIDE,
         },
         hitting="wide",
-        adapters={"adaptive": SHARED},
+        adapters={"adaptive": SHARED, "sparse": {"num_layers": 2, "projection": "own"}},
+        configs={
+            "shared": {"num_layers": 2, "num_heads": 3},
+            "own": {"projection": "own"},
+        },
     ),
     "ppd": Variants(
         {
@@ -92,6 +113,23 @@ VARIANTS: dict[str, Variants] = {
         },
         hitting="wide",
         adapters={"adaptive": {**SHARED, "num_ept": 2}},
+        configs={
+            "plain": {},
+            "one": {"num_prompt_tokens": 1},
+            "ensemble": {"num_ept": 2},
+            "decoder": {"num_ept": 2, "ept_mask": "decoder"},
+            "encoder": {"num_ept": 3, "ept_mask": "encoder", "num_prompt_tokens": 2},
+            "learned": {"num_ept": 2, "ept_aggregation": "learned"},
+            "prefix": {"num_prefix_tokens": 2},
+            "vocabulary": {"head": "vocabulary"},
+            "residual": {"head": "residual"},
+            "low rank": {"head": "residual", "head_rank": 2},
+            "exits": {"num_exits": 2},
+            "all": {
+                "num_ept": 2, "ept_mask": "encoder", "ept_aggregation": "learned",
+                "num_prefix_tokens": 1, "head": "vocabulary", "num_exits": 3,
+            },
+        },
     ),
     "prompt_lookup": Variants(
         {"tree": {}, "chain": {"max_matches": 1, "max_ngram": 2, "max_depth": 4}}
@@ -107,6 +145,7 @@ VARIANTS: dict[str, Variants] = {
         },
         hitting="wide",
         adapters={"adaptive": SHARED},
+        configs={"default": {}, "first layer": {"prune_layer": 1, "projection": "own"}},
     ),
     "space": Variants(
         {
@@ -120,6 +159,12 @@ VARIANTS: dict[str, Variants] = {
             "adaptive": {**SHARED, "update": "gated"},
             "chain": {},
             "match": {"update": "gated", "masks": "noise"},
+        },
+        configs={
+            "gated": {"rank": 2, "transition_rank": 3},
+            "noise": {"masks": "noise"},
+            "lora": {"update": "lora", "rank": 3, "num_mask_tokens": 2, "p_ar": 0.0},
+            "shared": {"update": "none", "shared_mask": True},
         },
     ),
 }  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, prompt, ragged
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from conftest import prompt, ragged
+from peft import get_peft_model
 from running import drafting, every_step
 from transformers import DynamicCache, PreTrainedModel
 
@@ -68,14 +67,6 @@ def test_a_full_tree_is_not_made_before_it_is_refused() -> None:
     """It would have 10**24 candidates."""
     with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
         BitaOptions(tree="full", top_k=1000).make_tree(8)
-
-
-def test_trees_deeper_than_the_adapter_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh()
-    model.add_adapter(hf_spec.BitaConfig(num_mask_tokens=2))
-    for options in ({"tree": [[0], [0, 0], [0, 0, 0]]}, {"max_depth": 3}):
-        with pytest.raises(ValueError, match="2"):
-            run(model, assistant_strategy="bita", assistant_kwargs=options)
 
 
 def test_tokens_by_rank() -> None:
@@ -187,12 +178,6 @@ def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Ten
 # -- PEFT --------------------------------------------------------------------------------------
 
 
-def drafted(model: Any) -> int:
-    """A number that depends on the adapter: how many tokens its drafts offered in a fixed call."""
-    run(model, assistant_strategy="bita")
-    return hf_spec.last_stats(model).num_row_steps
-
-
 def trained_like(model: Any, seed: int, name: str = "default", **config: Any) -> None:
     """Add an adapter with weights that matter."""
     torch.manual_seed(seed)
@@ -200,94 +185,6 @@ def trained_like(model: Any, seed: int, name: str = "default", **config: Any) ->
     with torch.no_grad():
         for value in find_active(model, "BITA").weights().values():
             value.mul_(30)
-
-
-def test_saved_and_loaded_every_way(fresh: Callable[..., PreTrainedModel], tmp_path: Any) -> None:
-    model = fresh()
-    plain = run(model)
-    model.save_pretrained(tmp_path / "base")
-    base = type(model).from_pretrained(tmp_path / "base")
-    trained_like(base, 5, num_prompt_tokens=4)
-    assert run(base, assistant_strategy="bita") == plain
-    base.save_pretrained(tmp_path / "adapter")
-    weights = find_active(base, "BITA").weights()
-
-    def check(loaded: Any, dtype: torch.dtype = torch.float32, name: str = "default") -> None:
-        found = find_active(loaded, "BITA")
-        assert found.name == name
-        for key, value in weights.items():
-            assert torch.equal(found.weights()[key], value.to(dtype)), key
-
-    again = type(model).from_pretrained(tmp_path / "base")
-    again.load_adapter(tmp_path / "adapter", adapter_name="other")
-    check(again, name="other")
-    assert run(again, assistant_strategy="bita") == plain
-    wrapped = PeftModel.from_pretrained(
-        type(model).from_pretrained(tmp_path / "base"), tmp_path / "adapter"
-    )
-    check(wrapped)
-    assert run(wrapped, assistant_strategy="bita") == plain
-    lean = PeftModel.from_pretrained(
-        type(model).from_pretrained(tmp_path / "base"), tmp_path / "adapter", low_cpu_mem_usage=True
-    )
-    check(lean)
-    auto = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    check(auto)
-    mapped = type(model).from_pretrained(tmp_path / "base", device_map={"": "cpu"})
-    mapped.load_adapter(tmp_path / "adapter")
-    check(mapped)
-    half = type(model).from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    half.load_adapter(tmp_path / "adapter")
-    check(half, torch.bfloat16)
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["peft_type"] == "BITA" and config["num_mask_tokens"] == 3
-
-
-def test_switching_between_two_adapters(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh()
-    plain = run(model)
-    trained_like(model, 1, "one")
-    trained_like(model, 2, "two", num_mask_tokens=2, prompt_depth="none")
-    for name, masks in (("one", 3), ("two", 2), ("one", 3)):
-        model.set_adapter(name)
-        assert len(find_active(model, "BITA").weights()["masks"]) == masks
-        assert run(model, assistant_strategy="bita") == plain
-    model.delete_adapter("one")
-    model.set_adapter("two")
-    assert run(model, assistant_strategy="bita") == plain
-    model.disable_adapters()
-    with pytest.raises(ValueError, match="needs an active adapter of type BITA"):
-        run(model, assistant_strategy="bita")
-
-
-def test_beside_a_lora(fresh: Callable[..., PreTrainedModel]) -> None:
-    """The LoRA changes the model, BITA speeds up the changed model."""
-    model = fresh()
-    before = run(model)
-    torch.manual_seed(0)
-    model.add_adapter(
-        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False), "lora"
-    )
-    trained_like(model, 1, "bita")
-    model.set_adapter(["lora", "bita"])
-    tuned = run(model)
-    assert tuned != before
-    assert run(model, assistant_strategy="bita") == tuned
-    model.set_adapter("bita")
-    assert run(model, assistant_strategy="bita") == before
-
-
-def test_without_an_adapter(tiny: Callable[..., PreTrainedModel]) -> None:
-    with pytest.raises(ValueError, match="load_adapter.*hf-spec train bita"):
-        run(tiny(), assistant_strategy="bita")
-
-
-def test_an_adapter_of_another_base_is_refused(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh("llama")
-    model.add_adapter(hf_spec.BitaConfig())
-    config = model.peft_config["default"]
-    with pytest.raises(ValueError, match="llama.*gpt2|gpt2.*llama"):
-        fresh("gpt2").add_adapter(config)
 
 
 # -- decoding ----------------------------------------------------------------------------------
@@ -342,22 +239,6 @@ def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None
         known = predicted[accepted:]
     counts = {len(candidates) for _, candidates, _ in steps[:-3]}  # there the budget ends
     assert counts >= {1, 2, 3}  # some were accepted, or none
-
-
-@pytest.mark.parametrize("depth", ["deep", "none"])
-def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel], depth: str) -> None:
-    model = fresh("llama")
-    trained_like(model, 4, prompt_depth=depth)
-    settings = {
-        "do_sample": True, "temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2,
-        "max_new_tokens": NEW,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    expected = model.generate(prompt(), **settings)
-    torch.manual_seed(0)
-    ours = model.generate(prompt(), **settings, **drafting("bita"))
-    assert ours.tolist() == expected.tolist()
-    assert int(ours.max()) < VOCAB
 
 
 def test_conversation_goes_on_with_and_without_the_adapter(

@@ -22,7 +22,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from running import drafting, running
 from safetensors.torch import load_file
 from tiny_checkpoint import make_model, save_checkpoint
@@ -471,27 +471,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 # -- files ---------------------------------------------------------------------------------------
-
-
-def test_save_and_load(tiny: Tiny, tmp_path: Path) -> None:
-    model = get_peft_model(
-        copy.deepcopy(tiny("llama")),
-        hf_spec.LayerSkipConfig(**SKIP, draft_rank=3, draft_target_modules=["q_proj", "up_proj"]),
-    )
-    expected = {name: w.detach().clone() for name, w in randomise(model, "LAYER_SKIP").items()}
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "adapter_model.safetensors")
-    prefix = "base_model.model.spec_modules.type_layer_skip.layer_skip_"
-    assert set(stored) == {prefix + name for name in expected}
-    # One attention, two MLPs are left.
-    assert len(stored) == 2 * 3
-    for load in (PeftModel.from_pretrained, lambda base, folder: base.load_adapter(folder)):
-        base = copy.deepcopy(tiny("llama"))
-        load(base, str(tmp_path))
-        found = find_active(base, "LAYER_SKIP")
-        assert found.config.draft_target_modules == ["q_proj", "up_proj"]
-        weights = found.weights()
-        assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def test_old_adapters_without_weights_load(tiny: Tiny, tmp_path: Path) -> None:

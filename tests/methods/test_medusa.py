@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB, prompt, ragged
-from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from conftest import VOCAB, prompt, ragged
+from peft import get_peft_model
 from running import drafting, every_step
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -83,15 +83,6 @@ def test_trees() -> None:
 def test_wrong_options(kwargs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MedusaOptions(**kwargs)
-
-
-def test_trees_deeper_than_the_adapter_are_refused(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh()
-    model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
-    with pytest.raises(ValueError, match="paths of 3 ranks, 2 future tokens"):
-        run(model, assistant_strategy="medusa", assistant_kwargs={"tree": [[0], [0, 0], [0, 0, 0]]})
-    with pytest.raises(ValueError, match="max_depth=3: the adapter predicts 2"):
-        run(model, assistant_strategy="medusa", assistant_kwargs={"max_depth": 3})
 
 
 # -- config ------------------------------------------------------------------------------------
@@ -326,24 +317,6 @@ def test_continued_caches(fresh: Callable[..., PreTrainedModel]) -> None:
     assert chunked.spec_stats.num_steps == out.spec_stats.num_steps
 
 
-def test_dynamic_caches_in_and_out(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh()
-    trained_like(model)
-    cache = DynamicCache(config=model.config)
-    ids = prompt()
-    out = model.generate(
-        ids, do_sample=False, max_new_tokens=NEW, **drafting("medusa"),
-        **{CACHE: cache},
-    )  # fmt: skip
-    more = torch.cat([out, prompt(4, seed=3)], dim=1)
-    expected = model.generate(more, do_sample=False, max_new_tokens=NEW)
-    ours = model.generate(
-        more, do_sample=False, max_new_tokens=NEW, **drafting("medusa"),
-        **{CACHE: cache},
-    )  # fmt: skip
-    assert ours.tolist() == expected.tolist()
-
-
 def test_plain_steps_keep_the_hidden_state(
     fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,36 +342,6 @@ def test_plain_steps_keep_the_hidden_state(
 
 
 # -- exactness ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt", "falcon_alibi", "gpt_neo"])
-@pytest.mark.parametrize("projection", ["shared", "own"])
-def test_greedy_with_heads_that_matter(
-    fresh: Callable[..., PreTrainedModel], architecture: str, projection: str
-) -> None:
-    assert architecture in ARCHITECTURES
-    model = fresh(architecture)
-    expected = run(model, repetition_penalty=1.3)
-    trained_like(model, num_layers=2, projection=projection)
-    for kwargs in (
-        {}, {"retrieval": True}, {"tree": "sparse"}, {"tree": "chain", "fallback": True},
-    ):  # fmt: skip
-        settings = {"assistant_strategy": "medusa", "assistant_kwargs": kwargs}
-        assert run(model, repetition_penalty=1.3, **settings) == expected
-
-
-def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel]) -> None:
-    model = fresh()
-    trained_like(model)
-    settings = {
-        "do_sample": True, "temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2,
-        "max_new_tokens": NEW,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    expected = model.generate(prompt(), **settings)
-    torch.manual_seed(0)
-    ours = model.generate(prompt(), **settings, **drafting("medusa"))
-    assert ours.tolist() == expected.tolist()
 
 
 def test_typical_acceptance_takes_what_exact_acceptance_refuses(
@@ -429,54 +372,3 @@ def test_stock_candidates_are_the_models_token_and_the_heads(
     expected = [hidden, naive_states(weights, 0, hidden), naive_states(weights, 1, hidden)]
     tokens = [int(model.get_output_embeddings()(state).argmax()) for state in expected]
     assert candidates[0, 12:].tolist() == tokens and logits is None
-
-
-# -- PEFT --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("projection", ["shared", "own"])
-def test_saved_and_loaded_every_way(
-    fresh: Callable[..., PreTrainedModel], tmp_path: Any, projection: str
-) -> None:
-    model = fresh()
-    plain = run(model)
-    model.save_pretrained(tmp_path / "base")
-    base = type(model).from_pretrained(tmp_path / "base")
-    weights = trained_like(base, projection=projection)
-    assert run(base, assistant_strategy="medusa") == plain
-    base.save_pretrained(tmp_path / "adapter")
-    load = type(model).from_pretrained
-
-    again = load(tmp_path / "base")
-    again.load_adapter(tmp_path / "adapter", adapter_name="other")
-    loaded = [
-        again,
-        PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter"),
-        PeftModel.from_pretrained(
-            load(tmp_path / "base"), tmp_path / "adapter", low_cpu_mem_usage=True
-        ),
-        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"),
-    ]
-    for one in loaded:
-        for key, value in find_active(one, "MEDUSA").weights().items():
-            assert torch.equal(value, weights[key]), key
-        assert run(one, assistant_strategy="medusa") == plain
-
-
-def test_without_an_adapter(tiny: Callable[..., PreTrainedModel]) -> None:
-    with pytest.raises(ValueError, match="load_adapter.*hf-spec train medusa"):
-        run(tiny(), assistant_strategy="medusa")
-
-
-def test_an_adapter_in_another_precision_than_the_model(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
-    """A PeftModel keeps a fresh adapter in float32."""
-    model = fresh("llama", dtype=torch.bfloat16)
-    peft_model = get_peft_model(model, hf_spec.MedusaConfig())
-    assert find_active(model, "MEDUSA").weights()["weights"].dtype == torch.float32
-    out = peft_model.generate(prompt(), max_new_tokens=NEW, **drafting("medusa"))
-    assert out.shape == (1, 12 + NEW)
-    ids = prompt()
-    loss = peft_model(input_ids=ids, labels=ids, anchors=torch.tensor([[3, 5]]))["loss"]
-    assert loss.dtype == torch.float32

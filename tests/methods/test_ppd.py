@@ -5,7 +5,6 @@ The oracle runs one place at a time by stock forwards, with masks written as the
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -18,8 +17,9 @@ import torch
 from conftest import VOCAB, prompt, ragged, shared
 from covering import covering
 from datasets import Dataset
+from method_variants import VARIANTS
 from peft import PromptTuningConfig, get_peft_model, get_peft_model_state_dict
-from running import configured, drafting, every_step
+from running import drafting, every_step
 from tiny_checkpoint import make_model
 from transformers import DynamicCache, PreTrainedModel, TrainerCallback
 
@@ -40,24 +40,8 @@ from hf_spec.training.train import train
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
-#: Fields of the config: everything that changes a forward, alone and together.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "one": {"num_prompt_tokens": 1},
-    "ensemble": {"num_ept": 2},
-    "decoder": {"num_ept": 2, "ept_mask": "decoder"},
-    "encoder": {"num_ept": 3, "ept_mask": "encoder", "num_prompt_tokens": 2},
-    "learned": {"num_ept": 2, "ept_aggregation": "learned"},
-    "prefix": {"num_prefix_tokens": 2},
-    "vocabulary": {"head": "vocabulary"},
-    "residual": {"head": "residual"},
-    "low rank": {"head": "residual", "head_rank": 2},
-    "exits": {"num_exits": 2},
-    "all": {
-        "num_ept": 2, "ept_mask": "encoder", "ept_aggregation": "learned", "num_prefix_tokens": 1,
-        "head": "vocabulary", "num_exits": 3,
-    },
-}  # fmt: skip
+#: Everything that changes a forward, alone and together.
+CONFIGS = VARIANTS["ppd"].configs
 every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -203,25 +187,6 @@ def test_loss_against_one_place_at_a_time(
     torch.testing.assert_close(out["loss"], torch.stack(expected).mean(), rtol=1e-4, atol=1e-4)
 
 
-@every_config
-def test_gradients_reach_all_that_is_learned_and_nothing_else(
-    fresh: Callable[..., PreTrainedModel], fields: dict
-) -> None:
-    peft_model = get_peft_model(fresh("llama"), hf_spec.PPDConfig(**fields))
-    with torch.no_grad():  # a zero factor would keep gradients from the other
-        for name, parameter in peft_model.named_parameters():
-            if "head_up" in name:
-                parameter.fill_(0.01)
-    ids = prompt(12, 2)
-    out = peft_model(input_ids=ids, labels=ids, anchors=torch.tensor([[3, 7], [5, 8]]))
-    out["loss"].backward()
-    assert out["logits"].shape[:3] == (2, 2, peft_model.active_peft_config.num_prompt_tokens)
-    for name, parameter in peft_model.named_parameters():
-        assert parameter.requires_grad == ("spec_modules" in name)
-        moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
-        assert moved == parameter.requires_grad, name
-
-
 # -- fresh adapters -----------------------------------------------------------------------------
 
 
@@ -341,9 +306,8 @@ def test_trees_that_want_more_prompt_tokens_are_refused(
     fresh: Callable[..., PreTrainedModel],
 ) -> None:
     model = with_adapter(fresh(), {"num_prompt_tokens": 2})
-    for options in ({"tree": [[0], [0, 0], [0, 0, 0]]}, {"max_depth": 3}, {"tree": DYNAMIC}):
-        with pytest.raises(ValueError, match="2"):
-            run(model, assistant_strategy="ppd", assistant_kwargs=options)
+    with pytest.raises(ValueError, match="2"):
+        run(model, assistant_strategy="ppd", assistant_kwargs={"tree": DYNAMIC})
 
 
 # -- decoding -----------------------------------------------------------------------------------
@@ -456,35 +420,6 @@ def states_of(generator: random.Random, most: int) -> TreeStates:
     return TreeStates(tuple(states))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_sampling_with_processors(fresh: Callable[..., PreTrainedModel], options: dict) -> None:
-    model = with_adapter(fresh("llama"), {"num_ept": 2})
-    settings = {
-        "do_sample": True, "temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2,
-        "max_new_tokens": NEW,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    expected = model.generate(prompt(), **settings)
-    torch.manual_seed(0)
-    ours = model.generate(
-        prompt(), **settings, **drafting("ppd", **options)
-    )  # fmt: skip
-    assert ours.tolist() == expected.tolist()
-
-
-def test_typical_acceptance_takes_more(fresh: Callable[..., PreTrainedModel]) -> None:
-    """Lossy, and only by name: all tokens of a flat distribution are typical."""
-    model = with_adapter(fresh("llama"), {})
-    with torch.no_grad():
-        model.model.norm.weight.mul_(0.01)
-    accepted = {}
-    thresholds = {"typical_epsilon": 1e-3, "typical_delta": 1e-3}
-    for rule, more in (("match", {}), ("typical", thresholds)):
-        run(model, assistant_strategy="ppd", assistant_kwargs={"acceptance": rule, **more})
-        accepted[rule] = hf_spec.last_stats(model).acceptance_per_position[0]
-    assert accepted["typical"] == 1.0 > accepted["match"]
-
-
 # -- training -----------------------------------------------------------------------------------
 
 
@@ -529,33 +464,6 @@ def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) ->
     card = write_card(tmp_path).read_text()
     assert "3 learned prompt tokens" in card and "a residual head of their own" in card
     assert "They have learned its distributions" in card
-
-
-# -- PEFT ---------------------------------------------------------------------------------------
-
-
-def test_saved_and_loaded(fresh: Callable[..., PreTrainedModel], tmp_path: Any) -> None:
-    model = fresh()
-    plain = run(model)
-    model.save_pretrained(tmp_path / "base")
-    for name, fields in CONFIGS.items():
-        base = with_adapter(type(model).from_pretrained(tmp_path / "base"), fields)
-        base.save_pretrained(tmp_path / name)
-        again = type(model).from_pretrained(tmp_path / "base")
-        again.load_adapter(tmp_path / name)
-        weights, loaded = (find_active(one, "PPD").weights() for one in (base, again))
-        assert weights.keys() == loaded.keys()
-        assert all(torch.equal(weights[key], loaded[key]) for key in weights)
-        config = hf_spec.SpecConfig.from_pretrained(tmp_path / name, max_new_tokens=NEW)
-        assert config.assistant_strategy == "ppd"
-        assert run(again, **configured(config)) == plain
-        stored = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        assert stored["peft_type"] == "PPD" and stored.items() >= fields.items()
-
-
-def test_without_an_adapter(tiny: Callable[..., PreTrainedModel]) -> None:
-    with pytest.raises(ValueError, match="load_adapter.*hf-spec train ppd"):
-        run(tiny(), assistant_strategy="ppd")
 
 
 # -- inside a draft model -----------------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import hooked, randomise, with_updates
 from conftest import ARCHITECTURES, prompt, ragged
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
 from running import drafting
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -220,20 +219,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "bloom", "mixtral"])
-def test_gradients_reach_the_adapter_alone(fresh: Tiny, architecture: str) -> None:
-    model = get_peft_model(fresh(architecture), hf_spec.SpaceConfig(rank=2, transition_rank=3))
-    weights = randomise(model, "SPACE")
-    model(**batch_of(ROWS))["loss"].backward()
-    kinds = {name.split("__")[0] for name in weights}
-    assert kinds == {
-        "masks", "down", "up", "transition_before", "transition_after", "transition_state",
-    }  # fmt: skip
-    assert all(weight.grad.abs().sum() > 0 for weight in weights.values())
-    own = {id(weight) for weight in weights.values()}
-    assert all((p.grad is None) == (id(p) not in own) for p in model.parameters())
-
-
 def test_the_loss_is_that_of_the_mask_tokens(fresh: Tiny) -> None:
     """The same in training and evaluation, whatever ``p_ar``: the model itself is not trained."""
     values = []
@@ -268,23 +253,3 @@ def test_training_sees_the_states_that_decoding_sees(fresh: Tiny) -> None:
         served = model.lm_head(forward(ids[:, 4:5], tree, probes=probes).probe_hidden[0])
     # fp32 with other reduction orders; logits up to about 10.
     torch.testing.assert_close(served, trained, rtol=1e-3, atol=1e-3)
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-
-def test_saved_and_loaded(fresh: Tiny, tmp_path: Path) -> None:
-    model = fresh("llama")
-    base = logits(model)
-    weights = dict(added(model, "default", transition_rank=4).weights())
-    model.save_pretrained(tmp_path)
-    drafted = step(model, mask_tokens(find_active(model, "SPACE"), model))[0].probe_hidden
-    itself = fresh("llama")
-    itself.load_adapter(str(tmp_path))
-    for loaded in (itself, PeftModel.from_pretrained(fresh("llama"), str(tmp_path))):
-        found = find_active(loaded, "SPACE")
-        assert found.config.update == "gated" and found.weights().keys() == weights.keys()
-        assert all(torch.equal(found.weights()[name], weights[name]) for name in weights)
-        assert torch.equal(logits(loaded), base)
-        inside = loaded.get_base_model() if isinstance(loaded, PeftModel) else loaded
-        assert torch.equal(step(inside, mask_tokens(found, inside))[0].probe_hidden, drafted)

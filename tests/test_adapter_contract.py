@@ -1,0 +1,267 @@
+"""What the adapters of every method must do, with all parameters that they may have."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_oracle import hooked, randomise
+from conftest import prompt, ragged
+from covering import covering
+from method_variants import VARIANTS, Variants
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from running import configured, drafting
+from safetensors.torch import load_file
+from tiny_checkpoint import make_model
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.active import find_active
+from hf_spec.hub.card import write_card
+from hf_spec.methods.registry import methods
+from modeling_patches.cache_name import CACHE
+
+Fresh = Callable[..., PreTrainedModel]
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+METHODS = {name: method for name, method in methods().items() if method.adapter_config}
+#: Fields of configs, by method and name.
+CONFIGS = {
+    (name, kind): fields
+    for name in METHODS
+    for kind, fields in VARIANTS.get(name, Variants({})).configs.items()
+}
+NEEDED = [name for name, method in METHODS.items() if method.needs_adapter]
+
+every_config = pytest.mark.parametrize(("name", "kind"), CONFIGS)
+every_needed = pytest.mark.parametrize("name", NEEDED)
+
+
+def config_of(name: str, kind: str | None = None) -> Any:
+    """The config of this name, or the first one."""
+    kind = kind or next(kind for method, kind in CONFIGS if method == name)
+    config_class: Any = METHODS[name].adapter_config
+    return config_class(**CONFIGS[name, kind])
+
+
+def added(
+    model: Any, name: str, kind: str | None = None, adapter: str = "default", seed: int = 1
+) -> dict[str, Tensor]:
+    """Add an adapter of random parameters and activate it; returns these."""
+    model.add_adapter(config_of(name, kind), adapter)
+    model.set_adapter(adapter)
+    return randomise(model, config_of(name).type_name, seed=seed)
+
+
+def active(model: Any, name: str) -> Any:
+    return find_active(model, config_of(name).type_name)
+
+
+def tokens(model: Any, name: str | None = None, **options: Any) -> list[list[int]]:
+    spec = {} if name is None else drafting(name, **options)
+    return model.generate(**ragged(), **GREEDY, **spec).tolist()
+
+
+def batch(rows: int = 2) -> dict[str, Tensor]:
+    ids = prompt(12, rows)
+    labels = ids.clone()
+    labels[:, :4] = -100
+    return {"input_ids": ids, "labels": labels, "anchors": torch.tensor([[3, 7], [5, 8]][:rows])}
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+@every_config
+def test_saved_and_loaded_every_way(fresh: Fresh, tmp_path: Path, name: str, kind: str) -> None:
+    fresh("llama").save_pretrained(tmp_path / "base")
+    load: Any = type(fresh("llama")).from_pretrained
+    model = load(tmp_path / "base")
+    weights = {key: value.clone() for key, value in added(model, name, kind).items()}
+    expected = tokens(model)
+    assert tokens(model, name) == expected
+    folder = tmp_path / "adapter"
+    model.save_pretrained(folder)
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    assert stored["peft_type"] == config_of(name).type_name
+    assert stored.items() >= {**CONFIGS[name, kind]}.items()
+    assert len(load_file(folder / "adapter_model.safetensors")) == len(weights)
+
+    def itself(**kwargs: Any) -> Any:
+        loaded = load(tmp_path / "base", **kwargs)
+        loaded.load_adapter(str(folder), adapter_name="other")
+        return loaded
+
+    for loaded in (
+        itself(),
+        itself(device_map={"": "cpu"}),
+        PeftModel.from_pretrained(load(tmp_path / "base"), str(folder)),
+        PeftModel.from_pretrained(load(tmp_path / "base"), str(folder), low_cpu_mem_usage=True),
+        AutoPeftModelForCausalLM.from_pretrained(str(folder)),
+    ):
+        found = active(loaded, name).weights()
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], value) for key, value in weights.items())
+    assert tokens(loaded) == tokens(loaded, name) == expected
+    config = hf_spec.SpecConfig.from_pretrained(folder, **GREEDY)
+    assert config.assistant_strategy == name
+    assert itself().generate(**ragged(), **configured(config)).tolist() == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_in_bfloat16(fresh: Fresh, tmp_path: Path, name: str) -> None:
+    """PEFT keeps adapters of a bf16 model in fp32; a base that adds one itself takes its type."""
+    model = fresh("llama", dtype=torch.bfloat16)
+    wrapped = get_peft_model(fresh("llama", dtype=torch.bfloat16), config_of(name))
+    randomise(wrapped, config_of(name).type_name)
+    wrapped.save_pretrained(tmp_path)
+    added(model, name)
+    loaded = fresh("llama", dtype=torch.bfloat16)
+    loaded.load_adapter(str(tmp_path))
+    for one, dtype in ((wrapped, "float32"), (model, "bfloat16"), (loaded, "bfloat16")):
+        kinds = {w.dtype for w in active(one, name).weights().values() if w.is_floating_point()}
+        assert kinds == {getattr(torch, dtype)}
+        assert one.generate(**ragged(), **GREEDY, **drafting(name)).shape == (3, 12 + 16)
+    loss = wrapped(**batch())["loss"]
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    loss.backward()
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "architecture"),
+    covering(
+        [
+            (*case, base)
+            for case, fields in CONFIGS.items()
+            for base in ("llama", "gemma2", "gpt2", "bloom", "mixtral")
+            if base == "llama" or "draft_target_modules" not in fields  # which are llama's
+        ],
+        lambda name, kind, base: [(name, kind), (name, base)],
+    ),
+)
+def test_gradients_reach_the_adapter_alone(
+    fresh: Fresh, name: str, kind: str, architecture: str
+) -> None:
+    model = get_peft_model(fresh(architecture), config_of(name, kind))
+    weights = randomise(model, config_of(name).type_name)
+    out = model(**batch())
+    out["loss"].backward()
+    assert out["logits"].shape[:2] == out["labels"].shape[:2] == (2, 2)
+    learned = {id(w) for w in weights.values() if w.is_floating_point()}
+    for key, parameter in model.named_parameters():
+        moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        assert moved == parameter.requires_grad == (id(parameter) in learned), key
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].training is not None])
+def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    """What ``hf-spec train`` writes loads, drafts and has a card."""
+    folder, model = shutil.copytree(trained(name), tmp_path / "adapter"), make_model()
+    ids = torch.tensor([[4, 5, 6, 7, 4, 5]])
+    plain = model.generate(ids, **GREEDY).tolist()
+    model.load_adapter(str(folder))
+    assert all(weight.isfinite().all() for weight in active(model, name).weights().values())
+    config = hf_spec.SpecConfig.from_pretrained(folder, **GREEDY)
+    out = model.generate(ids, **configured(config))
+    assert out.tolist() == plain
+    assert hf_spec.last_stats(model).num_drafted_tokens > 0
+    card = write_card(folder).read_text()
+    assert f"| strategy | `{name}` |" in card
+
+
+# -- operations of PEFT --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
+    model = fresh("llama")
+    base, kinds = tokens(model), [kind for method, kind in CONFIGS if method == name]
+    held = {}
+    for adapter, kind, seed in (("one", kinds[0], 1), ("two", kinds[-1], 2)):
+        held[adapter] = added(model, name, kind, adapter, seed), tokens(model)
+    other = copy.deepcopy(model)
+    randomise(other, config_of(name).type_name, seed=3)
+    for adapter in ("one", "two", "one"):
+        model.set_adapter(adapter)
+        weights, expected = held[adapter]
+        assert active(model, name).name == adapter
+        assert all(torch.equal(active(model, name).weights()[k], w) for k, w in weights.items())
+        assert tokens(model) == tokens(model, name) == expected
+    model.delete_adapter("one")
+    model.set_adapter("two")
+    assert tokens(model) == tokens(model, name) == held["two"][1]
+    assert tokens(other) == tokens(other, name)
+    model.disable_adapters()
+    assert tokens(model) == base
+    if METHODS[name].needs_adapter:
+        with pytest.raises(ValueError, match=f"needs an active adapter of type {name.upper()}"):
+            tokens(model, name)
+    model.enable_adapters()
+    model.delete_adapter("two")
+    assert tokens(model) == base and hooked(model) == 0
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_users_cache_is_filled_and_continued(fresh: Fresh, name: str) -> None:
+    model, ids = fresh("llama"), prompt()
+    added(model, name)
+    cache = {CACHE: DynamicCache(config=model.config)}
+    out = model.generate(ids, **GREEDY, **drafting(name), **cache)
+    more = torch.cat([out, prompt(4, seed=3)], dim=1)
+    expected = model.generate(more, **GREEDY).tolist()
+    assert model.generate(more, **GREEDY, **drafting(name), **cache).tolist() == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_conversation_goes_on(fresh: Fresh, name: str) -> None:
+    """Rows of different lengths; the returned cache has no trace of drafts or of the adapter's."""
+    model = fresh("llama")
+    added(model, name)
+    first = model.generate(**ragged(), **GREEDY, **drafting(name), return_dict_in_generate=True)
+    more = torch.cat([first.sequences, prompt(5, 3, seed=7)], dim=1)
+    mask = functional.pad(ragged()["attention_mask"], (0, more.shape[1] - 12), value=1)
+    given = {"input_ids": more, "attention_mask": mask, **GREEDY}
+    expected = model.generate(**given).tolist()
+    ours = model.generate(**given, **drafting(name), **{CACHE: first[CACHE]})
+    again = model.generate(**given, **drafting(name), prefill_chunk_size=4)
+    assert ours.tolist() == again.tolist() == expected
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+@every_needed
+def test_without_an_adapter(tiny: Fresh, name: str) -> None:
+    with pytest.raises(ValueError, match=f"load_adapter.*hf-spec train {name}"):
+        tokens(tiny("llama"), name)
+
+
+@every_needed
+def test_trees_deeper_than_the_adapter(fresh: Fresh, name: str) -> None:
+    model = fresh("llama")
+    added(model, name)
+    with pytest.raises(ValueError, match=r"max_depth=99: the adapter predicts \d future tokens"):
+        tokens(model, name, max_depth=99)
+    with pytest.raises(ValueError, match=r"paths of 9 ranks, \d future tokens"):
+        tokens(model, name, tree=[[0] * length for length in range(1, 10)])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_adapter_of_another_base(fresh: Fresh, name: str) -> None:
+    model = fresh("llama")
+    added(model, name)
+    with pytest.raises(ValueError, match=r"llama.*gpt2|gpt2.*llama"):
+        fresh("gpt2").add_adapter(model.peft_config["default"])
