@@ -281,13 +281,6 @@ def test_an_impure_core_is_detected(source: str) -> None:
     assert impurities(source, "hf_spec.core.tree")
 
 
-def test_the_cache_may_know_transformers_caches_and_nothing_else_of_it() -> None:
-    module = "hf_spec.cache.tree_cache"
-    assert impurities("from transformers.cache_utils import Cache\nimport json", module) == []
-    assert impurities("from transformers import DynamicCache", module)
-    assert impurities("from transformers.modeling_utils import PreTrainedModel", module)
-
-
 def test_a_package_without_a_place_is_reported() -> None:
     with pytest.raises(AssertionError, match="hf_spec.extra has no place in LAYERS"):
         violations([("hf_spec.extra", "hf_spec.core.tree")], MODULES | {"hf_spec.extra"})

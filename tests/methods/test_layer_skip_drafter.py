@@ -29,7 +29,7 @@ from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
-from hf_spec.policy import memory
+from hf_spec.core import memory
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper

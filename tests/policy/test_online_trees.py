@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.core import memory
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
-from hf_spec.policy import memory, tuned_trees
+from hf_spec.policy import tuned_trees
 from hf_spec.policy.adaptive_trees import grow
 from hf_spec.policy.likely_paths import likeliest_paths
 from hf_spec.policy.online_trees import (
@@ -237,7 +238,9 @@ def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
     """From the hits of those before; another adapter has its own."""
 
     def learned() -> list[HitRates]:
-        return [one for one in memory._left[model].values() if isinstance(one, HitRates)]
+        return [
+            one for one in memory.memory(model)["learned"].values() if isinstance(one, HitRates)
+        ]
 
     model, inputs = adapted(fresh(), "medusa"), {"input_ids": prompt()}
     generate(model, "medusa", inputs)
@@ -282,5 +285,5 @@ def test_measurements_of_tune(fresh: Callable[..., PreTrainedModel], tmp_path: P
     expected = model.generate(prompt(), max_new_tokens=NEW, do_sample=False)
     out = generate(model, "bita", {"input_ids": prompt()})
     assert out.sequences.tolist() == expected.tolist()
-    (hits,) = [one for one in memory._left[model].values() if isinstance(one, HitRates)]
+    (hits,) = [one for one in memory.memory(model)["learned"].values() if isinstance(one, HitRates)]
     assert hits.counts[0] > MEASURED

@@ -25,6 +25,7 @@ from fake_clock import FakeClock
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.core import memory
 from hf_spec.core.buckets import bucket
 from hf_spec.core.memory import recall
 from hf_spec.core.probes import ProbeGroup
@@ -32,7 +33,7 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Row, Tree
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.policy import memory, step_policy
+from hf_spec.policy import step_policy
 from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
 from hf_spec.policy.likely_paths import Array, likeliest_paths
@@ -597,21 +598,21 @@ def test_what_is_remembered_goes_with_the_model() -> None:
         """Something that can be remembered."""
 
     gc.collect()
-    model, before = Model(), len(memory._left)
+    model, before = Model(), len(memory._MEMORIES)
     one = recall(model, (Learned, "s"), Learned)
     assert recall(model, (Learned, "s"), Learned) is one
     assert recall(model, (Learned, "t"), Learned) is not one
-    assert len(memory._left) == before + 1
+    assert len(memory._MEMORIES) == before + 1
     del model
     gc.collect()
-    assert len(memory._left) == before
+    assert len(memory._MEMORIES) == before
 
 
 def test_threads_wait_for_each_other() -> None:
     """What is remembered is changed by one thread at a time."""
     inside, leave, order = threading.Event(), threading.Event(), []
 
-    @memory.alone
+    @memory.locked
     def first() -> None:
         inside.set()
         leave.wait(10)

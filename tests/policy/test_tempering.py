@@ -14,10 +14,10 @@ from fake_clock import FakeClock
 from torch import Tensor
 
 import hf_spec
+from hf_spec.core import memory
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.methods.registry import get_method
-from hf_spec.policy import memory
 from hf_spec.policy.tempering import (
     OFTEN,
     SELDOM,
@@ -232,7 +232,8 @@ def call(model: Any, name: str, settings: dict[str, Any], rows: int = 1, **kwarg
 
 
 def tempering(model: Any) -> Tempering:
-    (found,) = (one for one in memory._left[model].values() if isinstance(one, Tempering))
+    learned = memory.memory(model)["learned"].values()
+    (found,) = (one for one in learned if isinstance(one, Tempering))
     return found
 
 
