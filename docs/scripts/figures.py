@@ -154,7 +154,7 @@ def ppd() -> Scheme:
     scheme.row(0.4, 3.2, ["the", "cat", "sat"])
     tree_with_probes(scheme, 4.7, (3, 2, 0, 3), "p")
     scheme.text(
-        7.0, 0.5, "prompt tokens hang where a step is likely to end, none under unlikely nodes"
+        7.0, 0.5, "prompt tokens stand where a step is likely to end, none under unlikely nodes"
     )
     return scheme
 
@@ -208,9 +208,9 @@ def propd() -> Scheme:
 def architecture() -> Scheme:
     scheme = Scheme(15.4, 6.2)
     steps = [
-        ("predict", "drafter", "tree with\nprobabilities"),
-        ("choose", "policy", "as many nodes\nas pay"),
-        ("forward", "tree forward", "one pass,\ntree mask"),
+        ("draft", "drafter", "tree with\nprobabilities"),
+        ("cut", "policy", "nodes worth\ntheir time"),
+        ("forward", "target", "one pass,\ntree mask"),
         ("verify", "acceptance", "longest path\nof the target"),
         ("commit", "cache", "keep the path,\nemit tokens"),
         ("learn", "policy, drafter", "times,\nacceptance"),
