@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,18 +10,12 @@ import typer
 from hf_spec.cli import options as opt
 from hf_spec.model.loading import load_model
 
-#: Figures of the policy that are shown; docs/inside/policy.md describes all of them.
-MEASURED = ("batch_size", "paused", "plain_seconds", "drafting_seconds", "came_per_promised")
-
 
 def doctor(
     model: Annotated[
         str | None, typer.Option(help="Model to try: a folder, or a repository on the Hub.")
     ] = None,
     adapter: opt.Adapters = None,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder that 'hf-spec bench' wrote results to.")
-    ] = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -31,14 +24,13 @@ def doctor(
     """Show versions and device, and what works.
 
     With a model, each strategy generates a few tokens; strategies with adapters take those given,
-    or an untrained one. With results of a benchmark, shows what the policy has measured.
+    or an untrained one.
 
     \b
     Examples:
       hf-spec doctor
       hf-spec doctor --model Qwen/Qwen3-0.6B
       hf-spec doctor --model M --adapter ./medusa --json
-      hf-spec doctor --results ./results
     """
     from hf_spec.bench import contenders as lineup
     from hf_spec.bench import doctor as work
@@ -47,8 +39,6 @@ def doctor(
         raise ValueError("--adapter needs --model: name the model that the adapters are for")
     adapters = lineup.read_adapters(adapter or ())
     found: dict[str, Any] = {"surroundings": work.surroundings()}
-    if results is not None:
-        found["policy"] = measured(results)
     if model is not None:
         loaded, _ = load_model(model, dtype, device)
         lineup.load_adapters(loaded, adapters)
@@ -73,24 +63,3 @@ def _text(title: str, value: Any) -> str:
     if isinstance(value, list):
         return " ".join(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def measured(results: Path) -> dict[str, dict[str, Any]]:
-    """The policy's measurements at the end of each run of a benchmark, by strategy and batch size.
-
-    Args:
-        results: folder with ``results.json`` of ``hf-spec bench``.
-
-    Raises:
-        ValueError: there is none, or it contains no decisions of the policy.
-    """
-    from hf_spec.tuning.policy_plots import read_policies
-
-    return {
-        f"{run['strategy']}, batch {run['batch_size']}": {
-            "speedup": run["speedup"],
-            "tau": run["tau"],
-            **{key: run["stats"]["details"]["policy"].get(key) for key in MEASURED},
-        }
-        for run in read_policies(results)
-    }

@@ -242,7 +242,7 @@ if __name__ == "__main__":
 def hub() -> Iterator[Hub]:
     with Hub() as hub:
         hub.tokens = {WRITER: ("org",), READER: ("someone",)}
-        old = {".gitattributes": GITATTRIBUTES, "README.md": b"# Old", "tree.json": b"{}"}
+        old = {".gitattributes": GITATTRIBUTES, "README.md": b"# Old", "learned.json": b"{}"}
         for name in ("org/cut", "org/full", "org/gone", "org/killed", "stranger/secret"):
             hub.repositories[name] = Repository(private=name == "stranger/secret")
             hub.repositories[name].commit("main", dict(old), "old")
@@ -291,7 +291,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         name: make_adapter(root / name, checkpoint, *settings)
         for name, settings in (("first", FIRST), ("second", SECOND), ("branch", BRANCH))
     }
-    (made["first"] / "tree.json").write_text("{}")  # an earlier adapter's, gone with the second
+    (made["first"] / "learned.json").write_text("{}")  # an earlier adapter's, gone with the second
     return {name: str(folder) for name, folder in made.items()}
 
 
@@ -338,7 +338,7 @@ def test_a_push_is_complete_and_nothing_more(
     assert published["first"]["code"] == 0 and published["first"]["err"] == ""
     assert published["first"]["out"].startswith(f"uploaded: {hub.endpoint}/org/skip/commit/")
     files = hub.files("org/skip", first_commit)
-    assert set(files) == REQUIRED | {"layers.png", "tree.json"}
+    assert set(files) == REQUIRED | {"layers.png", "learned.json"}
     folder = Path(folders["first"])
     for name in ("adapter_model.safetensors", "generation_config.json", "layers.png"):
         assert files[name] == (folder / name).read_bytes()
@@ -398,7 +398,7 @@ def test_a_refused_push_says_so_in_one_line(
     assert result["err"].count("\n") == 1
     if case in ("gone", "full", "cut", "secret"):
         name = "stranger/secret" if case == "secret" else f"org/{case}"
-        assert hub.files(name) == {"README.md": b"# Old", "tree.json": b"{}"}
+        assert hub.files(name) == {"README.md": b"# Old", "learned.json": b"{}"}
     assert "stranger/skip" not in hub.repositories
 
 
@@ -424,7 +424,7 @@ def test_a_killed_push_leaves_the_repository_as_it_was(
         process.communicate()
         release.set()
         del hub.faults["lfs_upload"]
-    assert hub.files("org/killed") == {"README.md": b"# Old", "tree.json": b"{}"}
+    assert hub.files("org/killed") == {"README.md": b"# Old", "learned.json": b"{}"}
     assert hub.repositories["org/killed"].messages == ["old"]
 
 

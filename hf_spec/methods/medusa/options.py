@@ -10,6 +10,6 @@ class MedusaOptions(HeadOptions):
     """Options of ``medusa`` (Medusa, sections 2.1.2 and 2.3.3), those of all strategies with heads.
 
     Attributes:
-        tree: ``sparse``, ``chain``, ``tuned``, ``online``, rank paths or states.
+        tree: ``sparse``, ``chain``, or rank paths.
         max_depth: number of heads used; None for all that the adapter has.
     """

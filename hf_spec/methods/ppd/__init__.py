@@ -4,10 +4,11 @@ from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.ppd.adapter import PPDAdapter
 from hf_spec.methods.ppd.config import PPDConfig
 from hf_spec.methods.ppd.drafter import PPDDrafter
+from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, make_tree
 from hf_spec.methods.ppd.objective import loss
 from hf_spec.methods.ppd.options import PPDOptions
 from hf_spec.methods.ppd.published import FILES, convert, wants
-from hf_spec.methods.registry import Method, Published
+from hf_spec.methods.registry import Method, Published, TunedTree
 
 METHOD = Method(
     name="ppd",
@@ -22,4 +23,5 @@ METHOD = Method(
     trained=TRAINED,
     num_anchors=32,
     published=Published(wants, convert, FILES),
+    tuned_tree=TunedTree(DYNAMIC, make_tree),
 )

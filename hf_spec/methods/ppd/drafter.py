@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, dynamic_source
 from hf_spec.methods.ppd.options import PPDOptions
 from hf_spec.methods.ppd.probes import PromptTokens
 from hf_spec.policy.tree_source import tree_source
@@ -26,7 +27,10 @@ class PPDDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: PPDOptions):
         adapter = require_active(model, "PPD", "ppd")
         config: Any = adapter.config
-        source = tree_source(options, model, adapter, config.num_prompt_tokens, config.num_ept)
+        if options.tree == DYNAMIC:
+            source = dynamic_source(model, adapter)
+        else:
+            source = tree_source(options, model, adapter, config.num_prompt_tokens, config.num_ept)
         self.prompts = PromptTokens(adapter, source.max_depth)
         super().__init__(
             model, options, self.prompts.inputs, source, adapter.weights(), self.prompts.group

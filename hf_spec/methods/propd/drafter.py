@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.active import ActiveAdapter, require_active
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.head_drafter import HeadDrafter
 from hf_spec.drafting.heads import WEIGHTS
+from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.early_head import EarlyPruning
+from hf_spec.methods.propd.online_tree import ONLINE, HitRates, OnlineTrees
 from hf_spec.methods.propd.options import HEADS, ProPDOptions
+from hf_spec.policy.memory import recall
 from hf_spec.policy.tree_source import tree_source
 
 
@@ -27,7 +30,7 @@ class ProPDDrafter(WrappedDrafter):
         weights, config = adapter.weights(), adapter.config
         inner: Drafter
         if options.drafter == HEADS:
-            source = tree_source(options, model, adapter, len(weights[WEIGHTS]))
+            source = _source(options, model, adapter, len(weights[WEIGHTS]))
             inner = HeadDrafter(model, options, weights, source)
         else:
             method = options.drafting_method()
@@ -57,3 +60,10 @@ class ProPDDrafter(WrappedDrafter):
     @property
     def pruning(self) -> EarlyPruning | None:
         return self._early
+
+
+def _source(options: ProPDOptions, model: Any, adapter: ActiveAdapter, heads: int) -> TreeSource:
+    if options.tree != ONLINE:
+        return tree_source(options, model, adapter, heads)
+    depth = options.depth(heads)
+    return OnlineTrees(recall(model, (HitRates, adapter.name, depth), lambda: HitRates(depth)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_count
 from hf_spec.drafting.options import HeadOptions
+from hf_spec.methods.propd.online_tree import ONLINE
 from hf_spec.methods.registry import Method, get_method
 
 #: Value of ``drafter`` for the adapter's own heads.
@@ -38,6 +39,9 @@ class ProPDOptions(HeadOptions):
     prune: bool | str = "auto"
     prune_top_k: int | None = None
 
+    trees: ClassVar[tuple[str, ...]] = (*HeadOptions.trees, ONLINE)
+    grown: ClassVar[tuple[str, ...]] = (*HeadOptions.grown, ONLINE)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.prune, bool) and self.prune != "auto":
@@ -56,6 +60,8 @@ class ProPDOptions(HeadOptions):
 
     def untimed(self) -> dict[str, Any]:
         found = super().untimed()
+        if self.tree == ONLINE:
+            found["tree"] = self.trees[0]
         if self.prune == "auto":
             found["prune"] = True
         if self.drafter != HEADS:
