@@ -2,7 +2,7 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``viewing``, ``demo``, ``engines``, ``startup`` ->
+``search``, ``bench``, ``hub``, ``viewing``, ``demo``, ``engines``, ``startup`` ->
 ``cli``.
 """
 
@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"hf_spec"},  # the public names
     {
         "hf_spec.training",
-        "hf_spec.tuning",
+        "hf_spec.search",
         "hf_spec.viewing",
         "hf_spec.bench",
         "hf_spec.hub",

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_spec.cli.common import check_writable
+from hf_spec.cli.common import check_writable, require
 
 
 def plot(
-    folder: Annotated[Path, typer.Argument(help="Folder that search wrote.")],
+    folder: Annotated[Path, typer.Argument(help="Folder that hf-spec search wrote.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for the images.  [default: the same]"),
+        typer.Option("--output", "-o", help="Folder for the image.  [default: the same]"),
     ] = None,
 ) -> None:
-    """Draw the results in a folder.
-
-    \b
-    search.json   search.png: the trials; layers.png: the skipped layers
+    """Draw the trials of a layer search, search.png. The card shows it after 'hf-spec card'.
 
     \b
     Examples:
       hf-spec plot ./skip
       hf-spec plot ./skip --output ./figures
     """
-    from hf_spec.hub.card import SEARCH
-    from hf_spec.tuning.layers.plots import plot_search
+    require("search", "optuna", "matplotlib")
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.visualization.matplotlib import plot_optimization_history
 
-    if not (folder / SEARCH).is_file():
-        raise ValueError(f"{str(folder)!r} has nothing to draw: {SEARCH} of hf-spec search")
+    from hf_spec.bench.figures import save_figure
+    from hf_spec.search.layers import STUDY_FILE, open_study
+
+    if not (folder / STUDY_FILE).is_file():
+        raise ValueError(f"{str(folder)!r} has nothing to draw: no {STUDY_FILE} of hf-spec search")
     check_writable(target := output or folder)
-    for path in plot_search(folder, target):
-        typer.echo(f"plot: {path}")
+    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+        axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
+    typer.echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")
