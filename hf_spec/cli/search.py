@@ -105,7 +105,7 @@ def search(
     data = {
         "environment": {**environment, "optuna": package_version("optuna")},
         "identity": work.study.user_attrs["identity"],
-        "trials": len(work.study.trials),
+        "trials": work.finished,
         "held_out": len(others),
         "best": {**choice, "speedup": row["speedup"], "tau": row["tau"]},
         "finalists": best,

@@ -176,13 +176,13 @@ class LayerSearch:
             progress: called as ``progress(finished, trials, best)`` with the best trial so far,
                 or None.
         """
-        finished = self._finished()
+        finished = self.finished
         best = self.ranked(1)
         progress(finished, trials, best[0] if best else None)
 
         def report(study: Any, trial: Any) -> None:
             best = self.ranked(1)
-            progress(self._finished(), trials, best[0] if best else None)
+            progress(self.finished, trials, best[0] if best else None)
 
         options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
         with Session.open(self.model, self.tokenizer, options, []) as session:
@@ -191,7 +191,9 @@ class LayerSearch:
                 n_trials=max(trials - finished, 0), callbacks=[report],
             )  # fmt: skip
 
-    def _finished(self) -> int:
+    @property
+    def finished(self) -> int:
+        """Number of finished trials, those that were pruned included."""
         ends = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
         return len(self.study.get_trials(deepcopy=False, states=ends))
 

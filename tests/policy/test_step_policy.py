@@ -31,11 +31,11 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import Draft, Found
 from hf_spec.drafting.retrieval import NOTHING, draft_of
+from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import memory, step_policy
-from hf_spec.policy.calibration import Calibration, walk
+from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
-from hf_spec.policy.likely_paths import Array, likeliest_paths
 from hf_spec.policy.memory import recall
 from hf_spec.policy.step_policy import SIZES, StepPolicy, switched_on
 from hf_spec.policy.step_times import StepTimes
@@ -95,9 +95,8 @@ def tokens_of(draft: Draft) -> int:
 def found(table: Array, count: int = 40, root: int = 0) -> Found:
     """The likeliest paths; a node's token is its rank."""
     paths, chances = likeliest_paths(table, count)
-    return Found(
-        TokenTree.in_order(paths), [root, *(path[-1] for path in paths)], [1.0, *chances.tolist()]
-    )
+    tokens = [root, *(path[-1] for path in paths)]
+    return Found(TokenTree.in_order(paths), tokens, [1.0, *chances])
 
 
 def random_table(rng: np.random.Generator) -> Array:
