@@ -2,7 +2,7 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself -> ``training``,
-``tuning``, ``bench``, ``hub``, ``demo`` -> ``cli``.
+``search``, ``bench``, ``hub``, ``demo`` -> ``cli``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"hf_spec.decoding"},
     {"hf_spec.public"},  # the public names
     {"hf_spec"},
-    {"hf_spec.training", "hf_spec.tuning", "hf_spec.bench", "hf_spec.hub", "hf_spec.demo"},
+    {"hf_spec.training", "hf_spec.search", "hf_spec.bench", "hf_spec.hub", "hf_spec.demo"},
     {"hf_spec.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")

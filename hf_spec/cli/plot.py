@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_spec.cli.common import check_writable
+from hf_spec.cli.common import check_writable, require
 
 
 def plot(
-    folder: Annotated[Path, typer.Argument(help="Folder that search, tune or bench wrote.")],
+    folder: Annotated[Path, typer.Argument(help="Folder that hf-spec search wrote.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for the images.  [default: the same]"),
+        typer.Option("--output", "-o", help="Folder for the image.  [default: the same]"),
     ] = None,
 ) -> None:
-    """Draw the results in a folder.
-
-    \b
-    search.json   search.png: the trials; layers.png: the skipped layers
-    tree.json     tune.png: tau, step time and predicted speedup by size
-                  tree.png: the tree of each state with its probabilities and probes; numbered
-                  where there are several devices, batch sizes or contexts
-    results.json  policy.png: the sizes of the trees that the policy chose, the step times behind
-                  them, predicted and emitted tokens, predicted and measured speedup
+    """Draw the trials of a layer search, search.png. The card shows it after 'hf-spec card'.
 
     \b
     Examples:
       hf-spec plot ./skip
-      hf-spec plot ./bita --output ./figures
-      hf-spec plot ./results
+      hf-spec plot ./skip --output ./figures
     """
-    from hf_spec.hub.card import RESULTS, SEARCH
-    from hf_spec.hub.folder import TREE
-    from hf_spec.tuning.layers.plots import plot_search
-    from hf_spec.tuning.policy_plots import plot_policies
-    from hf_spec.tuning.trees.plots import plot_trees
+    require("search", "optuna", "matplotlib")
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.visualization.matplotlib import plot_optimization_history
 
-    known = {SEARCH: plot_search, TREE: plot_trees, RESULTS: plot_policies}
-    found = [name for name in known if (folder / name).is_file()]
-    if not found:
-        raise ValueError(
-            f"{str(folder)!r} has nothing to draw: {SEARCH} of hf-spec search, {TREE} of hf-spec "
-            f"tune, or {RESULTS} of hf-spec bench"
-        )
+    from hf_spec.bench.figures import save_figure
+    from hf_spec.search.layers import STUDY_FILE, open_study
+
+    if not (folder / STUDY_FILE).is_file():
+        raise ValueError(f"{str(folder)!r} has nothing to draw: no {STUDY_FILE} of hf-spec search")
     check_writable(target := output or folder)
-    for name in found:
-        for path in known[name](folder, target):
-            typer.echo(f"plot: {path}")
+    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+        axes = plot_optimization_history(open_study(folder), target_name="tokens per second")
+    typer.echo(f"plot: {save_figure(axes.figure, target / 'search.png')}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +15,6 @@ from hf_spec.model.loading import load_model
 
 if TYPE_CHECKING:
     from hf_spec.bench.prompts import Prompt
-    from hf_spec.tuning.layers.study import Trial
 
 
 def search(
@@ -34,87 +32,97 @@ def search(
         typer.Option(
             min=0,
             help="Number of further prompts, which the trials do not see; the best choices are "
-            "judged on them.",
+            "measured on them.",
             show_default="as many as --limit, if there are more prompts",
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
-    objective: Annotated[
-        str, typer.Option(help="modelled (reproducible) or measured (wall-clock time).")
-    ] = "modelled",
-    sampler: Annotated[str, typer.Option(help="tpe or random.")] = "tpe",
     dtype: opt.Dtype = "bfloat16",
     max_draft: Annotated[
         int, typer.Option(min=1, help="K, maximum number of tokens drafted per step.")
     ] = 12,
-    target_acceptance: Annotated[
-        float, typer.Option(help="alpha, what the adaptive draft exit aims at.")
-    ] = 0.85,
-    do_sample: opt.DoSample = False,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    seed: Annotated[int, typer.Option(help="Seed of the search and of the sampling.")] = 0,
-    baselines: Annotated[
-        bool, typer.Option(help="Compare with first, middle, last and random layers.")
-    ] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
     """Search for the layers that layer_skip leaves out when it drafts.
 
-    Minimises time per token on some of your prompts, and judges the best choices on others. The
-    output is an adapter folder without weights, with settings, card and plots. Repeat the command
-    to continue an interrupted search, or with more --trials to extend it.
+    Maximises tokens per second on some of your prompts, and measures the best choices on others, in
+    turns with plain decoding. The output is an adapter folder without weights, with settings and
+    card. Repeat the command to continue an interrupted search, or with more --trials to extend it.
+    The study is Optuna's: its dashboard and its plots read study.jsonl.
 
     \b
     Examples:
       hf-spec search --model Qwen/Qwen3-0.6B --prompts dev.jsonl --output ./skip
       hf-spec search --model M --prompts dev.jsonl --output ./skip --trials 500 --limit 16
-      hf-spec search --model M --prompts dev.jsonl --output ./skip --objective measured
+      hf-spec plot ./skip
       hf-spec bench --model M --adapter ./skip --prompts test.jsonl
     """
     from hf_spec.bench.prompts import read_prompts
-    from hf_spec.tuning.layers.search import search as run_search
-    from hf_spec.tuning.layers.study import Settings
 
-    # Everything that can be checked without a model comes first.
-    try:
-        settings = Settings(
-            objective=objective, sampler=sampler, seed=seed, max_new_tokens=max_new_tokens,
-            max_draft=max_draft, target_acceptance=target_acceptance, do_sample=do_sample,
-            **opt.sampling(do_sample, temperature, top_k, top_p),
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(_as_option(str(error))) from error
     require("search", "optuna")
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
     check_writable(output)
 
-    from rich.console import Console
+    from hf_spec.bench.environment import environment_of, package_version
+    from hf_spec.bench.report import write_results
+    from hf_spec.files import write_atomically
+    from hf_spec.hub.card import RESULTS, SEARCH, write_card
+    from hf_spec.hub.folder import save_spec_config, save_weightless
+    from hf_spec.methods.registry import get_method
+    from hf_spec.search.layers import STRATEGY, LayerSearch, Settings
 
-    from hf_spec.bench.environment import environment_of
-    from hf_spec.tuning.layers import report
-
+    settings = Settings(max_new_tokens=max_new_tokens, max_draft=max_draft, seed=seed)
     loaded, tokenizer = load_model(model, dtype, device)
+    work = LayerSearch(loaded, tokenizer, chosen, output, settings)
+    shown = -1.0
+
     try:
-        with search_bar() as (progress, status):
-            result = run_search(
-                loaded, tokenizer, chosen, output, settings, held_out=others, trials=trials,
-                baselines=baselines, progress=progress, status=status,
-            )  # fmt: skip
-        with progress_bar("measuring") as update:
-            bench = report.measure(loaded, tokenizer, others or chosen, result, update)
+        with progress_bar("search") as update:
+
+            def progress(done: int, total: int, best: Any) -> None:
+                nonlocal shown
+                text = "" if best is None else f"best {best.value:.1f} tokens/s"
+                update(done, total, note=text)
+                if best is not None and best.value > shown and not sys.stderr.isatty():
+                    typer.echo(f"trial {done} of {total}: {text}", err=True)
+                    shown = best.value
+
+            work.search(trials, progress)
+        with progress_bar("measuring the best") as update:
+            choice, best, bench = work.confirm(others or chosen, update)
     except KeyboardInterrupt:
-        bench = None
-    if bench is None or bench.interrupted:
         typer.echo("interrupted; the same command continues the search", err=True)
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED) from None
+
     environment = environment_of(loaded, model, prompts)
-    report.write_folder(output, loaded, result, bench, environment)
-    console = Console(highlight=False)
-    console.print(f"adapter: {output}", soft_wrap=True)
-    report.print_result(result, bench, console)
+    config_class = get_method(STRATEGY).adapter_config
+    assert config_class is not None
+    save_weightless(loaded, config_class(**choice), output)
+    save_spec_config(output, STRATEGY, {"max_draft": max_draft})
+    row = bench.overall(STRATEGY)
+    data = {
+        "environment": {**environment, "optuna": package_version("optuna")},
+        "identity": work.study.user_attrs["identity"],
+        "trials": work.finished,
+        "held_out": len(others),
+        "best": {**choice, "speedup": row["speedup"], "tau": row["tau"]},
+        "finalists": best,
+    }
+    write_atomically(output / SEARCH, json.dumps(data, indent=1))
+    measured_on = {"held_out": bool(others)}  # the same file, other prompts
+    write_results(output / RESULTS, bench, {**environment, **measured_on})
+    write_card(output)
+    typer.echo(
+        f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "
+        f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}, "
+        f"{row['tokens_per_second']:.1f} tokens/s on {row['prompts']} "
+        f"{'held-out' if others else 'development'} prompts"
+    )
+    if row["speedup"] < 1:
+        typer.echo("note: not faster here; small models leave drafting little to save")
+    typer.echo(f"adapter: {output}")
 
 
 def _divided(
@@ -132,38 +140,3 @@ def _divided(
             f"which leaves {len(rest)}; give more prompts, or a lower --limit"
         )
     return chosen, spread(rest, len(chosen) if held_out is None else held_out)
-
-
-def _as_option(message: str) -> str:
-    """A message about a field of the settings, reworded to name the option."""
-    field, found = message.replace("=", " ", 1).split(" ", 1)
-    return f"--{field.replace('_', '-')} {found}"
-
-
-@contextmanager
-def search_bar() -> Iterator[
-    tuple[Callable[[int, int, Trial | None], None], Callable[[str], None]]
-]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line for each better choice.
-
-    Gives ``progress(done, total, best)`` and ``status(text)``.
-    """
-    shown: Trial | None = None
-    with progress_bar("search") as update:
-
-        def progress(done: int, total: int, best: Trial | None) -> None:
-            nonlocal shown
-            text = ""
-            if best is not None:
-                skip = best.skip
-                text = (
-                    f"best {1 / best.evaluation.value:.2f}x, tau {best.evaluation.counts.tau:.2f}, "
-                    f"skips {len(skip.attention)} attention + {len(skip.mlp)} MLP"
-                )
-            update(done, total, note=text)
-            better = best is not None and (shown is None or best.skip != shown.skip)
-            if better and not sys.stderr.isatty():
-                typer.echo(f"trial {done} of {total}: {text}", err=True)
-                shown = best
-
-        yield progress, lambda text: update(description=text)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,120 +13,153 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
 from hf_spec.model.loading import load_model
 
+if TYPE_CHECKING:
+    from hf_spec.decoding.strategy import Strategy
+
 
 def tune(
     model: opt.Model,
-    adapter: Annotated[Path, typer.Option(help="Adapter folder; tree.json is written into it.")],
+    adapter: Annotated[Path, typer.Option(help="Adapter folder; learned.json is written into it.")],
     prompts: Annotated[
         Path, typer.Option(help=f"Held-out prompts: {opt.PROMPTS}.")
     ],
-    limit: opt.Limit = 64,
+    limit: opt.Limit = 32,
     max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per prompt.")] = 128,
     max_size: Annotated[
         int,
-        typer.Option(min=2, max=512, help="Maximum number of step tokens: candidates and probes."),
+        typer.Option(min=2, max=512, help="Maximum number of step tokens of a tree of the method's "
+                     "own: candidates and probes."),
     ] = 64,
     batch_size: Annotated[
-        str, typer.Option(help="Batch sizes to time steps with: 1,4.")
+        str, typer.Option(help="Batch sizes to learn about: 1,4. A tree is for the first one.")
     ] = "1",
-    context: Annotated[
-        str | None,
-        typer.Option(help="Context lengths to time steps with: 512,4096.  "
-                     "[default: the prompts with half their answers]"),
-    ] = None,
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:  # fmt: skip
-    """Choose the trees of a trained adapter for this device.
+    """Save what this device and these prompts teach beside an adapter.
 
-    Measures how often the adapter's predictions are right on held-out prompts and how long steps
-    take, builds the best tree of every size, and chooses the size with the largest speedup. The
-    trees are stored beside the adapter with device and dtype. On another machine the same command
-    adds an entry; decoding uses that of its device.
+    Answers the prompts with the adapter's strategy, whose policy learns how long steps take and how
+    often predictions are right, and saves that: new processes on this device start from it instead
+    of learning it in their first steps. Options of the adapter do not change. For a PPD adapter, it
+    also makes the dynamic sparse tree that tree="dynamic" names. On another machine the same
+    command adds an entry.
 
     \b
     Examples:
-      hf-spec tune --model Qwen/Qwen3-0.6B --adapter ./bita --prompts held_out.jsonl
-      hf-spec tune --model M --adapter ./bita --prompts P.jsonl --batch-size 1,8 --context 512,4096
-      hf-spec plot ./bita
-      hf-spec bench --model M --adapter ./bita --prompts other.jsonl
+      hf-spec tune --model Qwen/Qwen3-0.6B --adapter ./ppd --prompts held_out.jsonl
+      hf-spec tune --model M --adapter ./ppd --prompts P.jsonl --batch-size 1,8
+      hf-spec bench --model M --adapter ./ppd --prompts other.jsonl
     """
+    import hf_spec
     from hf_spec.adapters.checkpoint import WEIGHTS
     from hf_spec.bench import contenders as lineup
-    from hf_spec.bench.environment import environment_of
-    from hf_spec.bench.prompts import read_prompts, spread
-    from hf_spec.drafting.options import TUNED
-    from hf_spec.files import write_atomically
-    from hf_spec.hub.card import renew_card
-    from hf_spec.hub.folder import TREE, change_options, read_spec_config, read_tree_file
-    from hf_spec.methods.registry import methods
-    from hf_spec.tuning.trees import tune as work
+    from hf_spec.bench.prompts import encode_prompts, read_prompts, spread
+    from hf_spec.decoding.strategy import Strategy
+    from hf_spec.drafting.wrapped_drafter import WrappedDrafter
+    from hf_spec.hub.folder import read_spec_config
+    from hf_spec.policy.saved import LEARNED_FILE, conditions, read_entries, to_entry, write_entry
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
-    contexts: tuple[int | None, ...] = (None,)
-    if context is not None:
-        contexts = tuple(opt.whole_numbers("--context", context))
-    settings = work.Settings(max_new_tokens, max_size, tuple(sizes), contexts)
     if not (adapter / WEIGHTS).is_file():
         raise ValueError(f"--adapter {str(adapter)!r}: there is no folder with {WEIGHTS}")
     method, options = read_spec_config(adapter)
-    if not work.tunable(method):
-        known = [name for name, one in methods().items() if work.tunable(one)]
-        raise ValueError(
-            f"--adapter {str(adapter)!r} is for strategy {method.name!r}, which has no trees to "
-            f"tune; those of {', '.join(known)} can be"
-        )
-    before = read_tree_file(adapter)
+    if method.tuned_tree is not None and options.get("tree") == method.tuned_tree.name:
+        del options["tree"]  # which is about to be made
+    path = adapter / LEARNED_FILE
+    if path.is_file():
+        read_entries(path)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(adapter, "--adapter")
 
     loaded, tokenizer = load_model(model, dtype, device)
     lineup.load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
-    environment = environment_of(loaded, model, prompts)
+    ids, _ = encode_prompts(loaded, tokenizer, chosen, max_new_tokens)
+    config = hf_spec.SpecConfig(method.name, options, do_sample=False)
+    strategy = Strategy.of(loaded, config)
     try:
-        tuner = work.TreeTuner(loaded, tokenizer, chosen, method, options, settings)
-        with progress_bar("tuning") as progress:
-            entry = work.tune(tuner, environment, progress)
+        answers = _answers(strategy, options, tokenizer, ids, sizes, max_new_tokens)
     except KeyboardInterrupt:
         typer.echo("interrupted; nothing was written", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    weights = hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest()
-    with renew_card(adapter):
-        data = work.with_entry(before, entry, weights)
-        write_atomically(adapter / TREE, json.dumps(data))
-        change_options(adapter, {**work.without_shape(method, options), "tree": TUNED})
-    _print(entry, adapter / TREE)
+    drafter: Any = strategy.drafter
+    while isinstance(drafter, WrappedDrafter):  # wrappers do not predict
+        drafter = drafter.inner
+    calibrations = getattr(getattr(drafter, "source", None), "calibrations", None)
+    entry = {
+        **conditions(loaded, method.name, strategy.options),
+        **to_entry(strategy.learned, calibrations and calibrations[False]),
+    }
+    if method.tuned_tree is not None:
+        texts = list(zip(ids, answers))
+        make = method.tuned_tree.make
+        entry["tree"] = _tree(make, strategy, drafter, texts, max_size, sizes[0])
+    # Four figures are enough.
+    entry = json.loads(json.dumps(entry), parse_float=lambda text: float(f"{float(text):.4g}"))
+    write_entry(path, entry)
+    _print(entry, path)
+
+
+def _answers(
+    strategy: Strategy, options: dict[str, Any], tokenizer: Any, ids: list[list[int]],
+    sizes: list[int], max_new_tokens: int,
+) -> list[list[int]]:  # fmt: skip
+    """Answer the prompts at each batch size, from which the policy learns; return the answers."""
+    from hf_spec.bench.contenders import Contender, ours
+    from hf_spec.bench.session import Session
+    from hf_spec.policy.guard import Guard
+    from hf_spec.policy.step_policy import explore
+
+    name, learned = strategy.method.name, strategy.learned
+    learned.settings.clear()  # those that an earlier run has saved
+    contender = Contender(name, ours(name, options))
+    greedy = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    explored: set[Any] = set()
+    with (
+        Session.open(strategy.model, tokenizer, greedy, [contender]) as session,
+        progress_bar("tuning") as progress,
+    ):
+        for turn, size in enumerate(sizes):
+            answers: list[list[int]] = []
+            while len(answers) < len(ids):
+                learned.guard = Guard()  # steps are measured also where drafting does not pay
+                rows = ids[len(answers) : len(answers) + size]
+                answers += session.generate(contender, rows)[1]
+                for key in learned.settings.keys() - explored:
+                    explore(learned.settings[key])
+                    explored.add(key)
+                progress(turn * len(ids) + len(answers), len(sizes) * len(ids))
+    return answers
+
+
+def _tree(
+    make: Callable[..., dict[str, Any]], strategy: Strategy, drafter: Any,
+    texts: list[tuple[list[int], list[int]]], max_size: int, batch_size: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The tree of the method's own, by the step times at a batch size."""
+    known = [one for key, one in strategy.learned.settings.items() if key[0] == batch_size]
+    times = max(known, key=lambda one: one.times.steps).times
+    plain = times.plain_seconds()
+    if times.line is None or plain is None:
+        raise ValueError(
+            f"the {len(texts)} answers have too few steps to tell how long steps take; give more "
+            "prompts, or a larger --max-new-tokens"
+        )
+    drafting, curve = times.drafting_seconds or 0.0, times.curve(max_size)
+    return make(drafter, texts, lambda n: plain if n == 1 else curve[n] + drafting, max_size)
 
 
 def _print(entry: dict[str, Any], path: Path) -> None:
-    """Print accuracies and, for each setting, the chosen size among a few others."""
-    from rich.console import Console
-
-    from hf_spec.bench.report import new_table
-
-    console = Console(highlight=False)
-    console.print(
-        f"{entry['prompts']} prompts, {entry['tokens']:,} tokens; right at distance "
-        + ", ".join(
-            f"{d}: {row[0]:.0%} (top 10: {sum(row[:10]):.0%})"
-            for d, row in enumerate(entry["accuracies"], start=1)
-        ),
-        soft_wrap=True,
-    )
-    for setting in entry["settings"]:
-        title = f"batch {setting['batch_size']}, context {setting['context']}"
-        heads = ("step tokens", "tau", "static", "random", "step, ms", "speedup")
-        shown = new_table(title, (), heads)
-        table = zip(entry["sizes"], setting["step_seconds"], setting["speedups"])
-        for size, seconds, speedup in table:
-            best = size["size"] == setting["size"]
-            if best or size["size"] in (4, 8, 16, 24, 32, 48, 64, 96, 128):
-                shown.add_row(
-                    f"{size['size']}{' *' if best else ''}", f"{size['tau']:.2f}",
-                    f"{size['static_tau']:.2f}", f"{size['random_tau']:.2f}",
-                    f"{1000 * seconds:.2f}", f"{speedup:.2f}x",
-                )  # fmt: skip
-        console.print(shown)
-    console.print(f"trees: {path}", soft_wrap=True)
+    """Print what was learned: step times by size, and the tree."""
+    for one in entry["settings"]:
+        times = ", ".join(f"{n}: {1000 * s:.2f}" for n, s in one["times"]["seconds"].items())
+        longest = 2 ** one["context_bits"] - 1
+        typer.echo(f"batch {one['batch_size']}, prompts up to {longest}: ms by step tokens {times}")
+    tree = entry.get("tree")
+    if tree is not None:
+        typer.echo(
+            f"tree: {tree['size']} step tokens, {tree['tau']:.2f} tokens per step, "
+            f"{tree['speedup']:.2f}x predicted"
+        )
+    typer.echo(f"saved: {path}")

@@ -6,11 +6,8 @@ a batch row. This module knows only shapes.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from hf_spec.core.limits import MAX_FUTURE, MAX_ROWS
 from hf_spec.core.token_tree import TokenTree
@@ -116,33 +113,6 @@ class TreeStates:
     def max_rank(self) -> int:
         """Largest rank of a candidate."""
         return max(max(state.tree.ranks) for state in self.states)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """The states as JSON types; :meth:`from_json` gives back equal ones."""
-        return [
-            {"paths": [list(path) for path in state.tree.paths], "probes": list(state.probes)}
-            for state in self.states
-        ]
-
-    @classmethod
-    def from_json(cls, data: Any) -> TreeStates:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if it is not a list of objects with ``paths`` and ``probes``, or they do not
-                form valid states.
-        """
-        form = 'a dynamic tree is a list of states {"paths": [[0], ...], "probes": [3, ...]}'
-        states = []
-        for item in data if isinstance(data, Sequence) and not isinstance(data, str) else [None]:
-            if not (
-                isinstance(item, dict)
-                and set(item) == {"paths", "probes"}
-                and all(isinstance(part, list) for part in item.values())
-            ):
-                raise ValueError(f"{form}, got {json.dumps(item)[:80]}.")
-            states.append(TreeState(TokenTree.in_order(item["paths"]), tuple(item["probes"])))
-        return cls(tuple(states))
 
 
 @lru_cache(maxsize=512)

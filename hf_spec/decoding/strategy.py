@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from hf_spec.drafting.options import StrategyOptions
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy.learned import Learned
+from hf_spec.policy.saved import saved_for
 from hf_spec.policy.step_policy import StepPolicy, switched_on
-from hf_spec.policy.tuned_trees import Device, measurements
 
 
 @dataclass
@@ -81,11 +80,20 @@ class Strategy:
         Args:
             setting, width: see :class:`StepPolicy`.
         """
+        return StepPolicy(stats, self.learned, setting, self.timed, width)
+
+    @property
+    def learned(self) -> Learned:
+        """What earlier calls have learned, or at first what ``hf-spec tune`` has saved."""
         # Sampled text is harder to predict, and choosing its tokens takes longer.
         key = Learned, self.kind, self.graphs is not None, self.samples
-        known = recall(self.model, key, Learned)
-        measured = _measured(self.model, self.adapter, *setting[:2])
-        return StepPolicy(stats, known, setting, self.timed, measured, width)
+        return recall(self.model, key, self._saved)
+
+    def _saved(self) -> Learned:
+        if self.graphs is not None:  # the steps of hf-spec tune are not compiled
+            return Learned()
+        saved = saved_for(self.adapter, self.model, self.options)
+        return Learned() if saved is None else saved.learned(str(self.model.device))
 
 
 def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
@@ -96,17 +104,3 @@ def _adapter(method: Method, model: Any) -> ActiveAdapter | None:
     with suppress(ValueError):  # several are active; the drafter raises if that is a problem
         found = find_active(model, method.adapter_config.type_name)
     return found
-
-
-def _measured(
-    model: Any, adapter: ActiveAdapter | None, batch_size: int, context: int
-) -> Callable[[], dict[int, float]]:
-    """Step times that ``hf-spec tune`` has measured, by number of step tokens."""
-
-    def seconds() -> dict[int, float]:
-        if adapter is None:
-            return {}
-        found = measurements(adapter, Device.of(model), batch_size, 2**context - 1)
-        return {} if found is None else found.seconds
-
-    return seconds

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hf_spec.bench.figures import new_figure
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.demo.steps import VerifiedTree, pieces
@@ -178,3 +180,26 @@ def _label(tokenizer: Any, token: int) -> str:
     text = tokenizer.decode([token]).replace("\t", "\u2192").replace("\n", "\u21b5")
     text = text.replace(" ", "\u00b7") or "(empty)"
     return text if len(text) <= 14 else f"{text[:6]}\u2026{text[-6:]}"
+
+
+def positions(tree: TokenTree) -> Any:
+    """``(nodes,)`` horizontal positions: leaves at 0, 1, ..., parents above their children."""
+    children: list[list[int]] = [[] for _ in range(len(tree))]
+    for node in range(1, len(tree)):
+        children[tree.parents[node]].append(node)
+    for below in children:
+        below.sort(key=lambda node: tree.ranks[node])
+    place, leaves = np.zeros(len(tree)), 0
+
+    def visit(node: int) -> None:
+        nonlocal leaves
+        for child in children[node]:
+            visit(child)
+        if children[node]:
+            place[node] = place[children[node]].mean()
+        else:
+            place[node] = leaves
+            leaves += 1
+
+    visit(0)
+    return place

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree_states import TreeStates
 
 #: Acceptance rules and whether they keep the target distribution.
 ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
@@ -96,9 +95,8 @@ class StrategyOptions:
         return ACCEPTANCE_RULES[self.acceptance]
 
 
-#: Values of the option ``tree``: trees grown from a step's own probabilities, trees chosen while
-#: decoding by accuracies, and trees chosen by ``hf-spec tune``.
-ADAPTIVE, ONLINE, TUNED = "adaptive", "online", "tuned"
+#: Value of the option ``tree``: trees grown from a step's own probabilities.
+ADAPTIVE = "adaptive"
 #: The likeliest tokens only, if the method has this name among its trees.
 CHAIN = "chain"
 #: In each step, as many candidates as pay.
@@ -107,50 +105,30 @@ AUTO = "auto"
 CANDIDATES = 8
 
 
-def is_dynamic(tree: Any) -> bool:
-    """Whether the option ``tree`` names tuned trees or gives a dynamic one.
-
-    A dynamic tree is a list of states as ``TreeStates.to_json`` gives it.
-
-    Raises:
-        ValueError: if it looks like a dynamic tree but is not a valid one.
-    """
-    if tree == TUNED:
-        return True
-    if isinstance(tree, str) or not isinstance(tree, Sequence) or not len(tree):
-        return False
-    if isinstance(tree[0], dict):
-        TreeStates.from_json(tree)
-        return True
-    return False
-
-
 @dataclass(frozen=True)
 class TreeOptions(StrategyOptions):
     """Options of a strategy whose candidates form trees of predictions.
 
     Attributes:
         tree: ``adaptive``: the likeliest paths by the step's own probabilities. Or a name of the
-            method's; ``tuned``, what ``hf-spec tune`` chose for this device; ``online``, by
-            accuracies and step times learned while decoding (ProPD, section 4.2); a list of rank
-            paths, as ``TokenTree.from_paths`` takes it, with all probes under each node; or a
-            dynamic tree, a list of states as ``TreeStates.to_json`` gives it.
+            method's, or a list of rank paths, as ``TokenTree.from_paths`` takes it, with all
+            probes under each node.
         candidates: of an adaptive tree. ``auto``: as many as pay in each step, by its own
             probabilities and the time that steps take, 8 without ``fallback``; a number takes
             exactly so many, with probes under all nodes.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
-            predicts. Dynamic trees say it themselves.
+            predicts.
     """
 
-    tree: str | Sequence[Sequence[int]] | Sequence[dict[str, Any]] = ADAPTIVE
+    tree: str | Sequence[Sequence[int]] = ADAPTIVE
     candidates: int | str = AUTO
     max_depth: int | None = None
 
-    #: Names of the method's static trees, the default first.
+    #: Names of the method's own trees, the default of the static ones first.
     trees: ClassVar[tuple[str, ...]] = ()
-    #: Whether predictions need probes under the nodes; otherwise every step has all predictions.
-    hangs_probes: ClassVar[bool] = True
-    #: Options that determine the trees' shape; dynamic trees replace them.
+    #: Trees that are grown while decoding.
+    grown: ClassVar[tuple[str, ...]] = (ADAPTIVE,)
+    #: Options that determine the trees' shape.
     shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "max_depth")
 
     def __post_init__(self) -> None:
@@ -166,35 +144,19 @@ class TreeOptions(StrategyOptions):
             check_count("max_depth", self.max_depth)
         if not isinstance(self.tree, Sequence) or not len(self.tree):
             self._refuse_tree()
-        if is_dynamic(self.tree):
-            if self.max_depth is not None:
-                raise ValueError(
-                    f"max_depth={self.max_depth} with a dynamic tree, which says itself how deep "
-                    "it is. Leave one of the two out."
-                )
-            if self.tree != TUNED and len(self.tree) < 2:
-                raise ValueError("tree has state 0 only: give states for predicted tokens, too.")
-            self._check_probes()
-        elif not isinstance(self.tree, str):
+        if not isinstance(self.tree, str):
             self._paths()
-        elif self.tree not in (ADAPTIVE, *self.trees, ONLINE):
+        elif self.tree not in (ADAPTIVE, *self.trees):
             self._refuse_tree()
 
     def _refuse_tree(self) -> None:
-        names = ", ".join((ADAPTIVE, *self.trees, ONLINE, TUNED))
-        raise ValueError(
-            f"tree={self.tree!r}: choose one of {names}, or give rank paths, or the states of "
-            "a dynamic tree."
-        )
-
-    def untimed(self) -> dict[str, Any]:
-        found = super().untimed()
-        return {**found, "tree": self.trees[0]} if self.tree == ONLINE else found
+        names = ", ".join((ADAPTIVE, *self.trees))
+        raise ValueError(f"tree={self.tree!r}: choose one of {names}, or give rank paths.")
 
     def looks_up(self, timed: bool) -> bool:
         if self.retrieval != AUTO:
             return bool(self.retrieval)
-        return timed and self.tree in (ADAPTIVE, ONLINE) and self.candidates == AUTO
+        return timed and self.tree in self.grown and self.candidates == AUTO
 
     def depth(self, available: int) -> int:
         """Number of distances that are drafted.
@@ -236,17 +198,6 @@ class TreeOptions(StrategyOptions):
             )
         return tree
 
-    def _check_probes(self) -> None:
-        """Raise a ValueError if a dynamic tree has probes that nothing would be predicted from."""
-        if self.hangs_probes or self.tree == TUNED:
-            return
-        most = max(max(state.probes) for state in TreeStates.from_json(self.tree).states)
-        if most:
-            raise ValueError(
-                f"tree has a node with {most} probes: this strategy predicts without probes, so "
-                "give 0 for every node."
-            )
-
     def _paths(self) -> TokenTree:
         paths: Any = self.tree
         return TokenTree.from_paths(paths)
@@ -267,12 +218,11 @@ class HeadOptions(TreeOptions):
     Attributes:
         tree: ``sparse``: 15 candidates, most of them under likely ones. ``chain``: each head's
             likeliest token only, as in blockwise parallel decoding. Or what :class:`TreeOptions`
-            says; rank paths are Medusa's choices, and the states of a dynamic tree have no probes.
+            says; rank paths are Medusa's choices.
         max_depth: heads used; None takes all that the adapter has.
     """
 
     trees: ClassVar[tuple[str, ...]] = ("sparse", CHAIN)
-    hangs_probes: ClassVar[bool] = False
 
     def named_tree(self, depth: int) -> TokenTree:
         return TokenTree.from_paths(SPARSE).truncate(depth)

@@ -9,13 +9,10 @@ section for trained adapters. The card depends on the folder alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_spec.drafting.options import TUNED
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
     CARD,
@@ -23,7 +20,6 @@ from hf_spec.hub.folder import (
     is_repository,
     read_json,
     read_spec_config,
-    read_tree_file,
     write_shim,
 )
 from hf_spec.methods.registry import Method
@@ -79,24 +75,10 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         strategy=method.name,
         options=options,
         figures=_figures(folder, method, search),
-        trees=_trees(folder, options),
         section=section,
         training=_training(training),
     )
     return str(card).rstrip() + "\n"
-
-
-@contextmanager
-def renew_card(folder: Path) -> Iterator[None]:
-    """Render the card again after the block changed the folder, unless it was edited by hand."""
-    path = folder / CARD
-    rendered = ""
-    with suppress(ValueError):  # the folder may be incomplete until the block has run
-        rendered = render_card(folder).strip()
-    edited = path.is_file() and path.read_text(encoding="utf-8").strip() != rendered
-    yield
-    if not edited:
-        write_card(folder)
 
 
 def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
@@ -128,17 +110,6 @@ def _render(source: str, **values: Any) -> str:
     from jinja2 import Environment
 
     return Environment(autoescape=False).from_string(source).render(**values).strip()
-
-
-def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chosen trees in ``tree.json``, one per device and setting; empty if they are not used."""
-    data = read_tree_file(folder) if TUNED in options.values() else None
-    rows = []
-    for entry in data["devices"] if data else ():
-        threads = entry["threads"]
-        device = entry["device"] + (f", {threads} thread{'s' * (threads != 1)}" if threads else "")
-        rows += [{**one, "device": device, "dtype": entry["dtype"]} for one in entry["settings"]]
-    return rows
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:

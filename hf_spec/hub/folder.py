@@ -15,16 +15,15 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
-from hf_spec.drafting.options import TUNED
 from hf_spec.files import write_atomically
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.loading import is_path
-from hf_spec.policy.tuned_trees import TREE_FILE, read_trees
+from hf_spec.policy.saved import LEARNED_FILE, read_entries
 
-CONFIG, TREE, CARD = "adapter_config.json", TREE_FILE, "README.md"
+CONFIG, CARD = "adapter_config.json", "README.md"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: Files that are uploaded if they exist; the shim is always written anew.
-OPTIONAL = (TREE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
+OPTIONAL = (LEARNED_FILE, "search.json", "training.json", "results.json", "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
@@ -116,20 +115,10 @@ def _save_weights(model: Any, folder: Path, state: dict[str, Any] | None = None)
 
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
     """Write ``generation_config.json``, and the shim with the same strategy and options."""
-    _save_config(folder, hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options))
-
-
-def _save_config(folder: Path, config: hf_spec.SpecConfig) -> None:
+    config = hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options)
     with staging(folder) as temporary:
         config.save_pretrained(temporary)
     write_shim(folder)
-
-
-def change_options(folder: Path, options: dict[str, Any]) -> None:
-    """Replace the strategy's options in ``generation_config.json``; its other fields stay."""
-    config = hf_spec.SpecConfig.from_pretrained(folder)
-    config.assistant_kwargs = options
-    _save_config(folder, config)
 
 
 def write_shim(folder: Path, repository: str | None = None) -> None:
@@ -179,19 +168,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_tree_file(folder: Path) -> dict[str, Any] | None:
-    """The content of the folder's ``tree.json``; None if there is none.
-
-    Raises:
-        ValueError: this release cannot read it.
-    """
-    path = folder / TREE
-    if not path.is_file():
-        return None
-    read_trees(path)
-    return read_json(path)
-
-
 def check_complete(folder: Path) -> None:
     """Check that a folder is a complete adapter repository whose files fit together.
 
@@ -218,10 +194,8 @@ def check_complete(folder: Path) -> None:
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
             f"whose adapters are of type {expected!r}"
         )
-    if TUNED in options.values() and read_tree_file(folder) is None:
-        raise ValueError(
-            f"{GENERATION} names tuned trees, and there is no {TREE}: run hf-spec tune"
-        )
+    if (folder / LEARNED_FILE).is_file():
+        read_entries(folder / LEARNED_FILE)
     if not read_weights(folder / WEIGHTS):
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = folder / SHIM

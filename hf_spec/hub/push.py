@@ -19,16 +19,16 @@ from hf_spec.hub.folder import (
     CONFIG,
     OPTIONAL,
     REQUIRED,
-    TREE,
     UNSAFE,
     check_complete,
     is_repository,
     read_json,
     write_shim,
 )
+from hf_spec.policy.saved import LEARNED_FILE
 
 #: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (TREE, "search.json", "training.json", "results.json", *UNSAFE)
+STALE = (LEARNED_FILE, "search.json", "training.json", "results.json", *UNSAFE)
 
 
 def push(
@@ -43,8 +43,8 @@ def push(
 
     A card is rendered anew with the repository's name, unless it was edited by hand. The folder is
     not changed. The upload is a single commit, so whoever loads the adapter during the upload, or
-    after an interrupted one, gets the earlier adapter as a whole. The earlier adapter's tree,
-    figures and pickled weights are removed.
+    after an interrupted one, gets the earlier adapter as a whole. The earlier adapter's
+    measurements, figures and pickled weights are removed.
 
     Args:
         folder: the adapter folder.

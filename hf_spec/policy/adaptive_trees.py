@@ -23,8 +23,7 @@ from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
-from hf_spec.policy.calibration import Calibration, walk
-from hf_spec.policy.likely_paths import Array
+from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
 #: Number of candidates grown for the policy to choose from: at first, and at most.

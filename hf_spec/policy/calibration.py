@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from hf_spec.policy.likely_paths import Array
+Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Weight of a new prediction, and number of correct predictions that the prior stands for.
 ALPHA, GUESSED = 1 / 256, 8.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,10 +153,8 @@ class Learned:
         return [(wide, wide // 2), (wide // 2, 1)] * WARM_UP
 
     @locked
-    def setting(
-        self, key: tuple[int, int, str], measured: Callable[[], dict[int, float]] = dict
-    ) -> Setting:
-        """The setting of a key; a new one starts from the nearest one or from measured times."""
+    def setting(self, key: tuple[int, int, str]) -> Setting:
+        """The setting of a key; a new one starts from the nearest one."""
         if key not in self.settings:
             near = [one for one in self.settings if one[2] == key[2]]
             if near:
@@ -167,7 +164,7 @@ class Learned:
                 change = min(ratio, 1.0), scale, more
                 new = Setting(known.times.elsewhere(*change), known.pruned.elsewhere(*change))
             else:
-                new = Setting(StepTimes.guessed(measured()))
+                new = Setting()
             if new.times.line is None:
                 new.tries.extend(self.first_sizes(key[0]))
             self.settings[key] = new

@@ -32,8 +32,8 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.options import StrategyOptions
 from hf_spec.policy.adaptive_trees import best_ends, ends
-from hf_spec.policy.learned import ALPHA, Learned
-from hf_spec.policy.likely_paths import Array
+from hf_spec.policy.calibration import Array
+from hf_spec.policy.learned import ALPHA, WARM_UP, Learned, Setting
 from hf_spec.policy.step_times import CLIP, StepTimes
 
 #: Numbers of candidates that a step may have. There are few, so that steps repeat, above all
@@ -77,6 +77,11 @@ class Plan:
     promised: float = 0.0
 
 
+def explore(setting: Setting) -> None:
+    """Have the next drafting steps of a setting try every size, for their times."""
+    setting.tries.extend([(size, max(size // 4, 1)) for size in SIZES] * (WARM_UP + 1))
+
+
 class StepPolicy:
     """Decides for one call, with what earlier calls of the model have learned.
 
@@ -85,7 +90,6 @@ class StepPolicy:
         learned: what was learned about the strategy on the model; updated.
         setting: batch size, context length and device.
         enabled: if False, every step drafts.
-        measured: previously measured seconds by number of step tokens.
         width: number of step tokens of a forward with given numbers of nodes and probes; more than
             their sum if shapes are padded.
 
@@ -96,15 +100,14 @@ class StepPolicy:
 
     def __init__(
         self, stats: SpecStats, learned: Learned, setting: tuple[int, int, str],
-        enabled: bool = True, measured: Callable[[], dict[int, float]] = dict,
-        width: Callable[[int, int], int] = operator.add,
+        enabled: bool = True, width: Callable[[int, int], int] = operator.add,
     ):  # fmt: skip
         self.stats = stats
         self.learned = learned
         self.enabled = enabled
         self.width = width
         self._padded = width(3, 0) > 3
-        self.setting = learned.setting(setting, measured)
+        self.setting = learned.setting(setting)
         self._key = setting
         self._plan: Plan | None = None
         self._live = 1

@@ -26,9 +26,9 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "bita": ("bita", hf_spec.BitaConfig, {}, {}),
     "bita transition": ("bita", hf_spec.BitaConfig, {"transition_rank": 2, "root_rank": 1}, {}),
     "bita efficient": ("bita", hf_spec.BitaConfig, {}, {"tree": "efficient"}),
-    "bita shallow": ("bita", hf_spec.BitaConfig, {"prompt_depth": "shallow"}, {"tree": "online"}),
+    "bita shallow": ("bita", hf_spec.BitaConfig, {"prompt_depth": "shallow"}, {}),
     "ppd": ("ppd", hf_spec.PPDConfig, {"num_prefix_tokens": 2, "num_ept": 2}, {}),
-    "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "online"}),
+    "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "static"}),
     "space": ("space", hf_spec.SpaceConfig, {"update": "none"}, {}),
     "space gated": (
         "space",
@@ -36,7 +36,7 @@ ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
         {"transition_rank": 2, "root_rank": 2},
         {"tree": "chain"},
     ),
-    "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "online"}),
+    "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "sparse"}),
     "layer_skip": (
         "layer_skip",
         hf_spec.LayerSkipConfig,

@@ -25,13 +25,10 @@ from transformers import (
 
 import hf_spec
 from hf_spec.core.memory import forget
-from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree_states import TreeStates
 from hf_spec.decoding import batch, steps
 from hf_spec.drafting.drafter import DecodingState, Drafter
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import Plan, StepPolicy
-from hf_spec.policy.tree_source import TunedSource
 from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
@@ -526,29 +523,6 @@ def test_a_drafter_is_told(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     assert told[-1] == [8] and len(told) > 4
     sizes = [16, *map(len, told)]
     assert all(8 * (more - fewer) >= more for more, fewer in zip(sizes, sizes[1:]))
-
-
-def test_tuned_trees_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees of another shape take over where the batch shrinks."""
-    method, asked = methods()["bita"], []
-    init = method.drafter.__init__
-
-    class Tuned:
-        max_probes = 3
-
-        def select(self, device: Any, batch_size: int, context: int) -> TreeStates:
-            asked.append(batch_size)
-            return TreeStates.uniform(TokenTree.chain(1 + batch_size % 2), self.max_probes)
-
-    def made(self: Any, model: Any, options: Any) -> None:
-        init(self, model, options)
-        self.source = TunedSource(model, Tuned())
-
-    monkeypatch.setattr(method.drafter, "__init__", made)
-    model = fresh("llama_tied")
-    with adapted(model, "bita", "chain"):
-        sizes = check_same(model, drafting("bita"), **staggered(5))
-    assert asked == list(dict.fromkeys(sizes)) and len(asked) > 2
 
 
 def test_step_times_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

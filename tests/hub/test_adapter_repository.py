@@ -478,10 +478,10 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
 def test_push_removes_what_was_an_earlier_adapters(
     adapter: Path, hub: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = ["training.json", "tree.json", "results.json", "old.bin", "NOTES.md", "README.md"]
+    there = ["training.json", "learned.json", "results.json", "old.bin", "NOTES.md", "README.md"]
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: there)
     assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 0
-    assert hub[-1][1]["deleted"] == {"training.json", "tree.json", "old.bin"}
+    assert hub[-1][1]["deleted"] == {"training.json", "learned.json", "old.bin"}
 
 
 def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:

@@ -21,6 +21,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.cache.convert import pack
+from hf_spec.core import memory
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import TokenTree, TreeBatch
 from hf_spec.drafting.drafter import DecodingState, Draft, Found
@@ -29,7 +30,6 @@ from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
 from hf_spec.methods.registry import get_method
 from hf_spec.model.tree_forward import TreeForward
-from hf_spec.core import memory
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper

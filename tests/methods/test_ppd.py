@@ -29,6 +29,7 @@ from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.hub.card import write_card
 from hf_spec.methods.ppd import adapter as published
 from hf_spec.methods.ppd.adapter import ept_group
@@ -262,12 +263,26 @@ def test_more_exits_than_layers(fresh: Callable[..., PreTrainedModel]) -> None:
 
 # -- trees --------------------------------------------------------------------------------------
 
-DYNAMIC: list[dict[str, Any]] = [
-    {"paths": [], "probes": [2]},
-    {"paths": [[0], [1]], "probes": [3, 1, 0]},
-    {"paths": [[0], [0, 0], [0, 1]], "probes": [0, 3, 2, 0]},
-    {"paths": [[0], [1], [0, 0], [0, 0, 0]], "probes": [1, 2, 0, 0, 3]},
-]
+DYNAMIC = TreeStates(
+    (
+        TreeState(TokenTree.chain(0), (2,)),
+        TreeState(TokenTree.from_paths([[0], [1]]), (3, 1, 0)),
+        TreeState(TokenTree.from_paths([[0], [0, 0], [0, 1]]), (0, 3, 2, 0)),
+        TreeState(TokenTree.from_paths([[0], [1], [0, 0], [0, 0, 0]]), (1, 2, 0, 0, 3)),
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[TreeStates], None]:
+    """Set the dynamic tree that is saved beside adapters; at first `DYNAMIC`."""
+
+    def save(states: TreeStates) -> None:
+        source = TreeSource(states)
+        monkeypatch.setattr(drafter_module, "dynamic_source", lambda model, adapter: source)
+
+    save(DYNAMIC)
+    return save
 
 
 def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
@@ -282,18 +297,15 @@ def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
     assert states(3, tree="static", max_depth=1) == TreeStates.uniform(flat, 1)
     assert states(3, tree="chain").states[3].tree == TokenTree.chain(3)
     assert states(3, tree=[[0], [0, 0]]).states[3].tree == TokenTree.chain(2)
-    assert states(3, tree=DYNAMIC).to_json() == DYNAMIC
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tree": "full"}, "tree='full'.*adaptive, static, chain.*dynamic"),
+        ({"tree": "full"}, "tree='full'.*adaptive, static, chain, dynamic"),
+        ({"tree": "tuned"}, "tree='tuned'.*adaptive, static, chain, dynamic"),
         ({"tree": [[0, 0]]}, "parent .* missing"),
-        ({"tree": [{"paths": []}]}, "a dynamic tree is a list of states"),
-        ({"tree": DYNAMIC[:1]}, "more than 0|with 2 probes"),
-        ({"tree": [{"paths": [], "probes": [0]}]}, "state 0 only"),
-        ({"tree": DYNAMIC, "max_depth": 2}, "max_depth=2 with a dynamic tree"),
+        ({"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
         ({"max_depth": 0}, "max_depth=0"),
     ],
 )
@@ -306,8 +318,9 @@ def test_trees_that_want_more_prompt_tokens_are_refused(
     fresh: Callable[..., PreTrainedModel],
 ) -> None:
     model = with_adapter(fresh(), {"num_prompt_tokens": 2})
-    with pytest.raises(ValueError, match="2"):
-        run(model, assistant_strategy="ppd", assistant_kwargs={"tree": DYNAMIC})
+    for options in ({"tree": [[0], [0, 0], [0, 0, 0]]}, {"max_depth": 3}):
+        with pytest.raises(ValueError, match="2"):
+            run(model, assistant_strategy="ppd", assistant_kwargs=options)
 
 
 # -- decoding -----------------------------------------------------------------------------------
@@ -317,7 +330,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"tree": "static"},
     "chain": {"tree": "chain", "retrieval": True},
     "shallow": {"tree": "static", "max_depth": 1},
-    "dynamic": {"tree": DYNAMIC},
+    "dynamic": {"tree": "dynamic"},
 }
 
 
@@ -379,29 +392,32 @@ def test_drafts_are_the_oracle_s(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_in_different_states_of_random_trees(
-    fresh: Callable[..., PreTrainedModel], seed: int
+    fresh: Callable[..., PreTrainedModel], tuned: Callable[[TreeStates], None], seed: int
 ) -> None:
     model = fresh("llama_tied")
     lengths = (12, 1, 5, 9, 2, 11)
     plain = model.generate(**ragged(lengths), max_new_tokens=NEW, do_sample=False)
     with_adapter(model, {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}, seed)
-    random_states = states_of(random.Random(seed), 3)
+    tuned(states_of(random.Random(seed), 3))
     out = model.generate(
         **ragged(lengths), max_new_tokens=NEW, do_sample=False,
-        **drafting("ppd", tree=random_states.to_json()),
+        **drafting("ppd", tree="dynamic"),
     )  # fmt: skip
     assert out.tolist() == plain.tolist()
     stats = hf_spec.last_stats(model)
     assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
 
 
-def test_a_state_without_prompt_tokens(fresh: Callable[..., PreTrainedModel]) -> None:
+def test_a_state_without_prompt_tokens(
+    fresh: Callable[..., PreTrainedModel], tuned: Callable[[TreeStates], None]
+) -> None:
     """Nothing is asked in it, so that the next step knows nothing."""
     model = fresh("llama")
     plain = run(model)
     with_adapter(model, {"num_prefix_tokens": 1})
-    tree = [{"paths": [], "probes": [1]}, {"paths": [[0], [1]], "probes": [0, 0, 0]}]
-    assert run(model, assistant_strategy="ppd", assistant_kwargs={"tree": tree}) == plain
+    root = TreeState(TokenTree.chain(0), (1,))
+    tuned(TreeStates((root, TreeState(TokenTree.from_paths([[0], [1]]), (0, 0, 0)))))
+    assert run(model, assistant_strategy="ppd", assistant_kwargs={"tree": "dynamic"}) == plain
 
 
 def states_of(generator: random.Random, most: int) -> TreeStates:

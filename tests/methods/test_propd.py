@@ -371,9 +371,9 @@ def test_checkpoints_are_compared_without_a_clock() -> None:
         "tree": "sparse", "prune": True, "fallback": False,
     }  # fmt: skip
     assert ProPDOptions(tree="chain", prune=False).untimed() == {"fallback": False}
-    around = ProPDOptions(drafter="bita", drafter_kwargs={"tree": "online"})
+    around = ProPDOptions(drafter="bita", drafter_kwargs={"tree": "full"})
     assert around.untimed() == {
-        "prune": True, "fallback": False, "drafter_kwargs": {"tree": "efficient"},
+        "prune": True, "fallback": False, "drafter_kwargs": {"tree": "full"},
     }  # fmt: skip
     for name, method in methods().items():
         options = {"skip_mlp": [1]} if name == "layer_skip" else {}

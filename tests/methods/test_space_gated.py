@@ -128,7 +128,7 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"tree": "chain"}, {"tree": "online"}])
+@pytest.mark.parametrize("options", [{}, {"tree": "chain"}])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_decoding_is_the_bases(fresh: Tiny, architecture: str, options: dict[str, Any]) -> None:
     model = fresh(architecture)

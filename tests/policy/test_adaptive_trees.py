@@ -320,7 +320,7 @@ def test_rows_of_a_step(
         ("bita", {"candidates": 0}, r"candidates=0: must be a whole number from 1"),
         ("bita", {"candidates": "all"}, r"candidates='all': must be a whole number from 1"),
         ("ppd", {"tree": "static", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
-        ("medusa", {"tree": "online", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
+        ("propd", {"tree": "online", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
         ("space", {"acceptance": "rejection", "candidates": 3}, r"tree='adaptive', whose cand"),
     ],
 )

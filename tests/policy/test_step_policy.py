@@ -32,11 +32,11 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Row, Tree
+from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy
-from hf_spec.policy.calibration import Calibration, walk
+from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
-from hf_spec.policy.likely_paths import Array, likeliest_paths
 from hf_spec.policy.step_policy import SIZES, StepPolicy, switched_on
 from hf_spec.policy.step_times import StepTimes
 
@@ -89,7 +89,7 @@ def found(table: Array, count: int = 40) -> Row:
     """The likeliest paths; a node's token is its rank."""
     paths, probs = likeliest_paths(table, count)
     tokens, parents = [0, *(path[-1] for path in paths)], TokenTree.in_order(paths).parents
-    return Row(list(parents), tokens, [1.0, *probs.tolist()])
+    return Row(list(parents), tokens, [1.0, *probs])
 
 
 def random_table(rng: np.random.Generator) -> Array:

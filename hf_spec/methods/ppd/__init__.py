@@ -3,7 +3,8 @@
 from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.ppd.adapter import FILES, PPDAdapter, PPDConfig, convert, loss, wants
 from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
-from hf_spec.methods.registry import Method, Published
+from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, make_tree
+from hf_spec.methods.registry import Method, Published, TunedTree
 
 METHOD = Method(
     name="ppd",
@@ -18,4 +19,5 @@ METHOD = Method(
     trained=TRAINED,
     num_anchors=32,
     published=Published(wants, convert, FILES),
+    tuned_tree=TunedTree(DYNAMIC, make_tree),
 )

@@ -15,6 +15,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN, TreeOptions
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.ppd.adapter import PromptTokens
+from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, dynamic_source
 from hf_spec.policy.tree_source import tree_source
 
 #: Rank paths of the static tree: many at depth 1, which every step verifies, and few below.
@@ -29,12 +30,21 @@ class PPDOptions(TreeOptions):
 
     Attributes:
         tree: ``static``: ten candidates, all prompt tokens under each node (section 5.3).
-            ``chain``: the likeliest ones only. All values in :class:`TreeOptions` are allowed, too;
-            dynamic trees are the dynamic sparse trees of section 5.4.
+            ``chain``: the likeliest ones only. ``dynamic``: the dynamic sparse tree of section
+            5.4, which ``hf-spec tune`` has made. All values in :class:`TreeOptions` are allowed,
+            too.
         max_depth: number of prompt tokens used; None for all that the adapter has.
     """
 
-    trees: ClassVar[tuple[str, ...]] = ("static", CHAIN)
+    trees: ClassVar[tuple[str, ...]] = ("static", CHAIN, DYNAMIC)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree == DYNAMIC and self.max_depth is not None:
+            raise ValueError(
+                f"max_depth={self.max_depth} with tree={DYNAMIC!r}, which says itself how deep it "
+                "is. Leave one of the two out."
+            )
 
     def named_tree(self, depth: int) -> TokenTree:
         chain = {(0,) * length for length in range(1, depth + 1)}
@@ -49,7 +59,10 @@ class PPDDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: PPDOptions):
         adapter = require_active(model, "PPD", "ppd")
         config: Any = adapter.config
-        source = tree_source(options, model, adapter, config.num_prompt_tokens, config.num_ept)
+        if options.tree == DYNAMIC:
+            source = dynamic_source(model, adapter)
+        else:
+            source = tree_source(options, model, adapter, config.num_prompt_tokens, config.num_ept)
         self.prompts = PromptTokens(adapter, source.max_depth)
         super().__init__(
             model, options, self.prompts.inputs, source, adapter.weights(), self.prompts.group

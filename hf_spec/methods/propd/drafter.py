@@ -7,16 +7,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.active import ActiveAdapter, require_active
 from hf_spec.core.checks import check_count
+from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.head_drafter import HeadDrafter
 from hf_spec.drafting.heads import WEIGHTS
 from hf_spec.drafting.options import HeadOptions
+from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
+from hf_spec.methods.propd.online_tree import ONLINE, HitRates, OnlineTrees
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.policy.tree_source import tree_source
@@ -46,6 +49,9 @@ class ProPDOptions(HeadOptions):
             as many as are among them in all rows together.
     """
 
+    trees: ClassVar[tuple[str, ...]] = (*HeadOptions.trees, ONLINE)
+    grown: ClassVar[tuple[str, ...]] = (*HeadOptions.grown, ONLINE)
+
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
     prune: bool | str = "auto"
@@ -71,6 +77,8 @@ class ProPDOptions(HeadOptions):
         found = super().untimed()
         if self.prune == "auto":
             found["prune"] = True
+        if self.tree == ONLINE:
+            found["tree"] = self.trees[0]
         if self.drafter != HEADS:
             inner = self.drafting_method().parse_options(self.drafter_kwargs).untimed()
             own = {name: value for name, value in inner.items() if name not in SHARED}
@@ -194,7 +202,7 @@ class ProPDDrafter(WrappedDrafter):
         weights, config = adapter.weights(), adapter.config
         inner: Drafter
         if options.drafter == HEADS:
-            source = tree_source(options, model, adapter, len(weights[WEIGHTS]))
+            source = _source(options, model, adapter, len(weights[WEIGHTS]))
             inner = HeadDrafter(model, options, weights, source)
         else:
             method = options.drafting_method()
@@ -224,3 +232,10 @@ class ProPDDrafter(WrappedDrafter):
     @property
     def pruning(self) -> EarlyPruning | None:
         return self._early
+
+
+def _source(options: ProPDOptions, model: Any, adapter: ActiveAdapter, heads: int) -> TreeSource:
+    if options.tree != ONLINE:
+        return tree_source(options, model, adapter, heads)
+    depth = options.depth(heads)
+    return OnlineTrees(recall(model, (HitRates, adapter.name, depth), lambda: HitRates(depth)))

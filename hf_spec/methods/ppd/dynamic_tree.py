@@ -1,0 +1,344 @@
+"""PPD's dynamic sparse tree (``tree="dynamic"``): sections 5.4 and 5.6 of the thesis.
+
+The prompt tokens under the last accepted node predict the next step's candidates. Their number is
+the sequence's *state*, and each state has its own tree of candidates and prompt tokens. ``hf-spec
+tune`` makes the trees:
+
+1. :func:`measure_accuracies`: how often the token of each rank is right at each distance;
+2. :func:`best_trees`: the best trees of at most n step tokens (Props. 5.6.1 to 5.6.3), and the
+   tokens they emit per step in the steady state (:class:`Chain`, Prop. 5.6.4);
+3. :func:`make_tree`: the n of the largest throughput under the step times of the device (5.6.3).
+
+A node with k prompt tokens leads to state k if it is the last accepted one. The thesis weights a
+prompt token by the probability that its node is accepted (Prop. 5.6.3). The right weight is the
+probability that the step *ends* there, since prompt tokens under inner nodes of the accepted path
+are never read; these probabilities are the chain's transitions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_spec.adapters.active import ActiveAdapter
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
+from hf_spec.policy.calibration import Array
+from hf_spec.policy.saved import LEARNED_FILE, read_entries, same_device
+from hf_spec.policy.tree_source import check_states
+
+#: Value of the option ``tree``.
+DYNAMIC = "dynamic"
+#: Number of ranks that are distinguished; tokens of larger rank count as not predicted.
+RANKS = 48
+#: Share of steps after which the chain restarts in state 0, as every call does, so that the steady
+#: state is unique.
+RESTART = 1e-7
+#: Rounds of policy iteration; they end when nothing changes, mostly after two or three.
+ROUNDS = 30
+#: The smallest tree whose throughput is this close to the best is taken: the rest is timing noise.
+TOLERANCE = 0.01
+
+RankPath = tuple[int, ...]
+#: Token ids of a prompt and of the model's greedy answer.
+Text = tuple[Sequence[int], Sequence[int]]
+
+
+# -- accuracies ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure_accuracies(drafter: TreeDrafter, texts: Sequence[Text]) -> Array:
+    """How often the token of each rank is the right one at each distance.
+
+    Args:
+        drafter: computes the predictions.
+        texts: held-out prompts with the model's own answers.
+
+    Returns:
+        ``(distances, RANKS)``
+
+    Raises:
+        ValueError: the answers are too short.
+    """
+    distances, count = drafter.distances, 0
+    hits = np.zeros((distances, RANKS))
+    for prompt, answer in texts:
+        ids = torch.tensor([[*prompt, *answer]], device=drafter.model.device)
+        # All predicted tokens are known at these places.
+        first, end = len(prompt) - 1, ids.shape[1] - 1 - distances
+        places = torch.arange(first, max(first, end), device=ids.device)
+        done = 0
+        for logits in drafter.future_logits(ids, places) if len(places) else ():
+            best = logits.topk(min(RANKS, logits.shape[-1])).indices.to(ids.device)
+            at = places[done : done + len(best), None] + 2
+            right = ids[0][at + torch.arange(distances, device=ids.device)]
+            found = (best == right[..., None]).sum(0)
+            hits[:, : found.shape[1]] += found.cpu().numpy()
+            done += len(best)
+        count += done
+    if not count:
+        raise ValueError("the model's answers end after a few tokens: give other prompts.")
+    return hits / count
+
+
+# -- candidates ----------------------------------------------------------------------------------
+
+
+def likeliest_paths(accuracies: Array, count: int) -> tuple[list[RankPath], list[float]]:
+    """The ``count`` likeliest rank paths, or all of nonzero probability, and their probabilities.
+
+    The first n are the best tree of n candidates (Prop. 5.6.1): a path's probability is the product
+    of its accuracies and never exceeds its parent's, so the likeliest n form a tree.
+
+    Args:
+        accuracies: ``(distances, ranks)``
+        count: largest number of paths.
+    """
+    order = np.argsort(-accuracies, axis=1, kind="stable")
+    best = np.take_along_axis(accuracies, order, 1)
+    paths: list[RankPath] = []
+    chances: list[float] = []
+    # (-chance, path in terms of `order`, its parent's chance)
+    heap: list[tuple[float, RankPath, float]] = []
+    if len(best):
+        heap.append((-float(best[0, 0]), (0,), 1.0))
+    while heap and len(paths) < count and heap[0][0] < 0:
+        negative, places, above = heapq.heappop(heap)
+        depth, last = len(places), places[-1]
+        paths.append(tuple(int(order[d, i]) for d, i in enumerate(places)))
+        chances.append(-negative)
+        if last + 1 < best.shape[1]:  # the next sibling
+            sibling = above * float(best[depth - 1, last + 1])
+            heapq.heappush(heap, (-sibling, (*places[:-1], last + 1), above))
+        if depth < len(best):  # the first child
+            heapq.heappush(heap, (negative * float(best[depth, 0]), (*places, 0), -negative))
+    return paths, chances
+
+
+def reach_and_ends(tree: TokenTree, accuracies: Array) -> tuple[Array, Array]:
+    """For each node, the probability that it is accepted, and that it is the last one."""
+    reach = np.ones(len(tree))
+    for node in range(1, len(tree)):
+        chance = accuracies[tree.depths[node] - 1, tree.ranks[node]]
+        reach[node] = reach[tree.parents[node]] * chance
+    ends = reach.copy()
+    np.subtract.at(ends, list(tree.parents[1:]), reach[1:])
+    return reach, ends.clip(min=0.0)
+
+
+# -- the chain of states -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The Markov chain of states that decoding with some trees runs through (Prop. 5.6.4).
+
+    Attributes:
+        moves: ``(states, states)`` probability of the next state.
+        values: ``(states,)`` f, tokens that a step emits.
+    """
+
+    moves: Array
+    values: Array
+
+    @classmethod
+    def of(cls, states: TreeStates, accuracies: Array) -> Chain:
+        """The chain of these trees under these accuracies."""
+        count = len(states.states)
+        moves, values = np.zeros((count, count)), np.zeros(count)
+        for k, state in enumerate(states.states):
+            reach, ends = reach_and_ends(state.tree, accuracies)
+            values[k] = reach.sum()
+            np.add.at(moves[k], list(state.probes), ends)
+        moves *= 1 - RESTART
+        moves[:, 0] += 1 - moves.sum(1)
+        return cls(moves, values)
+
+    @cached_property
+    def steady(self) -> Array:
+        """``(states,)`` share of steps in each state in the long run."""
+        count = len(self.values)
+        system = np.vstack([self.moves.T - np.eye(count), np.ones(count)])
+        target = np.append(np.zeros(count), 1.0)
+        shares: Array = np.linalg.lstsq(system, target, rcond=None)[0].clip(min=0.0)
+        return shares / shares.sum()
+
+    @property
+    def tau(self) -> float:
+        """R(T), emitted tokens per step in the long run."""
+        return float(self.steady @ self.values)
+
+    @property
+    def worth(self) -> Array:
+        """``(states,)`` expected number of additional tokens compared with starting in state 0."""
+        # worth = values - tau + moves @ worth, worth[0] = 0; the first column stands for tau.
+        system = np.eye(len(self.values)) - self.moves
+        system[:, 0] = 1.0
+        solution: Array = np.linalg.solve(system, self.values)
+        solution[0] = 0.0
+        return solution
+
+
+# -- the best trees ------------------------------------------------------------------------------
+
+
+def best_trees(accuracies: Array, size: int, num_ept: int = 1) -> TreeStates:
+    """The best dynamic tree of at most ``size`` step tokens in every state.
+
+    A state's value is computed over the whole chain instead of the thesis' two steps (Prop. 5.6.2),
+    which makes this Howard's policy iteration: tau rises from round to round until no state has a
+    better split into candidates and prompt tokens.
+
+    Args:
+        accuracies: ``(m, ranks)`` for m prompt tokens.
+        size: most step tokens: nodes, the root included, and EPTs of prompt tokens.
+        num_ept: EPTs per prompt token.
+    """
+    most = len(accuracies)
+    candidates = [likeliest_paths(accuracies[:k], size - 1) for k in range(most + 1)]
+    worth = np.array([1.0 + sum(chances) for _, chances in candidates])
+
+    def value(state: TreeState) -> float:
+        reach, ends = reach_and_ends(state.tree, accuracies)
+        return float(reach.sum() + ends @ worth[list(state.probes)])
+
+    states = tuple(_best_state(*one, worth, size, num_ept) for one in candidates)
+    for _ in range(ROUNDS):
+        worth = Chain.of(TreeStates(states), accuracies).worth
+        found = tuple(_best_state(*one, worth, size, num_ept) for one in candidates)
+        # Equally good trees do not change, or rounds could cycle.
+        better = tuple(
+            new if value(new) > value(old) + 1e-10 else old for old, new in zip(states, found)
+        )
+        if better == states:
+            break
+        states = better
+    return TreeStates(states)
+
+
+def _best_state(
+    paths: list[RankPath], chances: list[float], worth: Array, size: int, num_ept: int
+) -> TreeState:
+    """The best split of ``size`` step tokens into the likeliest candidates and prompt tokens.
+
+    For each number of candidates, the prompt tokens of the largest gains are taken (Prop. 5.6.3).
+    """
+    gains = _gains(worth)
+    index = {(): 0, **{path: node for node, path in enumerate(paths, 1)}}
+    ends, expected = np.zeros(len(paths) + 1), 1.0
+    ends[0] = 1.0
+    best, chosen, held = -np.inf, 0, np.zeros(1, dtype=int)
+    for count in range(min(size - 1, len(paths)) + 1):
+        if count:
+            chance = chances[count - 1]
+            expected += chance
+            ends[count] = chance
+            ends[index[paths[count - 1][:-1]]] -= chance
+        each = np.outer(ends[: count + 1].clip(min=0.0), gains).ravel()
+        order = np.argsort(-each, kind="stable")[: (size - 1 - count) // num_ept]
+        order = order[each[order] > 0]
+        value = expected + each[order].sum()
+        if value > best + 1e-12:  # of equal ones the smallest: step tokens cost time
+            best, chosen = value, count
+            held = np.bincount(order // len(gains), minlength=count + 1)
+    return TreeState(TokenTree.in_order(paths[:chosen]), tuple(held.tolist()))
+
+
+def _gains(worth: Array) -> Array:
+    """``(m,)`` what the first, second, ... prompt token under a node is worth.
+
+    It is the slope of the concave hull of ``worth``, so that a node's prompt tokens are taken in
+    order.
+    """
+    hull = [0]
+    for k in range(1, len(worth)):
+        while len(hull) > 1:
+            a, b = hull[-2:]
+            if (worth[b] - worth[a]) * (k - b) > (worth[k] - worth[b]) * (b - a):
+                break
+            hull.pop()
+        hull.append(k)
+    return np.maximum(np.diff(np.interp(np.arange(len(worth)), hull, worth[hull])), 0.0)
+
+
+# -- the tree of a device ------------------------------------------------------------------------
+
+
+def make_tree(
+    drafter: TreeDrafter, texts: Sequence[Text], seconds: Callable[[int], float], max_size: int
+) -> dict[str, Any]:
+    """Measure, and choose the dynamic tree of the largest throughput.
+
+    Args:
+        drafter: the drafter of a PPD adapter.
+        texts: held-out prompts with the model's own answers.
+        seconds: of a step with so many step tokens, from 1.
+        max_size: most step tokens.
+
+    Returns:
+        JSON types for :func:`dynamic_source`: the trees as ``states``; their ``size``, ``tau`` and
+        ``speedup`` over plain steps; ``accuracies``.
+
+    Raises:
+        ValueError: the answers are too short.
+    """
+    accuracies = measure_accuracies(drafter, texts)
+    found = {}
+    for size in range(1 + drafter.per_distance, max(max_size, 1 + drafter.per_distance) + 1):
+        states = best_trees(accuracies, size, drafter.per_distance)
+        chain = Chain.of(states, accuracies)
+        each = [seconds(state.num_rows(drafter.per_distance)) for state in states.states]
+        found[size] = states, chain.tau, chain.tau * seconds(1) / float(chain.steady @ each)
+    enough = (1 - TOLERANCE) * max(speedup for *_, speedup in found.values())
+    size = min(size for size, (*_, speedup) in found.items() if speedup >= enough)
+    states, tau, speedup = found[size]
+    return {
+        "size": size,
+        "tau": tau,
+        "speedup": speedup,
+        "states": [
+            {"paths": list(map(list, one.tree.paths)), "probes": list(one.probes)}
+            for one in states.states
+        ],
+        "accuracies": accuracies.tolist(),
+    }
+
+
+def dynamic_source(model: Any, adapter: ActiveAdapter) -> TreeSource:
+    """The dynamic tree saved beside a PPD adapter, if possible for the model's device.
+
+    Accuracies do not depend on the device, so that another one's tree is a good one, too.
+
+    Raises:
+        ValueError: there is none, or it does not fit the adapter or the model.
+    """
+    path = adapter.config.file_beside(LEARNED_FILE)
+    entries = [one for one in read_entries(path) if one.get("tree")] if path else []
+    if path is None or not entries:
+        raise ValueError(
+            f"tree={DYNAMIC!r}: there is no {LEARNED_FILE} with a tree where the adapter "
+            f"{adapter.name!r} was loaded from. Run hf-spec tune on its folder and load it again, "
+            "or name another tree."
+        )
+    entry = max(entries, key=lambda one: same_device(one, model))
+    try:
+        states = TreeStates(
+            tuple(
+                TreeState(TokenTree.in_order(one["paths"]), tuple(one["probes"]))
+                for one in entry["tree"]["states"]
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{str(path)!r}: its tree is broken ({error}): delete the file and run hf-spec tune."
+        ) from error
+    check_states(states, str(path), model, adapter.config.num_prompt_tokens)
+    return TreeSource(states)

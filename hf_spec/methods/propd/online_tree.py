@@ -1,0 +1,131 @@
+"""ProPD's dynamic token tree generation (``tree="online"``): section 4.2 of the paper.
+
+While decoding, it counts how often the k likeliest tokens of each distance contain the right one; a
+path's probability follows from its ranks (section 4.2.2). The policy chooses the number of
+candidates, by the step times that it learns (sections 4.2.1 and 4.2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_spec.core.memory import locked
+from hf_spec.drafting.grow import Children, Frontier
+from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.state import DecodeState
+from hf_spec.drafting.tree_drafter import TreeDrafter
+from hf_spec.policy.adaptive_trees import AdaptiveTrees
+from hf_spec.policy.calibration import Array
+
+#: Value of the option ``tree``.
+ONLINE = "online"
+#: Weight alpha of a new hit, and number of hits that the initial guess stands for.
+HIT_ALPHA, GUESSED = 1 / 128, 16
+#: K, number of ranks that are distinguished.
+RANKS = 16
+
+
+class HitRates:
+    """P_i^k: how often the right token is among the k likeliest at distance i.
+
+    Attributes:
+        cumulative: ``(depth, K)`` P, at [i - 1, k - 1].
+        counts: ``(depth,)`` hits and misses that it stands for.
+    """
+
+    def __init__(self, depth: int):
+        # Typical of trained heads: the accuracy of the first rank falls with distance, that of the
+        # others hardly (docs/methods/medusa.md).
+        first = 0.55 * 0.85 ** np.arange(depth)[:, None]
+        others = np.broadcast_to(0.1 / np.arange(1, RANKS), (depth, RANKS - 1))
+        self.cumulative: Array = np.concatenate([first, others], axis=1).cumsum(1)
+        self.counts: Array = np.full(depth, GUESSED)
+
+    def observe(self, distance: int, rank: int) -> None:
+        """P <- (1 - alpha) P + alpha [the token is among the k likeliest].
+
+        Args:
+            distance: from 1.
+            rank: of the right token, from 0; K for a miss.
+        """
+        row, hits = self.cumulative[distance - 1], rank <= np.arange(RANKS)
+        # At first, a plain mean.
+        alpha = max(HIT_ALPHA, 1 / (self.counts[distance - 1] + 1))
+        row += alpha * (hits - row)
+        self.counts[distance - 1] += 1
+
+    @property
+    def chances(self) -> Array:
+        """``(depth, K)`` p_i^k = P_i^k - P_i^(k-1)."""
+        return np.diff(self.cumulative, axis=1, prepend=0.0).clip(min=0.0)
+
+
+class Ranked:
+    """Predictions scored by the probabilities ``(depth, K)`` of their ranks."""
+
+    def __init__(self, predictions: Predictions, chances: Array):
+        self._predictions, self._chances = predictions, chances
+        self.tokens, self.known = predictions.tokens, predictions.known
+        self.distances = predictions.distances
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        """See :class:`hf_spec.drafting.grow.Expands`."""
+        found = self._predictions.expand(frontier)
+        if found is None:
+            return None
+        own, row = found.log_probs, self._chances[frontier.depth]
+        table = np.zeros(own.shape[-1], np.float32)
+        table[: len(row)] = row[: len(table)]
+        order = own.argsort(dim=-1, descending=True, stable=True)
+        probs = torch.from_numpy(table).to(own.device).log().expand_as(own)
+        ranked = torch.empty_like(probs).scatter_(-1, order, probs)
+        return Children(found.tokens, ranked.masked_fill(own == -torch.inf, -torch.inf))
+
+
+class OnlineTrees(AdaptiveTrees):
+    """Trees of the likeliest ranks, of predictions that take no step tokens.
+
+    Args:
+        hits: how often predictions are right, by distance; updated.
+    """
+
+    weighs: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
+
+    def __init__(self, hits: HitRates):
+        super().__init__(len(hits.counts), probes=False)
+        self.hits = hits
+        self._predicted: tuple[Predictions, Tensor] | None = None
+
+    @locked
+    def predictions(
+        self, drafter: TreeDrafter, state: DecodeState, depth: int, width: int,
+        known: Sequence[int] | Tensor, noise: Tensor | None,
+    ) -> Any:  # fmt: skip
+        made = drafter.predict(state, depth, max(width, RANKS), known)
+        self._predicted = made, state.root
+        return Ranked(made, self.hits.chances)
+
+    @locked
+    def observe(self, emitted: Sequence[Sequence[int]], num_drafted: int) -> None:
+        super().observe(emitted, num_drafted)
+        if self._predicted is None:
+            return
+        (made, root), self._predicted = self._predicted, None
+        depth = made.distances
+        before = [[*tokens, *[0] * depth][: depth - 1] for tokens in emitted]
+        later = torch.tensor(before, dtype=root.dtype, device=root.device).view(len(emitted), -1)
+        order = made.likeliest(torch.cat([root[:, None], later], 1).to(made.tokens.device))
+        best = order[..., :RANKS].tolist()
+        for row, tokens in enumerate(emitted):
+            for d, token in enumerate(tokens[: min(depth, made.known[row])]):
+                ranks = best[row][d]
+                self.hits.observe(d + 1, ranks.index(token) if token in ranks else RANKS)
+
+    def details(self) -> dict[str, Any]:
+        return {"online": {"hits": self.hits.cumulative.tolist()}}

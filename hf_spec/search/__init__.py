@@ -1,0 +1,1 @@
+"""``hf-spec search``: chooses the layers that drafting skips."""

@@ -1,0 +1,295 @@
+"""Search for the sublayers that ``layer_skip`` leaves out when it drafts.
+
+Draft & Verify (section 3.3) maximises speed over z in {0, 1}^(2L) by Bayesian optimisation; here
+Optuna does. A trial decodes the development prompts with a choice of sublayers, and its value is
+the tokens per second. The best of many trials owes some of its value to luck and to the prompts
+that it was chosen on, so the best few are measured on other prompts, in turns with plain decoding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from hf_spec.adapters.base_model import fingerprint
+from hf_spec.bench.contenders import Contender, ours
+from hf_spec.bench.prompts import Prompt, encode_prompts
+from hf_spec.bench.results import BenchResult
+from hf_spec.bench.runner import run
+from hf_spec.bench.session import Session
+from hf_spec.core.checks import check_count, first_line
+from hf_spec.core.memory import forget
+from hf_spec.policy.saved import device_of
+from modeling_patches.layer_skip import LayerSkipper
+from modeling_patches.modules import num_layers
+
+STRATEGY = "layer_skip"
+#: Optuna's storage, an append-only file of JSON lines in the output folder.
+STUDY_FILE = "study.jsonl"
+#: Number of best choices that are measured on held-out prompts.
+FINALISTS = 3
+#: During trials every step drafts; otherwise bad choices would look like plain decoding.
+TRIAL_OPTIONS: dict[str, Any] = {"draft_exit": "adaptive", "fallback": False}
+
+#: Layers whose attention and whose MLP are skipped, by the names of the strategy's options.
+Choice = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search optimises; a study can only be continued with the same settings.
+
+    Attributes:
+        max_new_tokens: limit for each prompt.
+        max_draft: K, most tokens drafted per step.
+        seed: seed of Optuna's sampler.
+
+    Raises:
+        ValueError: a field is invalid; the message names it.
+    """
+
+    max_new_tokens: int = 64
+    max_draft: int = 12
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("max_new_tokens", self.max_new_tokens, low=2)
+        check_count("max_draft", self.max_draft)
+
+
+def skippable(model: Any) -> Choice:
+    """The layers whose attention / MLP can be skipped.
+
+    Raises:
+        ValueError: the architecture's layers cannot be found, or nothing can be skipped.
+    """
+    found: Choice = {"skip_attention": [], "skip_mlp": []}
+    reason = ""
+    for index in range(num_layers(model)):
+        for kind, layers in found.items():
+            try:
+                LayerSkipper(model, **{kind: [index]})
+            except ValueError as error:
+                reason = str(error)
+                continue
+            layers.append(index)
+    if not any(found.values()):
+        raise ValueError(f"no sublayer can be skipped: {reason}")
+    return found
+
+
+def starting_points(sublayers: Choice) -> list[Choice]:
+    """The first choices to try: evenly spaced layers, middle ones, late ones, all attention."""
+    attention, mlp = sublayers["skip_attention"], sublayers["skip_mlp"]
+
+    def middle(layers: list[int], share: int) -> list[int]:
+        count = len(layers) // share
+        first = (len(layers) - count) // 2
+        return layers[first : first + count]
+
+    pairs = [
+        (attention[1::2], mlp[1::2]),
+        (attention[1::2], []),
+        (middle(attention, 2), middle(mlp, 4)),
+        (middle(attention, 2), middle(mlp, 2)),
+        (attention[len(attention) // 2 : -1], mlp[len(mlp) // 2 : -1]),
+        (attention[1:-1], []),
+        (attention[2::3], mlp[2::3]),
+    ]
+    return [{"skip_attention": one, "skip_mlp": other} for one, other in pairs if one or other]
+
+
+class LayerSearch:
+    """A search on a model, whose study is in a folder: it can be interrupted and continued.
+
+    Args:
+        model: a causal language model in evaluation mode, on its device.
+        tokenizer: its tokenizer.
+        prompts: development prompts.
+        folder: an existing folder.
+        settings: what is optimised.
+
+    Raises:
+        ValueError: the folder's study has other settings or cannot be read, or the model or the
+            prompts do not fit.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path,
+        settings: Settings,
+    ):  # fmt: skip
+        if not prompts:
+            raise ValueError("nothing to search on: no prompts")
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.sublayers = skippable(model)
+        self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
+        self.study = open_study(folder, settings.seed)
+        texts = json.dumps([prompt.full_text for prompt in prompts])
+        self._check_identity(folder, {
+            **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
+            "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
+        })  # fmt: skip
+        for choice in starting_points(self.sublayers):
+            self.study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
+
+    def _check_identity(self, folder: Path, identity: dict[str, Any]) -> None:
+        before = self.study.user_attrs.get("identity")
+        if before is None:
+            self.study.set_user_attr("identity", identity)
+        changes = [
+            f"{name} was {before.get(name)!r}, now {value!r}"
+            for name, value in identity.items()
+            if before is not None and before.get(name) != value
+        ]
+        if changes:
+            raise ValueError(
+                f"{str(folder)!r} holds a search with other settings ({'; '.join(changes)}): "
+                "repeat its settings to continue it, or give another folder"
+            )
+
+    # -- trials ------------------------------------------------------------------------------
+
+    def _parameters(self, choice: Choice) -> dict[str, bool]:
+        """Optuna's parameters of a choice."""
+        return {
+            f"{kind}_{layer}": layer in choice[kind]
+            for kind, layers in self.sublayers.items()
+            for layer in layers
+        }
+
+    def choice(self, parameters: dict[str, bool]) -> Choice:
+        """Inverse of :meth:`_parameters`."""
+        return {
+            kind: [layer for layer in layers if parameters[f"{kind}_{layer}"]]
+            for kind, layers in self.sublayers.items()
+        }
+
+    def search(self, trials: int, progress: Callable[[int, int, Any], None]) -> None:
+        """Run trials until there are ``trials`` finished ones, those of earlier runs included.
+
+        Args:
+            progress: called as ``progress(finished, trials, best)`` with the best trial so far,
+                or None.
+        """
+        finished = self.finished
+        best = self.ranked(1)
+        progress(finished, trials, best[0] if best else None)
+
+        def report(study: Any, trial: Any) -> None:
+            best = self.ranked(1)
+            progress(self.finished, trials, best[0] if best else None)
+
+        options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
+        with Session.open(self.model, self.tokenizer, options, []) as session:
+            self.study.optimize(
+                lambda trial: self._trial(session, trial),
+                n_trials=max(trials - finished, 0), callbacks=[report],
+            )  # fmt: skip
+
+    @property
+    def finished(self) -> int:
+        """Number of finished trials, those that were pruned included."""
+        ends = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        return len(self.study.get_trials(deepcopy=False, states=ends))
+
+    def _trial(self, session: Session, trial: Any) -> float:
+        """Tokens per second of decoding the prompts with the trial's choice."""
+        names = self._parameters(dict.fromkeys(self.sublayers, []))
+        choice = self.choice({one: trial.suggest_categorical(one, [False, True]) for one in names})
+        contender = self.contender(choice, **TRIAL_OPTIONS)
+        forget(self.model)  # a choice's value must not depend on earlier trials
+        tokens, seconds = 0, 0.0
+        for done, ids in enumerate(self.ids, 1):
+            spent, (answer,), *_ = session.generate(contender, [ids])
+            tokens, seconds = tokens + len(answer), seconds + spent
+            trial.report(tokens / seconds, done)
+            if done < len(self.ids) and trial.should_prune():
+                raise optuna.TrialPruned
+        return tokens / seconds
+
+    def contender(self, choice: Choice, name: str = STRATEGY, **options: Any) -> Contender:
+        """A choice as a contender of benchmarks."""
+        kwargs = {**choice, "max_draft": self.settings.max_draft, **options}
+        return Contender(name, ours(STRATEGY, kwargs))
+
+    def ranked(self, count: int) -> list[Any]:
+        """The complete trials of the largest values, each choice once."""
+        complete = self.study.get_trials(
+            deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)
+        )  # fmt: skip
+        found: dict[str, Any] = {}
+        for one in sorted(complete, key=lambda one: -one.value):
+            found.setdefault(json.dumps(one.params, sort_keys=True), one)
+        return list(found.values())[:count]
+
+    # -- held-out prompts --------------------------------------------------------------------
+
+    def confirm(
+        self, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
+    ) -> tuple[Choice, list[dict[str, Any]], BenchResult]:
+        """Measure the best trials in turns with plain decoding, then the best of them once more.
+
+        Args:
+            prompts: prompts that the trials did not see, if there are any.
+            progress: called as ``progress(done, total)`` with numbers of calls.
+
+        Returns:
+            The best choice; an entry for each of the best trials; the last measurement, in which
+            the choice's speed is not the largest of several.
+
+        Raises:
+            KeyboardInterrupt: also within the measurements.
+        """
+        best = self.ranked(FINALISTS)
+        if not best:
+            raise ValueError("every trial was pruned: continue with more --trials")
+        names = {f"{STRATEGY}:{one.number}": self.choice(one.params) for one in best}
+        first = self._measure(prompts, names, progress)
+        entries = [
+            {
+                "trial": one.number, **choice, "tokens_per_second": one.value,
+                **{key: first.overall(name)[key] for key in ("speedup", "speedup_interval", "tau")},
+            }
+            for one, (name, choice) in zip(best, names.items())
+        ]  # fmt: skip
+        choice = names[max(names, key=lambda name: first.overall(name)["speedup"])]
+        return choice, entries, self._measure(prompts, {STRATEGY: choice}, progress)
+
+    def _measure(
+        self, prompts: Sequence[Prompt], choices: dict[str, Choice],
+        progress: Callable[[int, int], None],
+    ) -> BenchResult:  # fmt: skip
+        lineup = [self.contender(choice, name) for name, choice in choices.items()]
+        result = run(
+            self.model, self.tokenizer, prompts, lineup,
+            max_new_tokens=self.settings.max_new_tokens, progress=progress,
+        )  # fmt: skip
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return result
+
+
+def open_study(folder: Path, seed: int = 0) -> Any:
+    """The Optuna study in a folder; created if there is none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
+    try:
+        return optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend), study_name=STRATEGY,
+            direction="maximize", load_if_exists=True,
+            sampler=optuna.samplers.TPESampler(seed=seed), pruner=optuna.pruners.MedianPruner(),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, AssertionError) as error:  # the last is Optuna's, too
+        raise ValueError(
+            f"cannot use {STUDY_FILE} in {str(folder)!r}: {first_line(error)}; give another folder"
+        ) from error

@@ -1,1 +1,0 @@
-"""Search for good settings on the user's own prompts and machine: layers to skip, and trees."""

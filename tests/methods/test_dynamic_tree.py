@@ -1,0 +1,320 @@
+"""PPD's dynamic sparse tree: exact optima by brute force, the chain of states by simulation, the
+choice of a size by step times, and decoding with the tree that is saved beside an adapter."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, prompt, ragged
+from running import drafting
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.core.tree import TokenTree
+from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.methods.ppd.dynamic_tree import (
+    RANKS,
+    Chain,
+    _gains,
+    best_trees,
+    likeliest_paths,
+    make_tree,
+    measure_accuracies,
+    reach_and_ends,
+)
+from hf_spec.methods.registry import get_method
+from hf_spec.policy.saved import device_of, write_entry
+
+#: (distances, ranks); the second has ranks out of order, a third distance better than the second.
+TABLES = [
+    [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05], [0.3, 0.2, 0.1]],
+    [[0.1, 0.45, 0.2], [0.05, 0.2, 0.1], [0.6, 0.1, 0.0]],
+    [[0.8, 0.1, 0.05], [0.7, 0.15, 0.0], [0.6, 0.3, 0.1]],
+]
+
+
+def all_trees(depth: int, ranks: int, count: int) -> Iterator[TokenTree]:
+    """Every tree of ``count`` candidates, each once."""
+    paths = [p for d in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=d)]
+    for chosen in itertools.combinations(paths, count):
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            yield TokenTree.in_order(chosen)
+
+
+# -- trees from accuracies ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(("depth", "ranks"), [(0, 3), (1, 3), (2, 3), (3, 2)])
+def test_the_likeliest_paths_are_the_best_trees(table: list, depth: int, ranks: int) -> None:
+    accuracies = np.array(table)[:, :ranks]
+    paths, chances = likeliest_paths(accuracies[:depth], 4)
+    assert len(paths) == (min(4, ranks) if depth else 0) or depth > 1
+    for count in range(len(paths) + 1):
+        tree = TokenTree.in_order(paths[:count])
+        mine = reach_and_ends(tree, accuracies)[0].sum()
+        trees = all_trees(depth, ranks, count) if depth else [TokenTree.chain(0)]
+        best = max(reach_and_ends(one, accuracies)[0].sum() for one in trees)
+        assert mine == pytest.approx(1 + sum(chances[:count])) == pytest.approx(best)
+
+
+def test_ends_are_the_probabilities_of_the_last_accepted_node() -> None:
+    accuracies = np.array(TABLES[0])
+    tree = TokenTree.in_order(likeliest_paths(accuracies, 12)[0])
+    reach, ends = reach_and_ends(tree, accuracies)
+    assert ends.sum() == pytest.approx(1.0)
+    for node in range(len(tree)):  # accepted, and none of its children is
+        below = [child for child in range(1, len(tree)) if tree.parents[child] == node]
+        assert ends[node] == pytest.approx(reach[node] - reach[below].sum())
+
+
+def every_state(accuracies: np.ndarray, depth: int, size: int, each: int) -> list[TreeState]:
+    """All trees of at most ``size`` rows with all assignments of probes of so many rows each."""
+    most, ranks = len(accuracies), accuracies.shape[1]
+    states = []
+    for count in range(size):
+        for tree in all_trees(depth, ranks, count) if depth or not count else ():
+            for probes in itertools.product(range(most + 1), repeat=count + 1):
+                if count + 1 + each * sum(probes) <= size:
+                    states.append(TreeState(tree, probes))
+    return states
+
+
+def best_tau(accuracies: np.ndarray, size: int, each: int) -> float:
+    """The largest R(T) over all dynamic trees, one by one."""
+    choices = [every_state(accuracies, k, size, each) for k in range(len(accuracies) + 1)]
+    return max(
+        Chain.of(TreeStates(states), accuracies).tau for states in itertools.product(*choices)
+    )
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(("size", "each"), [(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (6, 2), (4, 3)])
+def test_dynamic_trees_against_all_there_are(table: list, size: int, each: int) -> None:
+    """With two distances and two ranks all dynamic trees of these sizes can be tried."""
+    accuracies = np.array(table)[:2, :2]
+    states = best_trees(accuracies, size, each)
+    assert max(one.num_rows(each) for one in states.states) <= size
+    tau = Chain.of(states, accuracies).tau
+    assert tau == pytest.approx(best_tau(accuracies, size, each), abs=1e-5)
+
+
+def test_more_step_tokens_never_hurt() -> None:
+    accuracies = np.array([[0.5 * 0.8**d * 0.4**r for r in range(12)] for d in range(4)])
+    taus = [Chain.of(best_trees(accuracies, size), accuracies).tau for size in range(1, 25)]
+    assert taus == pytest.approx(sorted(taus)) and taus[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_chain_by_simulation(table: list) -> None:
+    """Predicted R(T) beside simulated acceptance with the same probabilities.
+
+    Calls start in state 0 and run for 500 steps, 100 of them; the bound is four standard errors of
+    the calls' means, so that each case fails by chance once in 15,000 times. The restart adds a
+    state 0 step per call, less than a step in 500.
+    """
+    accuracies, draw = np.array(table), random.Random(5)
+    states = best_trees(accuracies, 9)
+    means = [simulate(states, accuracies, draw, 500) for _ in range(100)]
+    error = 4 * np.std(means) / math.sqrt(len(means)) + 2 / 500
+    assert abs(np.mean(means) - Chain.of(states, accuracies).tau) < error
+
+
+def simulate(states: TreeStates, accuracies: np.ndarray, draw: random.Random, steps: int) -> float:
+    """Mean tokens per step of one call: at each node a child or none is right."""
+    tokens = state = 0
+    for _ in range(steps):
+        tree, node = states.states[state].tree, 0
+        while True:
+            tokens += 1  # the node's own successor is always emitted
+            roll, right = draw.random(), None
+            for child in range(1, len(tree)):
+                if tree.parents[child] == node:
+                    roll -= accuracies[tree.depths[child] - 1, tree.ranks[child]]
+                    if roll < 0:
+                        right = child
+                        break
+            if right is None:
+                break
+            node = right
+        state = states.states[state].probes[node]
+    return tokens / steps
+
+
+def test_what_is_never_right_takes_no_step_token() -> None:
+    accuracies = np.array([[0.5, 0.0], [0.0, 0.0]])
+    states = best_trees(accuracies, 16)
+    assert [one.tree.num_candidates for one in states.states] == [0, 1, 1]
+    assert max(max(one.probes) for one in states.states) == 1
+    assert Chain.of(states, accuracies).tau == pytest.approx(1.5, abs=1e-5)
+
+
+def test_gains_are_concave() -> None:
+    np.testing.assert_allclose(_gains(np.array([0.0, 0.1, 0.5, 0.6])), [0.25, 0.25, 0.1])
+
+
+# -- measuring, and the choice of a size ---------------------------------------------------------
+
+
+def adapted(model: Any, **fields: Any) -> Any:
+    torch.manual_seed(2)
+    model.add_adapter(hf_spec.PPDConfig(**fields))
+    return model
+
+
+def drafter_of(model: Any) -> Any:
+    return get_method("ppd").drafter(model, get_method("ppd").parse_options({}))
+
+
+def texts_of(model: Any, count: int, new: int = 30) -> list[tuple[list[int], list[int]]]:
+    texts = []
+    for seed in range(count):
+        ids = prompt(seed=seed)
+        answer = model.generate(ids, max_new_tokens=new, do_sample=False)
+        texts.append((ids[0].tolist(), answer[0, ids.shape[1] :].tolist()))
+    return texts
+
+
+@pytest.mark.parametrize("num_ept", [1, 2])
+def test_accuracies_are_those_of_the_predictions(
+    fresh: Callable[..., PreTrainedModel], num_ept: int
+) -> None:
+    """One place at a time, by the drafter's own chain for stock assisted decoding."""
+    model = adapted(fresh("llama"), num_prompt_tokens=2, num_ept=num_ept)
+    drafter, texts = drafter_of(model), texts_of(model, 2)
+    table = measure_accuracies(drafter, texts)
+    assert table.shape == (2, RANKS) and table.min() >= 0 and table.sum(1).max() <= 1 + 1e-9
+    hits, places = np.zeros(2), 0
+    for before, answer in texts:
+        ids = [*before, *answer]
+        for last in range(len(before) - 1, len(ids) - 3):
+            chain = drafter.get_candidates(torch.tensor([ids[: last + 1]]))[0][0, last + 2 :]
+            hits += chain.numpy() == ids[last + 2 : last + 4]
+            places += 1
+    np.testing.assert_allclose(table[:, 0], hits / places)
+
+
+def test_answers_that_are_too_short(fresh: Callable[..., PreTrainedModel]) -> None:
+    drafter = drafter_of(adapted(fresh("llama")))
+    with pytest.raises(ValueError, match="answers end after a few tokens: give other prompts"):
+        measure_accuracies(drafter, [([5, 6], [7, 8])])
+
+
+def test_the_size_goes_by_step_times(
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where step tokens are free the largest tree is as good as any; where they cost as much as a
+    step, none pays."""
+    drafter = drafter_of(adapted(fresh("llama")))
+    table = np.array([[0.5 * 0.8**d * 0.4**r for r in range(RANKS)] for d in range(3)])
+    monkeypatch.setattr("hf_spec.methods.ppd.dynamic_tree.measure_accuracies", lambda *_: table)
+    free = make_tree(drafter, [], lambda n: 1.0, 24)
+    cheap = make_tree(drafter, [], lambda n: 1.0 + 0.02 * n, 24)
+    dear = make_tree(drafter, [], lambda n: 1.0 * n, 24)
+    assert 24 >= free["size"] > cheap["size"] > dear["size"] == 2
+    assert free["tau"] == pytest.approx(free["speedup"]) and free["tau"] > cheap["tau"]
+    states = TreeStates(
+        tuple(
+            TreeState(TokenTree.in_order(one["paths"]), tuple(one["probes"]))
+            for one in cheap["states"]
+        )
+    )
+    assert states == best_trees(table, cheap["size"])
+    json.dumps(cheap)
+
+
+# -- the tree beside an adapter ------------------------------------------------------------------
+
+NEW = {"max_new_tokens": 24, "do_sample": False}
+
+
+@pytest.fixture
+def folder(fresh: Callable[..., PreTrainedModel], tmp_path: Path) -> Path:
+    """An adapter with a tree that ``make_tree`` has made for this device."""
+    model = adapted(fresh("llama"))
+    tree = make_tree(drafter_of(model), texts_of(model, 2), lambda n: 1.0 + 0.01 * n, 16)
+    model.save_pretrained(tmp_path / "a")
+    save(tmp_path / "a", tree, **device_of(model))
+    return tmp_path / "a"
+
+
+def save(folder: Path, tree: Any, **conditions: Any) -> None:
+    learned = {"worth": 1.0, "settings": [], "calibration": {}}
+    write_entry(folder / "learned.json", {**conditions, **learned, "tree": tree})
+
+
+def loaded(fresh: Callable[..., PreTrainedModel], folder: Path) -> Any:
+    model = fresh("llama")
+    model.load_adapter(folder)
+    return model
+
+
+def test_output_does_not_change(fresh: Callable[..., PreTrainedModel], folder: Path) -> None:
+    model = loaded(fresh, folder)
+    for inputs in ({"input_ids": prompt()}, ragged((12, 3, 9))):
+        expected = fresh("llama").generate(**inputs, **NEW)
+        ours = model.generate(**inputs, **NEW, **drafting("ppd", tree="dynamic"))
+        assert ours.tolist() == expected.tolist()
+        assert hf_spec.last_stats(model).num_drafted_tokens > 0
+
+
+def test_the_tree_of_this_device_comes_first(
+    fresh: Callable[..., PreTrainedModel], folder: Path
+) -> None:
+    """Another device's is taken where there is none."""
+    data = json.loads((folder / "learned.json").read_text())
+    (entry,) = data["entries"]
+    options = get_method("ppd").parse_options({"tree": "dynamic"})
+
+    def states() -> TreeStates:
+        return get_method("ppd").drafter(loaded(fresh, folder), options).source._states
+
+    here = states()
+    chain = [
+        {"paths": [[0]] * (k > 0), "probes": [3, *[1] * (k > 0)]} for k in range(len(here.states))
+    ]
+    other = {**entry, "device": "Some GPU", "tree": {"states": chain}}
+    for entries in ([other, entry], [entry, other]):
+        (folder / "learned.json").write_text(json.dumps({**data, "entries": entries}))
+        assert states() == here
+    (folder / "learned.json").write_text(json.dumps({**data, "entries": [other]}))
+    assert [one.tree.num_candidates for one in states().states] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([{"paths": [], "probes": [1]}, {"paths": [[VOCAB]], "probes": [1, 1]}], "of rank 61: "),
+        ([{"paths": [], "probes": [0]}] * 5, "up to 4 predicted tokens, the adapter drafts 3"),
+        ([{"paths": [[0]], "probes": [0, 0]}], "its tree is broken .state 0 has candidates"),
+        ([{"paths": []}], "its tree is broken .'probes'.: delete the file and run hf-spec tune"),
+        (7, "its tree is broken"),
+    ],
+)
+def test_wrong_trees(
+    fresh: Callable[..., PreTrainedModel], folder: Path, states: Any, message: str
+) -> None:
+    model = loaded(fresh, folder)
+    save(folder, {"states": states}, **device_of(model))
+    data = json.loads((folder / "learned.json").read_text())
+    data["entries"] = data["entries"][-1:]
+    (folder / "learned.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message) as caught:
+        model.generate(prompt(), **NEW, **drafting("ppd", tree="dynamic"))
+    assert str(folder / "learned.json") in str(caught.value)
+
+
+def test_no_tree(fresh: Callable[..., PreTrainedModel], folder: Path) -> None:
+    model = loaded(fresh, folder)
+    (folder / "learned.json").unlink()
+    with pytest.raises(ValueError, match="no learned.json with a tree where .* Run hf-spec tune"):
+        model.generate(prompt(), **NEW, **drafting("ppd", tree="dynamic"))

@@ -1,0 +1,200 @@
+"""ProPD's ``tree="online"``: hits counted as tokens come in, and trees of the likeliest ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapter_oracle import Embeddings
+from conftest import prompt, ragged
+from running import drafting
+from transformers import PreTrainedModel
+
+import hf_spec
+from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.drafting.predictions import Predictions
+from hf_spec.drafting.transition import Transition
+from hf_spec.methods.propd.online_tree import (
+    GUESSED,
+    HIT_ALPHA,
+    RANKS,
+    HitRates,
+    OnlineTrees,
+    Ranked,
+)
+from hf_spec.policy import memory
+from hf_spec.policy.adaptive_trees import grow
+
+NEW = 40
+
+every_prediction = pytest.mark.parametrize("with_transition", [False, True])
+
+
+def example(batch: int, depth: int, vocab: int, with_transition: bool) -> tuple[Predictions, Any]:
+    """Predictions, and the roots that they stand behind."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(batch, depth, vocab, generator=generator)
+    states = torch.randn(batch, depth, 5, generator=generator)
+    weights = {name: torch.randn(4, 5, generator=generator) for name in (BEFORE, STATE)}
+    weights[AFTER] = torch.randn(5, 4, generator=generator)
+    base = Embeddings(*(torch.randn(vocab, 5, generator=generator) for _ in range(2)))
+    transition = Transition(weights, base) if with_transition else None
+    roots = torch.randint(vocab, (batch,), generator=generator)
+    return Predictions(logits, vocab, [depth] * batch, transition, states), roots
+
+
+# -- hits: 4.2.2 ----------------------------------------------------------------------
+
+
+def test_hits_by_hand() -> None:
+    rates = HitRates(2)
+    table, counts = rates.cumulative.copy(), [GUESSED] * 2
+    assert table[:, 1] == pytest.approx([0.55 + 0.1, 0.55 * 0.85 + 0.1])
+    for distance, rank in [(1, 0), (2, 2), (1, RANKS), (2, 1), (1, 15)]:
+        i = distance - 1
+        counts[i] += 1
+        alpha = max(1 / counts[i], HIT_ALPHA)
+        for k in range(RANKS):
+            table[i, k] = (1 - alpha) * table[i, k] + alpha * (rank <= k)
+        rates.observe(distance, rank)
+    np.testing.assert_allclose(rates.cumulative, table, rtol=1e-12)
+    np.testing.assert_allclose(rates.chances.cumsum(1), table, rtol=1e-12)
+    assert rates.counts.tolist() == counts
+
+
+def test_hits_settle_at_the_planted_chances() -> None:
+    """Within four standard deviations of an average with alpha; the seed is fixed."""
+    rates = HitRates(1)
+    for rank in np.random.default_rng(1).choice([0, 1, RANKS], size=4000, p=[0.6, 0.3, 0.1]):
+        rates.observe(1, int(rank))
+    deviation = math.sqrt(0.25 * HIT_ALPHA / 2)
+    np.testing.assert_allclose(rates.chances[0, :2], [0.6, 0.3], atol=4 * deviation)
+
+
+@every_prediction
+def test_a_step_s_hits_one_token_at_a_time(with_transition: bool) -> None:
+    """The rank of each token that came, given those before it, as far as the row knows."""
+    made, roots = example(3, 4, 20, with_transition)
+    made.known = (4, 2, 4)
+    seen: list[tuple[int, int]] = []
+    hits: Any = HitRates(4)
+    hits.observe = lambda distance, rank: seen.append((distance, rank))
+    source = OnlineTrees(hits)
+    source._predicted = made, roots
+    came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
+    source.observe(came, 8)
+    source.observe(came, 8)  # nothing was predicted since
+    expected = []
+    for row, tokens in enumerate(came):
+        before = [int(roots[row]), *tokens]
+        for d in range(min(made.known[row], len(tokens))):
+            previous = torch.zeros(3, 4, dtype=torch.long)
+            previous[row, d] = before[d]
+            best = made.likeliest(previous)[row, d, :RANKS].tolist()
+            expected.append((d + 1, best.index(tokens[d]) if tokens[d] in best else RANKS))
+    assert seen == expected and len(seen) == 5
+
+
+@every_prediction
+def test_paths_count_by_the_chances_of_their_ranks(with_transition: bool) -> None:
+    """The order of the tokens is the prediction's, also given the token before."""
+    made, roots = example(2, 3, 20, with_transition)
+    chances = HitRates(3).chances
+    grown = grow(Ranked(made, chances), roots, 8, 3)
+    every = [path for d in (1, 2, 3) for path in itertools.product(range(8), repeat=d)]
+    products = {path: math.prod(chances[d, rank] for d, rank in enumerate(path)) for path in every}
+    paths = sorted(every, key=lambda path: -products[path])[:8]
+    for row in range(2):
+        found = grown.log_probs[row, 1:].exp().tolist()
+        assert found == pytest.approx([products[path] for path in paths])
+        tokens, parents = grown.tokens[row].tolist(), grown.parents[row].tolist()
+        seen: dict[int, tuple[int, ...]] = {}
+        for node in range(1, 9):
+            above = seen.get(parents[node], ())
+            previous = torch.full((2, 3), tokens[parents[node]])
+            best = made.likeliest(previous)[row, len(above)].tolist()
+            seen[node] = (*above, best.index(tokens[node]))
+        assert set(seen.values()) == set(paths)
+
+
+# -- in decoding -------------------------------------------------------------------------------
+
+
+def adapted(model: Any) -> Any:
+    """The model with an untrained adapter."""
+    torch.manual_seed(2)
+    model.add_adapter(hf_spec.ProPDConfig())
+    return model
+
+
+def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    return model.generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
+        **drafting("propd", tree="online", **options),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2"])
+def test_greedy_output_does_not_change(
+    fresh: Callable[..., PreTrainedModel], architecture: str
+) -> None:
+    model = adapted(fresh(architecture))
+    for inputs in ({"input_ids": prompt()}, ragged((12, 3, 9, 7))):
+        expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False).tolist()
+        for options in ({}, {"fallback": True}, {"retrieval": True}, {"max_depth": 1}):
+            out = generate(model, inputs, **options)
+            assert out.sequences.tolist() == expected
+            # With the guard a call may be plain, by what steps took in the one before.
+            assert out.spec_stats.num_drafted_tokens > 0 or "fallback" in options
+            json.dumps(out.spec_stats.to_dict())
+        assert len(out.spec_stats.details["online"]["hits"]) == 1
+        assert max(out.spec_stats.offered) == 1
+
+
+def test_sampling_at_batch_size_1_equals_plain(fresh: Callable[..., PreTrainedModel]) -> None:
+    """Under the match rule, which takes as many random numbers whatever the trees are."""
+    model = adapted(fresh("llama_tied"))
+    settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.7, "top_k": 3}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        ours = model.generate(prompt(), **settings, **drafting("propd", tree="online"))
+        torch.manual_seed(seed)
+        assert ours.tolist() == model.generate(prompt(), **settings).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("propd", {"tree": "online", "candidates": 4}, "candidates=4 is of tree='adaptive'"),
+        ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
+        ("bita", {"tree": "online"}, "tree='online': choose one of adaptive, efficient"),
+        ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),
+    ],
+)
+def test_wrong_options(name: str, kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.SpecConfig(name, kwargs)
+
+
+def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
+    """From the hits of those before; another adapter has its own."""
+
+    def learned() -> list[HitRates]:
+        return [one for one in memory._left[model].values() if isinstance(one, HitRates)]
+
+    model, inputs = adapted(fresh()), {"input_ids": prompt()}
+    generate(model, inputs)
+    (first,) = learned()
+    counts = first.counts.copy()
+    generate(model, ragged())
+    assert learned() == [first] and first.counts[0] > counts[0] > GUESSED
+    model.add_adapter(hf_spec.ProPDConfig(), "other")
+    model.set_adapter("other")
+    generate(model, inputs)
+    assert len(learned()) == 2
