@@ -166,7 +166,7 @@ def saved_for(adapter: ActiveAdapter | None, model: Any, options: StrategyOption
     """
     if adapter is None:
         return None
-    path = adapter.config.file_beside(LEARNED_FILE, ask=False)
+    path = adapter.file_beside(LEARNED_FILE, ask=False)
     if path is None:
         return None
     wanted = conditions(model, adapter.config.strategy, options)

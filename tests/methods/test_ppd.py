@@ -32,6 +32,7 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.hub.card import write_card
 from hf_spec.methods.ppd import adapter as published
+from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
 from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions

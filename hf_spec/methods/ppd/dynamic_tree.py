@@ -320,7 +320,7 @@ def dynamic_source(model: Any, adapter: ActiveAdapter) -> TreeSource:
     Raises:
         ValueError: there is none, or it does not fit the adapter or the model.
     """
-    path = adapter.config.file_beside(LEARNED_FILE)
+    path = adapter.file_beside(LEARNED_FILE)
     entries = [one for one in read_entries(path) if one.get("tree")] if path else []
     if path is None or not entries:
         raise ValueError(
