@@ -216,7 +216,6 @@ class Target:
         changes: Changes | None, match: bool,
     ) -> Output:  # fmt: skip
         """:meth:`_forward` by compiled code, padded to a recurring shape."""
-        tokens, probes = tree.num_tokens - first, tree.num_probes
         block = None
         if first:
             block = Block.of(tree, first).padded(first)
@@ -270,7 +269,7 @@ class Target:
             if rest and not match or len(rest) > 4:
                 hidden = rest[0]
                 nodes, probes = tree.num_tokens - first, tree.num_probes
-                behind = hidden[:, hidden.shape[1] - (bucket(probes)) :][:, :probes]
+                behind = hidden[:, hidden.shape[1] - bucket(probes) :][:, :probes]
                 rest[0] = torch.cat([hidden[:, :nodes], behind], dim=1)
             return [logits[:, : tree.num_tokens - first], *rest]
 
