@@ -341,7 +341,8 @@ class Tree:
         """The trees with these tokens ``(batch, tokens)`` in place of those of their nodes."""
         if self.num_probes:
             tokens = torch.cat([tokens, self.tokens[:, self.num_tokens :]], dim=1)
-        return self.changed(tokens=tokens, q=q)
+        # Trees without tokens are kept from step to step: their ancestors are computed once.
+        return self.changed(tokens=tokens, q=q).with_ancestors(self.ancestors)
 
     def without(self, tokens: Sequence[int]) -> Tree:
         """The trees in which draft tokens of these ids cannot be accepted."""
@@ -468,9 +469,8 @@ def _padded(shape: TokenTree, nodes: int, device: str) -> Tree:
 @lru_cache(maxsize=4096)
 def _single(shape: TokenTree, device: str) -> Tree:
     parents = torch.tensor([shape.parents], device=device)
-    tree = Tree(
+    return Tree(
         torch.zeros_like(parents), parents, torch.tensor([shape.depths], device=device),
         torch.ones_like(parents, dtype=torch.bool), (shape.num_candidates,), (shape.max_depth,),
         shape.is_chain,
     )  # fmt: skip
-    return tree.changed()

@@ -270,7 +270,7 @@ class Target:
             if rest and not match or len(rest) > 4:
                 hidden = rest[0]
                 nodes, probes = tree.num_tokens - first, tree.num_probes
-                behind = hidden[:, hidden.shape[1] - (bucket(probes)) :][:, :probes]
+                behind = hidden[:, hidden.shape[1] - bucket(probes) :][:, :probes]
                 rest[0] = torch.cat([hidden[:, :nodes], behind], dim=1)
             return [logits[:, : tree.num_tokens - first], *rest]
 

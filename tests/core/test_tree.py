@@ -272,13 +272,15 @@ def test_trees_without_probabilities_are_forwarded_whole() -> None:
 
 
 def test_with_tokens_keeps_the_shape_and_the_probes() -> None:
-    bare = Tree.of_shapes([TokenTree.chain(2)] * 2)
-    tokens, q = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.rand(2, 3, 9)
-    assert bare.with_tokens(tokens).ancestors is bare.ancestors
-    tree = bare.attach_probes(GROUPS["causal"])
-    drafted = tree.with_tokens(tokens, q)
-    assert torch.equal(drafted.drafted.tokens, tokens) and drafted.q is q
-    assert torch.equal(drafted.tokens[:, 3:], tree.tokens[:, 3:])
+    """Whose ancestors are computed once, however many steps have trees of this shape."""
+    shape = TokenTree((-1, 0, 1, 1, 2, 2, 0))
+    for bare in (Tree.of_shapes([shape]), Tree.of_shapes([shape] * 2)):
+        for tree in (bare.attach_probes(GROUPS["causal"]), bare):
+            tokens = torch.randint(9, bare.tokens.shape)
+            drafted, again = (tree.with_tokens(tokens, q=torch.rand(1)) for _ in range(2))
+            assert torch.equal(drafted.drafted.tokens, tokens) and drafted.q is not None
+            assert torch.equal(drafted.tokens[:, 7:], tree.tokens[:, 7:])
+            assert drafted.ancestors is again.ancestors is tree.ancestors
 
 
 # -- for compiled code ---------------------------------------------------------------------------

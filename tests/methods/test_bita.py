@@ -217,10 +217,10 @@ def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None
     propose = BitaDrafter.propose
 
     def noted(self: BitaDrafter, state: Any) -> Any:
-        draft = propose(self, state)
-        rows = draft.tokens.shape[1] + (0 if draft.probes is None else draft.probes.num_probes)
-        steps.append((list(state.tokens[0]), draft.tokens[0, 1:].tolist(), rows))
-        return draft
+        tree = propose(self, state)
+        drafted = tree.drafted.tokens[0, 1:].tolist()
+        steps.append((list(state.tokens[0]), drafted, tree.num_nodes))
+        return tree
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BitaDrafter, "propose", noted)

@@ -23,13 +23,14 @@ import hf_spec
 from hf_spec.cache.convert import pack
 from hf_spec.core import memory
 from hf_spec.core.memory import forget
-from hf_spec.core.tree import TokenTree, TreeBatch
-from hf_spec.drafting.drafter import DecodingState, Draft, Found
-from hf_spec.drafting.retrieval import with_retrieval
+from hf_spec.core.tree import Row, Tree
+from hf_spec.core.verify import HostResult
+from hf_spec.drafting.lookup import with_lookup
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
 from hf_spec.methods.registry import get_method
-from hf_spec.model.tree_forward import TreeForward
+from hf_spec.model.target import Target
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
@@ -219,16 +220,21 @@ class Setting:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
         cache = pack(prefilled[CACHE], mask, width + 16, "cpu")
-        forward = TreeForward(model, cache, torch.full((len(rows),), 1000))
-        self.state = DecodingState(
-            model, forward, cache, rows,
+        target = Target(model, cache, torch.full((len(rows),), 1000))
+        self.state = DecodeState(
+            model, None, target, cache, rows,
             root=torch.tensor([row[-1] for row in rows]), active=[True] * len(rows),
             remaining=[50] * len(rows), do_sample=False,
             process=lambda logits, suffixes, active, drafting: logits.float(),
         )  # fmt: skip
 
-    def verify(self, draft: Draft) -> Tensor:
-        return self.state.forward(draft.tokens, draft.tree).logits
+    def verify(self, tree: Tree) -> Tensor:
+        return self.state.target(tree).logits
+
+
+def chains(*counts: int) -> HostResult:
+    """The result of a step that accepts so many nodes of each row's chain."""
+    return HostResult([[*range(n)] for n in counts], [[7] * n for n in counts], [0] * len(counts))
 
 
 @pytest.fixture
@@ -267,14 +273,14 @@ def test_drafts_are_those_of_the_skipping_model_behind_the_full_models_cache(
     options = LayerSkipOptions(**SKIPS[skips], draft_exit="fixed", max_draft=5)
     drafter = LayerSkipDrafter(one.model, options)
     drafter.start(one.state)
-    draft = drafter.propose(one.state)
-    assert draft.tree.is_chain
-    assert draft.tree.row_depths == (5,) * len(lengths)
-    assert draft.distributions is None
+    tree = drafter.propose(one.state)
+    assert tree.is_chain
+    assert tree.row_depths == (5,) * len(lengths)
+    assert tree.q is None
     assert one.state.stats.num_draft_forwards == 5
     for row, tokens in enumerate(one.rows):
         wanted, _ = draft_by_stock_cache(one.model, tokens, SKIPS[skips], 5)
-        assert draft.tokens[row].tolist() == [tokens[-1], *wanted]
+        assert tree.tokens[row].tolist() == [tokens[-1], *wanted]
 
 
 @pytest.mark.parametrize("skips", SKIPS)
@@ -288,15 +294,15 @@ def test_after_verification_every_layer_holds_the_full_models_states(
     drafter = LayerSkipDrafter(one.model, options)
     drafter.start(one.state)
     before = list(cache.host_lengths)
-    draft = drafter.propose(one.state)
+    tree = drafter.propose(one.state)
     assert (cache.host_lengths, cache.block) == (before, None)  # drafting kept nothing
 
-    logits = one.verify(draft)
+    logits = one.verify(tree)
     counts = [3, 1, 5][: len(lengths)]
     cache.commit(counts)
     assert cache.host_lengths == [n + count for n, count in zip(before, counts)]
     for row, tokens in enumerate(one.rows):
-        whole = tokens + draft.tokens[row, 1:].tolist()
+        whole = tokens + tree.tokens[row, 1:].tolist()
         full = one.model(torch.tensor([whole]), use_cache=True)
         # float64; forwards of other shapes sum in another order.
         torch.testing.assert_close(
@@ -324,16 +330,16 @@ def test_each_row_stops_after_its_first_unsure_token(
     options = LayerSkipOptions(**skips, threshold=threshold, draft_exit="threshold", max_draft=6)
     drafter = LayerSkipDrafter(one.model, options)
     drafter.start(one.state)
-    draft = drafter.propose(one.state)
+    tree = drafter.propose(one.state)
     for row, (wanted, _) in enumerate(stock):
         sure = [chance >= threshold for chance in chances[row]]
         length = sure.index(False) + 1 if False in sure else 6
-        assert draft.tree.row_depths[row] == length
-        assert draft.tokens[row, 1 : length + 1].tolist() == wanted[:length]
-    assert one.state.stats.num_draft_forwards == max(draft.tree.row_depths)
-    assert draft.tokens.shape == (4, draft.tree.num_nodes)
+        assert tree.row_depths[row] == length
+        assert tree.tokens[row, 1 : length + 1].tolist() == wanted[:length]
+    assert one.state.stats.num_draft_forwards == max(tree.row_depths)
+    assert tree.tokens.shape == (4, tree.num_nodes)
     if share in (0.2, 0.5):
-        assert len(set(draft.tree.row_depths)) > 1
+        assert len(set(tree.row_depths)) > 1
 
 
 def test_each_drafted_token_costs_a_forward_of_one_node(setting: Callable[..., Setting]) -> None:
@@ -366,7 +372,7 @@ def test_finished_rows_are_not_drafted_for(setting: Callable[..., Setting]) -> N
         one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed", max_draft=3)
     )
     drafter.start(one.state)
-    assert drafter.propose(one.state).tree.row_depths == (0, 3)
+    assert drafter.propose(one.state).row_depths == (0, 3)
 
 
 @pytest.mark.parametrize("left", [1, 2, 4])
@@ -375,9 +381,9 @@ def test_drafts_go_no_deeper_than_the_budget(setting: Callable[..., Setting], le
     one.state.remaining = [left]
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed"))
     drafter.start(one.state)
-    draft = drafter.propose(one.state)
-    assert draft.tree.row_depths == (left - 1,)
-    assert draft.tokens.shape == (1, left)
+    tree = drafter.propose(one.state)
+    assert tree.row_depths == (left - 1,)
+    assert tree.tokens.shape == (1, left)
 
 
 def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
@@ -402,13 +408,13 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
     drafter = LayerSkipDrafter(one.model, options)
     drafter.start(one.state)
     torch.manual_seed(0)
-    draft = drafter.propose(one.state)
-    assert draft.distributions is not None
-    assert draft.distributions.shape == (2, 5, one.model.config.vocab_size)
+    tree = drafter.propose(one.state)
+    assert tree.q is not None
+    assert tree.q.shape == (2, 5, one.model.config.vocab_size)
     for node, (suffixes, scores) in enumerate(calls, start=1):
-        assert suffixes == draft.tokens[:, 1:node].tolist()  # processors see what was drafted
-        assert torch.equal(draft.distributions[:, node], scores.softmax(-1))
-        chosen = draft.distributions[:, node].gather(1, draft.tokens[:, node : node + 1])
+        assert suffixes == tree.tokens[:, 1:node].tolist()  # processors see what was drafted
+        assert torch.equal(tree.q[:, node], scores.softmax(-1))
+        chosen = tree.q[:, node].gather(1, tree.tokens[:, node : node + 1])
         assert (chosen > 0).all()
 
 
@@ -431,9 +437,9 @@ def test_when_drafts_are_sampled(
     one.state.do_sample, one.state.timed = do_sample, timed
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], max_draft=2, **options))
     drafter.start(one.state)
-    draft = drafter.propose(one.state)
-    assert (draft.distributions is not None) == sampled
-    assert (draft.chances is not None) == (timed and not sampled)
+    tree = drafter.propose(one.state)
+    assert (tree.q is not None) == sampled
+    assert (tree.host is not None) == (timed and not sampled)
 
 
 def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting]) -> None:
@@ -441,14 +447,11 @@ def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting
     forget(one.model)
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="adaptive"))
     drafter._lengths = [4, 4, 4, 0]
-    tree = TreeBatch.stack([TokenTree.chain(n) for n in (4, 4, 4, 6)])
-    draft = Draft(tree, torch.zeros(4, 7, dtype=torch.long))
     # All accepted, a quarter, a finished row, nothing drafted but something looked up.
-    drafter.observe(one.state, draft, [range(count) for count in (5, 2, 0, 3)])
+    drafter.observe(one.state, Tree.roots(one.state.root), chains(5, 2, 0, 3))
     assert drafter.exit.acceptance == 5 / 8
     assert drafter.details() == {"threshold": 0.601}
-    nothing = Draft(TreeBatch.stack([TokenTree.chain(0)] * 4), torch.zeros(4, 1, dtype=torch.long))
-    drafter.observe(one.state, nothing, [range(1)] * 4)  # a plain step
+    drafter.observe(one.state, Tree.roots(one.state.root), chains(1, 1, 1, 1))  # a plain step
     assert drafter.exit.acceptance == 5 / 8
 
 
@@ -466,7 +469,7 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
     options = LayerSkipOptions(**skips, draft_exit="threshold", threshold=threshold, max_draft=2)
     drafter = LayerSkipDrafter(one.model, options)
     drafter.start(one.state)
-    depths = drafter.propose(one.state).tree.row_depths
+    depths = drafter.propose(one.state).row_depths
     assert depths == tuple(2 if chance >= threshold else 1 for chance in first)
 
 
@@ -501,8 +504,8 @@ def test_gamma_decides_while_no_price_is_known() -> None:
 def test_steps_in_which_no_draft_pays_look_again_seldom(setting: Callable[..., Setting]) -> None:
     one, drafter = timed(setting, [6], 1.01)
     for _ in range(2 * AGAIN):
-        draft = drafter.propose(one.state)
-        drafter.observe(one.state, draft, [[0]])
+        tree = drafter.propose(one.state)
+        drafter.observe(one.state, tree, chains(1))
     assert one.state.stats.num_draft_forwards == 2
 
 
@@ -511,7 +514,7 @@ def timed(
 ) -> tuple[Setting, LayerSkipDrafter]:
     one = setting(lengths)
     forget(one.model)
-    one.state.timed, one.state.draft_price = True, lambda: price
+    one.state.timed, one.state.draft_cost = True, lambda: price
     given = {**SKIPS["layer 0"], "max_draft": 4, **options}
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**given))
     drafter.start(one.state)
@@ -531,15 +534,15 @@ def oracle_tree(one: Setting, row: int, depth: int, trust: Sequence[float]) -> d
     return found
 
 
-def nodes_of(draft: Draft, row: int) -> dict[Any, float]:
-    """``{tokens down to a node: its chance}`` of a draft, best first."""
-    assert draft.chances is not None
-    parents, tokens = draft.tree.parents[row].tolist(), draft.tokens[row].tolist()
+def nodes_of(tree: Tree, row: int) -> dict[Any, float]:
+    """``{tokens down to a node: its chance}`` of a tree, best first."""
+    assert tree.host is not None
+    parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
     paths: list[tuple[int, ...]] = [()]
-    for node in range(1, draft.tree.row_candidates[row] + 1):
+    for node in range(1, tree.row_sizes[row] + 1):
         paths.append((*paths[parents[node]], tokens[node]))
     assert len(set(paths)) == len(paths)
-    return dict(zip(paths[1:], draft.chances.paths[row].tolist()[1:]))
+    return dict(zip(paths[1:], tree.host.probs[row].tolist()[1:]))
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 3.0])
@@ -549,17 +552,17 @@ def test_trees_are_chains_with_the_next_likeliest_tokens(
 ) -> None:
     one, drafter = timed(setting, lengths)
     drafter.exit.calibration.came[:] = factor * drafter.exit.calibration.promised
-    draft = drafter.propose(one.state)
-    assert one.state.stats.num_draft_forwards == 4 and draft.distributions is None
+    tree = drafter.propose(one.state)
+    assert one.state.stats.num_draft_forwards == 4 and tree.q is None
     for row in range(len(lengths)):
-        found, wanted = nodes_of(draft, row), oracle_tree(one, row, 4, [factor] * 4)
+        found, wanted = nodes_of(tree, row), oracle_tree(one, row, 4, [factor] * 4)
         assert found == pytest.approx(wanted, rel=1e-4)  # probabilities are float32
         chances = list(found.values())
         assert chances == sorted(chances, reverse=True)
-    logits = one.verify(draft)
+    logits = one.verify(tree)
     for row, tokens in enumerate(one.rows):  # the mask and the positions are those of a tree
-        path = next(path for path in nodes_of(draft, row) if len(path) == 3)
-        node = list(nodes_of(draft, row)).index(path) + 1
+        path = next(path for path in nodes_of(tree, row) if len(path) == 3)
+        node = list(nodes_of(tree, row)).index(path) + 1
         full = one.model(torch.tensor([[*tokens, *path]])).logits[0, -1]
         torch.testing.assert_close(logits[row, node], full, rtol=0, atol=1e-9)
 
@@ -582,12 +585,12 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
 def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
     one, drafter = timed(setting, [5, 6])
     one.state.active, one.state.remaining = [False, True], [1, 3]
-    draft = drafter.propose(one.state)
-    assert draft.tree.row_depths == (0, 2) and draft.tree.row_candidates == (0, 6)
+    tree = drafter.propose(one.state)
+    assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
     one.state.remaining = [1, 1]
-    draft = drafter.propose(one.state)
-    assert draft.tree.num_nodes == 1 and draft.chances is not None
-    assert draft.chances.paths.tolist() == [[1.0], [1.0]]
+    tree = drafter.propose(one.state)
+    assert tree.num_nodes == 1 and tree.host is not None
+    assert tree.host.probs.tolist() == [[1.0], [1.0]]
 
 
 def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting]) -> None:
@@ -600,33 +603,32 @@ def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting
         return scores
 
     one.state.process = process
-    draft = drafter.propose(one.state)
-    assert draft.tree.row_candidates == (8,)
-    assert {token for path in nodes_of(draft, 0) for token in path} == set(allowed)
+    tree = drafter.propose(one.state)
+    assert tree.row_sizes == (8,)
+    assert {token for path in nodes_of(tree, 0) for token in path} == set(allowed)
 
 
 def test_calibration_learns_from_chains_and_alternatives(setting: Callable[..., Setting]) -> None:
     one, drafter = timed(setting, [6], max_draft=3)
-    draft = drafter.propose(one.state)
-    tree, calibration = nodes_of(draft, 0), drafter.exit.calibration
-    chain = next(path for path in tree if len(path) == 3 and path[:2] in tree)
-    beside = next(path for path in tree if len(path) == 2 and path[1] != chain[1])
+    tree = drafter.propose(one.state)
+    found, calibration = nodes_of(tree, 0), drafter.exit.calibration
+    chain = next(path for path in found if len(path) == 3 and path[:2] in found)
+    beside = next(path for path in found if len(path) == 2 and path[1] != chain[1])
     came, tries = calibration.came.copy(), calibration.tries.copy()
     promised = calibration.promised.copy()
-    one.state.tokens[0] += [*beside, 0]  # the chain's first token, then another one than its second
-    nodes = [0, 1 + list(tree).index(beside[:1]), 1 + list(tree).index(beside)]
-    drafter.observe(one.state, draft, [nodes])
+    path = [0, 1 + list(found).index(beside[:1]), 1 + list(found).index(beside)]
+    # The chain's first token, then another one than its second.
+    drafter.observe(one.state, tree, HostResult([path], [[*beside, 0]], [0]))
     keep = 1 - 1 / 256
     assert calibration.came == pytest.approx([keep * came[0] + 1, keep * came[1] + 1, came[2]])
     assert calibration.tries == pytest.approx([keep * tries[0] + 1, keep * tries[1] + 1, tries[2]])
-    first = sum(chance for path, chance in tree.items() if len(path) == 1)
-    second = sum(chance for path, chance in tree.items() if len(path) == 2) / tree[chain[:1]]
+    first = sum(chance for path, chance in found.items() if len(path) == 1)
+    second = sum(chance for path, chance in found.items() if len(path) == 2) / found[chain[:1]]
     wanted = [keep * promised[0] + first, keep * promised[1] + second, promised[2]]
     assert calibration.promised == pytest.approx(wanted, rel=1e-4)
     gamma = drafter.exit.gamma
-    one.state.tokens[0].append(5)
-    plain = Draft(TreeBatch.stack([TokenTree.chain(0)]), torch.zeros(1, 1, dtype=torch.long))
-    drafter.observe(one.state, plain, [[0]])  # a plain step: nothing was proposed
+    roots = Tree.roots(one.state.root)
+    drafter.observe(one.state, roots, chains(1))  # a plain step: nothing was proposed
     assert calibration.tries[0] == keep * tries[0] + 1 and drafter.exit.gamma == gamma
 
 
@@ -635,9 +637,9 @@ def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
 ) -> None:
     one, drafter = timed(setting, [6])
     one.state.timed = False
-    draft = drafter.propose(one.state)
-    assert draft.chances is None and draft.tree.is_chain
-    drafter.observe(one.state, draft, [range(draft.tree.num_nodes)])
+    tree = drafter.propose(one.state)
+    assert tree.host is None and tree.is_chain
+    drafter.observe(one.state, tree, chains(tree.num_nodes))
     assert drafter.exit.acceptance == 1.0
     for options in ({}, {"draft_exit": "adaptive"}, {"draft_exit": "threshold"}):
         assert LayerSkipOptions(**options).untimed() == {
@@ -654,7 +656,7 @@ def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> Non
     row = one.state.tokens[0]
     # What is drafted has followed the root before: one node each, as likely as the surer says.
     one.state.tokens[0] = [*row[:2], row[-1], *chain[0], *row[2:]]
-    drafter = with_retrieval(inner)
+    drafter = with_lookup(inner)
     drafter.start(one.state)
     own, found = nodes_of(inner.propose(one.state), 0), nodes_of(drafter.propose(one.state), 0)
     assert set(own) < set(found)  # look-ups go deeper
@@ -672,16 +674,15 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
     for sure, wanted in ((0.6, 0), (0.4, 4)):
         one, drafter = timed(setting, [6], 0.5)
         drafter.exit.calibration.promised[:] *= 1e-3  # so that paths are as sure as can be
-        chances = [1.0, sure, sure]
-        one.state.found = [Found(TokenTree.chain(2), [0, *chain[:2]], chances)]
-        draft = drafter.propose(one.state)
+        one.state.lookups = [Row([-1, 0, 1], [0, *chain[:2]], [1.0, sure, sure])]
+        tree = drafter.propose(one.state)
         assert one.state.stats.num_draft_forwards == wanted
-        assert draft.tree.max_depth == wanted
+        assert tree.max_depth == wanted
     # Where drafts part with what was looked up, that holds nothing.
     one, drafter = timed(setting, [6], 0.5)
     drafter.exit.calibration.promised[:] *= 1e-3
     other = (chain[0] + 1) % 50
-    one.state.found = [Found(TokenTree.chain(2), [0, other, chain[1]], [1.0, 0.4, 0.4])]
+    one.state.lookups = [Row([-1, 0, 1], [0, other, chain[1]], [1.0, 0.4, 0.4])]
     drafter.propose(one.state)
     assert one.state.stats.num_draft_forwards == 4
 
@@ -690,11 +691,11 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step drafts as deep as it may, and takes all candidates."""
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, looks_up=False: drafts(self))
-    monkeypatch.setattr(StepPolicy, "draft_price", lambda self: -1.0)
+    monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
     monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))
 
     def drafts(policy: StepPolicy) -> bool:
-        policy.looks_up_only = False
+        policy.lookups_only = False
         return True
 
 
@@ -740,7 +741,7 @@ def test_trees_change_nothing(
 
     def note(self: DraftExit, trust: Any, trees: Any, came: Any) -> None:
         for one, tokens in zip(trees, came):
-            below = [n for n, parent in enumerate(one.tree.parents) if parent == 0]
+            below = [n for n, parent in enumerate(one.parents) if parent == 0]
             right.extend(rank for rank, n in enumerate(below) if one.tokens[n] == tokens[:1][0])
         learn(self, trust, trees, came)
 

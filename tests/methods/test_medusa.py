@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.drafter import DecodingState
 from hf_spec.drafting.heads import head_logits, head_states
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.medusa import MedusaOptions
 from hf_spec.methods.registry import methods
 from hf_spec.model.sequences import token_hidden
@@ -254,8 +254,8 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
     drafter = methods()["medusa"].drafter
     propose = drafter.propose
 
-    def noted(self: Any, state: DecodingState) -> Any:
-        seen.append(([list(row) for row in state.tokens], list(state.active), state.hidden))
+    def noted(self: Any, state: DecodeState) -> Any:
+        seen.append(([list(row) for row in state.tokens], list(state.active), self.hidden))
         return propose(self, state)
 
     monkeypatch.setattr(drafter, "propose", noted)
@@ -330,9 +330,9 @@ def test_plain_steps_keep_the_hidden_state(
     drafted: list[int] = []
     observe = methods()["medusa"].drafter.observe
 
-    def noted(self: Any, state: Any, draft: Any, nodes: Any) -> None:
-        drafted.append(draft.tree.num_nodes)
-        observe(self, state, draft, nodes)
+    def noted(self: Any, state: Any, tree: Any, result: Any) -> None:
+        drafted.append(tree.num_nodes)
+        observe(self, state, tree, result)
 
     monkeypatch.setattr(methods()["medusa"].drafter, "observe", noted)
     spec = {"assistant_strategy": "medusa", "assistant_kwargs": {"candidates": 8}}

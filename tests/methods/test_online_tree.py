@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.predicting import AFTER, BEFORE, STATE
+from hf_spec.core import memory
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.methods.propd.online_tree import (
@@ -28,7 +29,6 @@ from hf_spec.methods.propd.online_tree import (
     OnlineTrees,
     Ranked,
 )
-from hf_spec.policy import memory
 from hf_spec.policy.adaptive_trees import grow
 
 NEW = 40

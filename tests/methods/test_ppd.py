@@ -373,9 +373,9 @@ def test_drafts_are_the_oracle_s(
     propose = PPDDrafter.propose
 
     def watched(self: Any, state: Any) -> Any:
-        draft = propose(self, state)
-        drafted.append((list(state.tokens[0]), draft.tokens[0, 1:].tolist()))
-        return draft
+        tree = propose(self, state)
+        drafted.append((list(state.tokens[0]), tree.drafted.tokens[0, 1:].tolist()))
+        return tree
 
     monkeypatch.setattr(PPDDrafter, "propose", watched)
     model.generate(

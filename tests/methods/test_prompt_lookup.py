@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Row
+from hf_spec.core.verify import HostResult
 from hf_spec.drafting.ngram import (
     WEIGHT_PER_NGRAM,
     Confidence,
@@ -132,10 +133,10 @@ def learned(seed: int) -> Confidence:
     return confidence
 
 
-def token_paths(tree: TokenTree, candidates: list[int]) -> list[Path]:
+def token_paths(row: Row) -> list[Path]:
     paths: list[Path] = [()]
-    for node in range(1, len(tree)):
-        paths.append((*paths[tree.parents[node]], candidates[node - 1]))
+    for parent, token in list(zip(row.parents, row.tokens))[1:]:
+        paths.append((*paths[parent], token))
     return paths[1:]
 
 
@@ -149,16 +150,17 @@ def test_the_tree_holds_the_most_probable_continuations(
     rng, confidence = random.Random(seed), learned(seed)
     tokens = sequence(rng, rng.randint(2, 40), rng.choice([1, 2, 4]))
     matches = rescan(tokens, 1, 4, limit=8)
-    tree, candidates, chances = continuation_tree(
+    row = continuation_tree(
         tokens, matches, max_depth, max_nodes, confidence, min_probability=floor
     )
-    paths = token_paths(tree, candidates)
+    paths = token_paths(row)
     first = confidence.first(matches[0][1]) if matches else 0.0
     weights = probabilities(tokens, matches, max_depth, first, confidence.deeper)
     likely = sorted((w for w in weights.values() if w >= floor), reverse=True)
 
-    assert len(candidates) == tree.num_candidates == min(max_nodes, len(likely))
-    assert tree.max_depth <= max_depth
+    assert row.tokens[0] == tokens[-1]
+    assert len(paths) == min(max_nodes, len(likely))
+    assert max(row.depths) <= max_depth
     assert len(set(paths)) == len(paths)  # no two siblings carry the same token
     assert set(paths) <= set(weights)
     for path in paths:
@@ -166,8 +168,8 @@ def test_the_tree_holds_the_most_probable_continuations(
             assert path[:-1] in paths
             assert weights[path[:-1]] > weights[path]
     # Best first, and each node is said to be as probable as it is.
-    assert chances == pytest.approx([1.0, *(weights[path] for path in paths)])
-    assert chances[1:] == pytest.approx(likely[: len(paths)])
+    assert row.probs == pytest.approx([1.0, *(weights[path] for path in paths)])
+    assert row.probs[1:] == pytest.approx(likely[: len(paths)])
 
 
 def test_a_tree_needs_no_confidence_to_start_with() -> None:
@@ -184,8 +186,8 @@ def test_equally_probable_nodes_still_form_a_tree() -> None:
     for _ in range(1000):
         confidence.observe(1, 5, 5)
     assert confidence.deeper == 1.0
-    tree, candidates, _ = continuation_tree([1, 2, 3, 1], [(1, 1)], 6, 3, confidence)
-    assert (tree, candidates) == (TokenTree.chain(3), [2, 3, 1])
+    row = continuation_tree([1, 2, 3, 1], [(1, 1)], 6, 3, confidence)
+    assert (row.parents, row.tokens) == ([-1, 0, 1, 2], [1, 2, 3, 1])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -213,7 +215,7 @@ def test_what_was_right_to_the_end_is_trusted_further_than_what_broke_off() -> N
 
 
 def test_no_matches_give_the_root_alone() -> None:
-    assert continuation_tree([1, 2, 3], [], 5, 5) == (TokenTree.chain(0), [], [1.0])
+    assert continuation_tree([1, 2, 3], [], 5, 5) == Row.root(3)
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])
@@ -221,22 +223,22 @@ def test_a_loop_is_continued_at_any_depth(period: int) -> None:
     loop = [7, 8, 9][:period]
     tokens = [1, 2, *loop * 3]
     matches = index_of(tokens).matches(tokens, 1)
-    tree, candidates, _ = continuation_tree(tokens, matches, 10, 10)
-    assert tree == TokenTree.chain(10)
-    assert candidates == (loop * 10)[:10]
+    row = continuation_tree(tokens, matches, 10, 10)
+    assert row.parents == list(range(-1, 10))
+    assert row.tokens[1:] == (loop * 10)[:10]
 
 
 def test_agreeing_continuations_share_their_start() -> None:
     tokens = [5, 1, 2, 3, 5, 1, 2, 4, 5]
-    tree, candidates, _ = continuation_tree(tokens, [(5, 1), (1, 1)], 3, 10)
-    assert token_paths(tree, candidates) == [(1,), (1, 2), (1, 2, 4), (1, 2, 3)]
+    row = continuation_tree(tokens, [(5, 1), (1, 1)], 3, 10)
+    assert token_paths(row) == [(1,), (1, 2), (1, 2, 4), (1, 2, 3)]
 
 
 def test_longer_matches_weigh_more_than_several_shorter_ones() -> None:
     tokens = [4, 3, 8, 3, 9, 6, 3, 9, 4, 3]
     index = index_of(tokens)
-    tree, candidates, _ = continuation_tree(tokens, index.matches(tokens, 8), 1, 1)
-    assert candidates == [8]  # once after (4, 3), while 9 follows 3 twice
+    row = continuation_tree(tokens, index.matches(tokens, 8), 1, 1)
+    assert row.tokens[1:] == [8]  # once after (4, 3), while 9 follows 3 twice
 
 
 # -- the drafter ---------------------------------------------------------------------------------
@@ -247,9 +249,11 @@ def drafter(**options: float) -> PromptLookupDrafter:
 
 
 def state_of(rows: list[list[int]], active: list[bool], max_depth: int) -> Any:
-    """As much of a DecodingState as drafting looks at."""
+    """As much of a DecodeState as drafting looks at."""
     root = torch.tensor([row[-1] for row in rows])
-    return SimpleNamespace(tokens=rows, active=active, max_depth=max_depth, root=root)
+    return SimpleNamespace(
+        tokens=rows, active=active, max_depth=max_depth, root=root, batch_size=len(rows)
+    )
 
 
 def test_rows_are_drafted_for_themselves() -> None:
@@ -261,38 +265,28 @@ def test_rows_are_drafted_for_themselves() -> None:
     state = state_of(rows, active, max_depth=4)
     one.start(state)
     for _ in range(6):
-        draft = one.propose(state)
-        assert draft.distributions is None
-        assert draft.tokens.dtype == torch.long
-        assert draft.tokens.shape == (4, draft.tree.num_nodes)
-        assert draft.tokens[:, 0].tolist() == state.root.tolist()
-        counts, came = [], []
+        tree = one.propose(state)
+        assert tree.q is None and tree.host is not None
+        drafted, emitted = tree.host.rows(tree.row_sizes), []
         for row, tokens in enumerate(rows):
             matches = rescan(tokens, 1, 4, 8) if active[row] else []
-            tree, candidates, chances = continuation_tree(
+            wanted = continuation_tree(
                 tokens, matches, 4, 7, confidences[row], one.options.min_probability
             )
-            n = len(tree)
-            assert draft.tree.parents[row, :n].tolist() == list(tree.parents)
-            assert draft.tokens[row, 1:n].tolist() == candidates
-            assert int(draft.tree.valid[row].sum()) == n
-            assert draft.chances.paths[row, :n].tolist() == chances
-            assert draft.chances.depths[row, :n].tolist() == list(tree.depths)
-            assert draft.chances.parents[row, 1:n].tolist() == list(tree.parents[1:])
-            assert not draft.chances.paths[row, n:].any()
-            paths = [(), *token_paths(tree, candidates)]
-            emitted = [*rng.choice(paths), rng.randrange(3)] if active[row] else []
-            right = max(k for k in range(len(emitted) + 1) if tuple(emitted[:k]) in paths)
-            if n > 1:
-                depth = min(tree.max_depth, len(emitted))
+            # The root of a finished row, too: it may be cached.
+            assert drafted[row] == wanted
+            paths = [(), *token_paths(wanted)]
+            came = [*rng.choice(paths), rng.randrange(3)] if active[row] else []
+            right = max(k for k in range(len(came) + 1) if tuple(came[:k]) in paths)
+            if len(wanted.tokens) > 1:
+                depth = min(max(wanted.depths), len(came))
                 confidences[row].observe(matches[0][1], right, depth)
-            counts.append(len(emitted))
-            came.append(emitted)
-        for tokens, emitted in zip(rows, came):
-            tokens += emitted
+            emitted.append(came)
+        for tokens, came in zip(rows, emitted):
+            tokens += came
         state = state_of(rows, active, max_depth=4)
-        one.observe(state, draft, [range(count) for count in counts])
-        for own, confidence in zip(one.rows, confidences):
+        one.observe(state, tree, HostResult([[]] * 4, emitted, [0] * 4))
+        for own, confidence in zip(one.lookups.rows, confidences):
             assert vars(own.confidence) == vars(confidence)
 
 
@@ -301,7 +295,7 @@ def test_drafts_go_no_deeper_than_the_budget(left: int) -> None:
     one, rows = drafter(max_depth=5), [[1, 2, 1, 2, 1, 2]]
     state = state_of(rows, [True], max_depth=left)
     one.start(state)
-    assert one.propose(state).tree.max_depth == min(left, 5)
+    assert one.propose(state).max_depth == min(left, 5)
 
 
 def test_min_probability_prunes_drafts() -> None:
@@ -310,7 +304,7 @@ def test_min_probability_prunes_drafts() -> None:
         one = drafter(max_depth=6, max_nodes=20, min_probability=floor)
         state = state_of(rows, [True], max_depth=9)
         one.start(state)
-        assert one.propose(state).tree.row_candidates == (candidates,)
+        assert one.propose(state).row_sizes == (candidates,)
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.int32])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -22,6 +22,7 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.adapter import early_states
 from hf_spec.methods.propd.drafter import EarlyPruning, ProPDOptions
@@ -165,13 +166,13 @@ def naive_likely(
     weights: dict,
     top_k: int,
     hidden: torch.Tensor,
+    parents: Sequence[int],
     tokens: list[int],
     own: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> tuple[list[bool], list[float]]:
     """One node at a time; ``own`` is what the model does behind its output embeddings."""
     likely, log_p = [True], [0.0]
-    for node in range(1, len(TREE)):
-        parent = TREE.parents[node]
+    for node, parent in list(enumerate(parents))[1:]:
         logits = own(model.lm_head(naive_early(weights, hidden[parent])))
         rank = int((logits > logits[tokens[node]]).sum())
         likely.append(likely[parent] and rank < top_k)
@@ -185,15 +186,19 @@ def test_likely_candidates_one_at_a_time(fresh: Callable[..., PreTrainedModel], 
     weights = trained_like(model)
     pruning = EarlyPruning(model, weights, 1, 50, ProPDOptions(prune_top_k=top_k))
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(3, len(TREE), 32, generator=generator)
-    tokens = torch.randint(VOCAB, (3, len(TREE)), generator=generator)
+    hidden = torch.randn(4, len(TREE), 32, generator=generator)
+    tokens = torch.randint(VOCAB, (4, len(TREE)), generator=generator)
+    shapes = [TREE, TokenTree.chain(2), TREE, TokenTree.chain(0)]
+    tree = Tree.of_shapes(shapes).with_tokens(tokens)
     with torch.no_grad():
-        likely, log_p = pruning.likely(hidden, tokens, TREE.batch(3))
-        for row in range(3):
-            expected = naive_likely(model, weights, top_k, hidden[row], tokens[row].tolist())
-            assert likely[row].tolist() == expected[0]
-            assert log_p[row].tolist() == pytest.approx(expected[1], abs=1e-4)  # sums of floats
-    assert bool(likely.all()) == (top_k > VOCAB)
+        likely, log_p = pruning.likely(hidden, tree)
+        for row, shape in enumerate(shapes):
+            given, n = (hidden[row], shape.parents, tokens[row].tolist()), len(shape)
+            expected = naive_likely(model, weights, top_k, *given)
+            assert likely[row].tolist() == [*expected[0], *[False] * (len(TREE) - n)]
+            # Sums of floats.
+            assert log_p[row, :n].tolist() == pytest.approx(expected[1], abs=1e-4)
+    assert torch.equal(likely, tree.valid) == (top_k > VOCAB)
     assert math.isfinite(float(early_states(pruning.weights, torch.zeros(32)).sum()))
 
 
@@ -213,10 +218,10 @@ def test_probabilities_are_those_of_the_model_s_own_logits(
     weights = trained_like(model, prune_layer=1)
     seen, likely = [], EarlyPruning.likely
 
-    def noted(self: EarlyPruning, hidden: Any, tokens: Any, tree: Any) -> Any:
-        found = likely(self, hidden, tokens, tree)
+    def noted(self: EarlyPruning, hidden: Any, tree: Any) -> Any:
+        found = likely(self, hidden, tree)
         if tree.num_nodes == len(TREE) and tree.valid.all():  # all of it is within the budget
-            seen.append((hidden.clone(), tokens, found))
+            seen.append((hidden.clone(), tree.tokens, found))
         return found
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -225,7 +230,8 @@ def test_probabilities_are_those_of_the_model_s_own_logits(
         assert run(model, **propd(tree=paths, prune_top_k=12)) == plain
         for hidden, tokens, found in seen:
             for row in range(len(tokens)):
-                expected = naive_likely(model, weights, 12, hidden[row], tokens[row].tolist(), own)
+                given = hidden[row], TREE.parents, tokens[row].tolist()
+                expected = naive_likely(model, weights, 12, *given, own)
                 assert found[0][row].tolist() == expected[0]
                 assert found[1][row].tolist() == pytest.approx(expected[1], abs=1e-4)
     assert seen and 0 < hf_spec.last_stats(model).prune_rate < 1

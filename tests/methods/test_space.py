@@ -272,11 +272,10 @@ def test_all_steps_have_candidates(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
     propose = method.drafter.propose
 
     def watched(self: Any, state: Any) -> Any:
-        draft = propose(self, state)
-        sizes = draft.probes.sizes
-        assert sizes == ((3,) * draft.tokens.shape[1],)
-        seen.append(draft.tokens.shape[1] - 1)
-        return draft
+        tree = propose(self, state)
+        assert (tree.probe_counts == 3).all()
+        seen.append(tree.num_tokens - 1)
+        return tree
 
     monkeypatch.setattr(method.drafter, "propose", watched)
     model.generate(prompt(), **GREEDY, **drafting("space", tree="chain"))
@@ -303,18 +302,18 @@ def test_sampled_candidates_carry_the_whole_distribution(
             return scores
 
         state.process = spy
-        draft = propose(self, state)
+        tree = propose(self, state)
         state.process = process
         for place, (suffixes, given, scores) in enumerate(calls, start=1):
-            assert suffixes == draft.tokens[:, 1:place].tolist()
-            assert torch.equal(draft.distributions[:, place], scores.softmax(-1))
+            assert suffixes == tree.tokens[:, 1:place].tolist()
+            assert torch.equal(tree.q[:, place], scores.softmax(-1))
             cap = model.config.final_logit_softcapping
-            raw = model.lm_head(state.probe_hidden[:, place - 1])
+            raw = model.lm_head(self.hidden[:, place - 1])
             torch.testing.assert_close(given, torch.tanh(raw / cap) * cap)
-            token = draft.tokens[:, place : place + 1]
-            assert (draft.distributions[:, place].gather(1, token) > 0).all()
+            token = tree.tokens[:, place : place + 1]
+            assert (tree.q[:, place].gather(1, token) > 0).all()
             checked.append(place)
-        return draft
+        return tree
 
     monkeypatch.setattr(method.drafter, "propose", watched)
     torch.manual_seed(0)
@@ -344,10 +343,10 @@ def test_when_candidates_are_sampled(
     propose = method.drafter.propose
 
     def watched(self: Any, state: Any) -> Any:
-        draft = propose(self, state)
-        if draft.tokens.shape[1] > 1:
-            seen.append(draft.distributions is not None)
-        return draft
+        tree = propose(self, state)
+        if tree.num_tokens > 1:
+            seen.append(tree.q is not None)
+        return tree
 
     monkeypatch.setattr(method.drafter, "propose", watched)
     model.generate(

@@ -21,11 +21,13 @@ from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.cache.convert import pack
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.probes import ProbeGroup, hang
+from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.methods.space import objective
-from hf_spec.methods.space.masks import mask_tokens
-from hf_spec.model.probe_inputs import ProbeInputs, TreeForward, TreeOutput
+from hf_spec.core.tree import Tree
+from hf_spec.methods.space import adapter as objective
+from hf_spec.methods.space.adapter import mask_tokens
+from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.target import Output, Target
 from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.cache_name import CACHE
 
@@ -51,24 +53,28 @@ def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
     return model.generate(**ragged(), **GREEDY, **kwargs).tolist()
 
 
-def behind(model: Any, ids: Tensor, inputs: ProbeInputs) -> tuple[TreeForward, TreeCache]:
+def behind(model: Any, ids: Tensor, inputs: ProbeInputs) -> tuple[Target, TreeCache]:
     """Decoding with a prompt in the cache."""
     source = DynamicCache()
     with torch.no_grad():
         model(input_ids=ids, **{CACHE: source}, use_cache=True)
     cache = pack(source, None, 40, "cpu")
-    return TreeForward(model, cache, torch.tensor([100]), probe_inputs=inputs), cache
+    return Target(model, cache, torch.tensor([100]), probe_inputs=inputs), cache
 
 
-def step(model: Any, inputs: ProbeInputs) -> tuple[TreeOutput, TreeCache]:
-    """A tree with mask tokens under each node, behind a prompt; its root is then accepted."""
-    forward, cache = behind(model, prompt(9), inputs)
-    tree = TREE.batch()
-    probes = hang(ProbeGroup.causal(3), tree, [[3] * 5])
+def step(model: Any, inputs: ProbeInputs) -> tuple[Output, TreeCache]:
+    """A tree with mask tokens at each node, behind a prompt; its root is then accepted."""
+    target, cache = behind(model, prompt(9), inputs)
+    tree = Tree.of_shapes([TREE]).with_tokens(prompt(5, seed=1))
     with torch.no_grad():
-        output = forward(prompt(5, seed=1), tree, probes=probes)
+        output = target(tree.attach_probes(ProbeGroup.causal(3)))
     cache.commit([1])
     return output, cache
+
+
+def masks_of(model: Any, inputs: ProbeInputs) -> Tensor:
+    """(1, 15, hidden) of the mask tokens of :func:`step`."""
+    return step(model, inputs)[0].hidden[:, 5:]
 
 
 # -- the base's output -----------------------------------------------------------------------------
@@ -89,7 +95,7 @@ def test_rows_of_tokens_are_those_of_the_base(fresh: Tiny, architecture: str) ->
         torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-5, atol=1e-5)
         return
     assert torch.equal(ours.logits, plain.logits)
-    assert (ours.probe_hidden - plain.probe_hidden).abs().max() > 0.1
+    assert (ours.hidden - plain.hidden)[:, 5:].abs().max() > 0.1
     for layer in range(len(our_cache.layers)):
         for one, two in zip(our_cache.row(0, layer), plain_cache.row(0, layer)):
             assert torch.equal(one, two)
@@ -105,7 +111,7 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
     model = fresh(architecture)
     adapter = added(model)
     inputs = mask_tokens(adapter, model)
-    ours, _ = step(model, inputs)
+    ours = masks_of(model, inputs)
     updated = with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
     ids, candidates = prompt(9), prompt(5, seed=1)[0]
     for node in range(5):
@@ -123,9 +129,7 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
             )  # fmt: skip
         expected = out.hidden_states[-1][0]
         # fp32 with other reduction orders; values up to about 10.
-        torch.testing.assert_close(
-            ours.probe_hidden[0, 3 * node : 3 * node + 3], expected, rtol=1e-3, atol=1e-3
-        )
+        torch.testing.assert_close(ours[0, 3 * node : 3 * node + 3], expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": "chain"}])
@@ -190,10 +194,10 @@ def test_a_copy_of_the_model_has_updates_of_its_own(fresh: Tiny) -> None:
     model = fresh("llama")
     added(model)
     other = copy.deepcopy(model)
-    before = step(model, mask_tokens(find_active(model, "SPACE"), model))[0].probe_hidden
+    before = masks_of(model, mask_tokens(find_active(model, "SPACE"), model))
     randomise(other, "SPACE", std=0.3, seed=9)
-    changed = step(other, mask_tokens(find_active(other, "SPACE"), other))[0].probe_hidden
-    again = step(model, mask_tokens(find_active(model, "SPACE"), model))[0].probe_hidden
+    changed = masks_of(other, mask_tokens(find_active(other, "SPACE"), other))
+    again = masks_of(model, mask_tokens(find_active(model, "SPACE"), model))
     assert torch.equal(before, again) and not torch.equal(before, changed)
 
 
@@ -247,9 +251,8 @@ def test_training_sees_the_states_that_decoding_sees(fresh: Tiny) -> None:
     batch = {"input_ids": ids, "labels": ids, "anchors": torch.tensor([[4]])}
     with torch.no_grad():
         trained = objective.loss(model, adapter, TrainingBatch(**batch))["logits"][0, 0]
-        forward, _ = behind(model, ids[:, :4], mask_tokens(adapter, model))
-        tree = TokenTree.chain(0).batch()
-        probes = hang(ProbeGroup.causal(3), tree, [[3]])
-        served = model.lm_head(forward(ids[:, 4:5], tree, probes=probes).probe_hidden[0])
+        target, _ = behind(model, ids[:, :4], mask_tokens(adapter, model))
+        root = Tree.roots(ids[:, 4]).attach_probes(ProbeGroup.causal(3))
+        served = model.lm_head(target(root).hidden[0, 1:])
     # fp32 with other reduction orders; logits up to about 10.
     torch.testing.assert_close(served, trained, rtol=1e-3, atol=1e-3)
