@@ -291,7 +291,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
         name: make_adapter(root / name, checkpoint, *settings)
         for name, settings in (("first", FIRST), ("second", SECOND), ("branch", BRANCH))
     }
-    (made["first"] / "learned.json").write_text("{}")  # an earlier adapter's, gone with the second
+    # An earlier adapter's, gone with the second.
+    (made["first"] / "learned.json").write_text('{"version": 1, "entries": []}')
     return {name: str(folder) for name, folder in made.items()}
 
 
