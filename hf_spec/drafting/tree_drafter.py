@@ -1,7 +1,7 @@
 """Base class of drafters whose candidates form trees of predictions of future tokens.
 
-It provides what ``hf-spec tune`` needs of a drafter: how far it predicts, whether that takes
-probes, its predictions at positions of finished sequences, and a step with given trees.
+It says how far a drafter predicts, whether that takes probes, and what it predicts at positions of
+finished sequences.
 """
 
 from __future__ import annotations

@@ -222,14 +222,13 @@ def test_card_by_task(adapter: Path) -> None:
 def test_card_on_development_prompts(adapter: Path) -> None:
     search = {
         "environment": {"prompts_sha256": "ab12"}, "identity": {"prompts": 4},
-        "settings": {"objective": "modelled", "sampler": "tpe", "seed": 0}, "trials": [{}] * 7,
-        "best": {"value": 1.1}, "baselines": None, "draft_exit": [],
+        "trials": 7, "held_out": 0, "best": {"speedup": 0.9},
     }  # fmt: skip
     (adapter / "search.json").write_text(json.dumps(search))
     card = render_card(adapter)
     assert "the development prompts that the settings were searched on" in card
     assert "best of 7 trials over 4 prompts" in card
-    assert "No trial was faster than plain decoding" in card
+    assert "No choice was faster than plain decoding" in card
 
 
 def test_card_without_measurements(adapter: Path) -> None:
@@ -450,8 +449,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> None:
-    (adapter / "study.db").write_text("stays here")
-    (adapter / "layers.png").write_bytes(b"png")
+    (adapter / "study.jsonl").write_text("stays here")
+    (adapter / "search.png").write_bytes(b"png")
     write_card(adapter)
     shutil.rmtree(adapter / "custom_generate")  # is rendered on the way
     before = {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()}
@@ -465,12 +464,12 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     files = hub[2][1]["files"]
     assert set(files) == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
-        "custom_generate/generate.py", "results.json", "layers.png",
+        "custom_generate/generate.py", "results.json", "search.png",
     }  # fmt: skip
     assert b"= 'org/skip'" in files["custom_generate/generate.py"]
     card = files["README.md"].decode()
     assert 'model.load_adapter("org/skip")' in card and "base_model: org/base" in card
-    assert "![skipped sublayers](layers.png)" in card and str(adapter.parent) not in card
+    assert str(adapter.parent) not in card
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
 

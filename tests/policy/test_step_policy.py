@@ -585,12 +585,14 @@ def test_packed_candidates_are_taken_while_they_pay() -> None:
     assert [one["candidates"] for one in policy.history] == [3, 0, 4, 0]
 
 
-def test_measured_times_stand_for_those_to_come() -> None:
+def test_saved_times_stand_for_those_to_come() -> None:
+    """Those of a setting, and of the settings near it."""
     learned = Learned()
-    asked = []
-    for _ in range(2):
-        setting = learned.setting(HERE, lambda: asked.append(1) or {1: 1.0, 9: 1.4})
-    assert setting.times.line == pytest.approx((0.95, 0.05)) and len(asked) == 1
+    learned.settings[1, 4, "cpu"] = Setting(StepTimes.guessed({1: 1.0, 9: 1.4}))
+    for key in ((1, 4, "cpu"), (1, 9, "cpu")):
+        setting = learned.setting(key)
+        assert setting.times.line == pytest.approx((0.95, 0.05)) and not setting.tries
+    assert learned.setting((2, 4, "cpu")).times.line[1] == pytest.approx(0.1)  # of two rows
 
 
 def test_what_is_remembered_goes_with_the_model() -> None:
