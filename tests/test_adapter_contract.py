@@ -204,7 +204,7 @@ def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
     model.disable_adapters()
     assert tokens(model) == base
     if METHODS[name].needs_adapter:
-        with pytest.raises(ValueError, match=f"needs an active adapter of type {name.upper()}"):
+        with pytest.raises(ValueError, match=f"active adapter of type {config_of(name).type_name}"):
             tokens(model, name)
     model.enable_adapters()
     model.delete_adapter("two")

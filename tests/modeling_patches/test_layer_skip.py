@@ -3,9 +3,12 @@
 import copy
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from conftest import ARCHITECTURES as KNOWN
+from conftest import VOCAB
 from running import fingerprint, running
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -15,93 +18,22 @@ from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import decoder_layers, num_layers
 
 LAYERS = 4
-VOCAB = 64
 
-LLAMA_LIKE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT_LIKE = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
-FALCON = {**LLAMA_LIKE, "num_kv_heads": 2, "bias": True}
-
-# id -> (model_type, config)
-ARCHITECTURES = {
-    "llama": ("llama", LLAMA_LIKE),
-    "qwen2": ("qwen2", LLAMA_LIKE),
-    "qwen3": ("qwen3", {**LLAMA_LIKE, "head_dim": 8}),
-    "mistral": ("mistral", {**LLAMA_LIKE, "sliding_window": 4}),
-    "gemma2": ("gemma2", {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 4}),
-    "gemma3": ("gemma3_text", {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 4}),
-    "gpt2": ("gpt2", {**GPT_LIKE, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}),
-    "gpt_neox": ("gpt_neox", {**LLAMA_LIKE, "use_parallel_residual": True}),
-    "gpt_neox-sequential": ("gpt_neox", {**LLAMA_LIKE, "use_parallel_residual": False}),
-    "opt": ("opt", {**LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "opt-post_norm": (
-        "opt",
-        {**LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+#: Those that a strategy can use, and what their configs may also say: (architecture, fields).
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in KNOWN},
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "opt-post_norm": ("opt", {"do_layer_norm_before": False}),
+    "falcon-7b": (
+        "falcon", {"new_decoder_architecture": False, "parallel_attn": True, "multi_query": True},
     ),
-    "falcon-7b": ("falcon", {**FALCON, "parallel_attn": True, "multi_query": True}),
-    "falcon-40b": ("falcon", {**FALCON, "new_decoder_architecture": True}),
-    "falcon-11b": (
-        "falcon",
-        {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
-    ),
-    "falcon-rw": (
-        "falcon",
-        {**FALCON, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "multi_query": False},
-    ),
-    "bloom": ("bloom", {**GPT_LIKE, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4}),
-    "bloom-post_norm": (
-        "bloom",
-        {
-            **GPT_LIKE,
-            "hidden_size": 32,
-            "n_layer": LAYERS,
-            "n_head": 4,
-            "apply_residual_connection_post_layernorm": True,
-        },
-    ),
-    "phi": ("phi", LLAMA_LIKE),
-    "phi3": ("phi3", LLAMA_LIKE),
-    "stablelm": ("stablelm", LLAMA_LIKE),
-    "stablelm-parallel": ("stablelm", {**LLAMA_LIKE, "use_parallel_residual": True}),
-    "starcoder2": ("starcoder2", {**LLAMA_LIKE, "sliding_window": None}),
-    "olmo2": ("olmo2", LLAMA_LIKE),
-    "mixtral": ("mixtral", {**LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            **GPT_LIKE,
-            "hidden_size": 32,
-            "num_layers": LAYERS,
-            "num_heads": 4,
-            "intermediate_size": 48,
-            "max_position_embeddings": 64,
-            "window_size": 4,
-            "attention_types": [[["global", "local"], LAYERS // 2]],
-        },
-    ),
-    "mpt": (
-        "mpt",
-        {**GPT_LIKE, "d_model": 32, "n_layers": LAYERS, "n_heads": 4, "max_seq_len": 64},
-    ),
-    "cohere2": ("cohere2", {**LLAMA_LIKE, "sliding_window": 4}),
+    "falcon-11b": ("falcon", {"num_ln_in_parallel_attn": 1}),
+    "bloom-post_norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
     # Not promised, but found by the same rules.
-    "gpt_oss": (
-        "gpt_oss",
-        {**LLAMA_LIKE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "gptj": ("gptj", {**GPT_LIKE, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 4}),
-    "glm4": ("glm4", {**LLAMA_LIKE, "head_dim": 8}),
-}
+    "gpt_oss": ("mixtral", {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 5}),
+    "glm4": ("qwen3", {"model_type": "glm4"}),
+}  # fmt: skip
 NORM_IN_RESIDUAL = ("opt-post_norm", "bloom-post_norm")
 
 # Last weights before the residual stream, inside an attention or an MLP module (or the layer).
@@ -117,11 +49,16 @@ def build(architecture: str, **changes: object) -> nn.Module:
 
 @cache
 def built(architecture: str, **changes: object) -> nn.Module:
-    model_type, config = ARCHITECTURES[architecture]
+    name, own = ARCHITECTURES[architecture]
+    model_type, fields = KNOWN[name]
+    fields = {**fields, **own, **changes}
+    depth = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
+    fields |= dict.fromkeys(depth & fields.keys(), LAYERS)
+    if "layer_types" in fields:
+        fields["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    config = AutoConfig.for_model(fields.pop("model_type", model_type), **fields)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(model_type, **{**config, **changes})
-    )
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # biases and norms start at 0 and 1: make them matter
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
@@ -385,7 +322,7 @@ def test_more_than_attention_and_mlp_is_no_identity():
 
 @torch.inference_mode()
 def test_multimodal_model_uses_the_text_layers():
-    text = {**ARCHITECTURES["gemma3"][1]}
+    text = {**KNOWN["gemma3"][1]}
     vision = {
         "hidden_size": 16,
         "intermediate_size": 16,

@@ -1,4 +1,4 @@
-"""ALiBi in tree forwards against plain forwards of every path alone."""
+"""ALiBi and local attention in tree forwards against plain forwards of every path alone."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from transformers import (
     FalconConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
     MptConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -21,20 +22,33 @@ from tree_oracle import (
     random_tokens,
 )
 
-from modeling_patches import alibi
+from modeling_patches import alibi, local_attention
 from modeling_patches.alibi import Positions
+from modeling_patches.attention_masks import PATCHES
 
 
 def tree_positions(model, changes):
     positions = Positions()
-    alibi.tree_positions(model, positions, changes)
+    (patch,) = (patch for patch in PATCHES if patch.applies(model))
+    patch.tree_positions(model, positions, changes)
     return positions.set
 
 
 BLOOM = {"hidden_size": 48, "n_layer": 2, "initializer_range": 0.3}
 FALCON = {"hidden_size": 48, "num_hidden_layers": 2, "alibi": True, "initializer_range": 0.3}
 MPT = {"d_model": 48, "n_layers": 2, "max_seq_len": 64, "initializer_range": 0.3}
-CASES = {
+
+
+def neo(window=4, layers=("global", "local", "local")):
+    """Two trees behind a prompt take 23 slots, but never more than 20 positions."""
+    return GPTNeoConfig(
+        vocab_size=128, hidden_size=48, num_layers=len(layers), num_heads=4, window_size=window,
+        attention_types=[[[layer], 1] for layer in layers], max_position_embeddings=20,
+        initializer_range=0.3,
+    )  # fmt: skip
+
+
+ALIBI = {
     "bloom": (BloomConfig(vocab_size=128, n_head=4, **BLOOM), "eager"),
     # The number of heads decides the slopes: with 12, not all are powers of two and rounding shows.
     "bloom-12-heads": (BloomConfig(vocab_size=128, n_head=12, **BLOOM), "eager"),
@@ -66,6 +80,8 @@ CASES = {
         "eager",
     ),
 }
+LOCAL = {f"gpt_neo-{window}": (neo(window), "eager") for window in (3, 4, 8)}
+CASES = {**ALIBI, **LOCAL}
 
 
 def build(name):
@@ -87,6 +103,7 @@ def test_tree_logits_equal_plain_forwards_of_each_path(model):
         one = decoding.tree(first, set_positions)
         decoding.accept(first, [[0, 1, 3, 6], [0, 2]])
         longer = decoding.rows
+        # 23 slots by now: more than GPT-Neo has positions, which its triangle cannot cover.
         two = decoding.tree(second, set_positions)
     assert_same(one, expected(model, prompts, first))
     assert_same(two, expected(model, longer, second))
@@ -95,7 +112,7 @@ def test_tree_logits_equal_plain_forwards_of_each_path(model):
 def test_unpatched_model_fails_or_is_wrong(model):
     tokens = random_tokens(2, 7, seed=2)
     decoding = Decoding(model)
-    if model.config.model_type == "mpt":
+    if model.config.model_type in ("mpt", "gpt_neo"):
         got = decoding.tree(tokens, set_positions=lambda *_: None)
         assert (got - expected(model, decoding.rows, tokens)).abs().max() > 0.1
     else:
@@ -104,7 +121,7 @@ def test_unpatched_model_fails_or_is_wrong(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [name for name in CASES if "mpt" not in name])
+@pytest.mark.parametrize("name", [name for name in ALIBI if "mpt" not in name])
 def test_a_causal_4d_mask_gives_the_bits_of_a_2d_mask(name, dtype):
     """Bloom and Falcon round ALiBi differently (Falcon always to bf16); each must stay itself.
 
@@ -178,16 +195,20 @@ def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(model):
     assert fingerprint(model) == once and model.config.to_dict() == config
 
 
-def test_a_method_the_instance_had_still_runs():
-    model = build("mpt")
-    attention = model.transformer.blocks[0].attn
-    own, calls = attention.forward, []
+@pytest.mark.parametrize("name", ["mpt", "gpt_neo-4"])
+def test_a_method_the_instance_had_still_runs(name):
+    model = build(name)
+    if name == "mpt":
+        attention, method = model.transformer.blocks[0].attn, "forward"
+    else:
+        attention, method = model.transformer.h[1].attn.attention, "_attn"
+    own, calls = getattr(attention, method), []
 
     def spy(*args, **kwargs):
         calls.append(1)
         return own(*args, **kwargs)
 
-    attention.forward = spy
+    setattr(attention, method, spy)
     with added(tree_positions, model) as set_positions:
         decoding = Decoding(model)
         assert len(calls) == 1
@@ -205,13 +226,17 @@ def test_another_instance_is_not_touched(model):
 
 
 def test_applies():
-    assert all(alibi.applies(build(name)) for name in CASES)
+    assert all(alibi.applies(build(name)) for name in ALIBI)
+    assert all(local_attention.applies(build(name)) for name in LOCAL)
+    every_layer_global = AutoModelForCausalLM.from_config(neo(layers=("global", "global")))
+    assert local_attention.applies(every_layer_global)
     tiny = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     assert not alibi.applies(AutoModelForCausalLM.from_config(FalconConfig(alibi=False, **tiny)))
     assert not alibi.applies(
         GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2))
     )
     assert {"bloom", "falcon", "mpt"} == alibi.MODEL_TYPES
+    assert frozenset({"gpt_neo"}) == local_attention.MODEL_TYPES
 
 
 def test_positions_that_do_not_fit_the_mask_are_an_error(model):
@@ -225,3 +250,30 @@ def test_positions_that_do_not_fit_the_mask_are_an_error(model):
         set_positions(positions, positions)
         with pytest.raises(ValueError, match=r"a torch\.bool mask .* must be additive"):
             model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
+
+
+# -- local attention -----------------------------------------------------------------------------
+
+
+def test_the_band_is_a_double_loop_over_queries_and_keys():
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randint(0, 12, (2, 5), generator=generator)
+    keys = torch.randint(0, 12, (2, 9), generator=generator)
+    visible = torch.rand(2, 1, 5, 9, generator=generator) < 0.7
+    got = local_attention.banded(additive(visible), queries, keys, window=4) == 0
+    for row in range(2):
+        for i, query in enumerate(queries[row].tolist()):
+            for j, key in enumerate(keys[row].tolist()):
+                near = query - key < 4
+                assert got[row, 0, i, j] == (near and bool(visible[row, 0, i, j]))
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_the_window_matters(name):
+    """Were it wider than the sequences, the tests here could not fail."""
+    tokens, model = random_tokens(2, 7, seed=2), build(name)
+    decoding = Decoding(model)
+    wide = AutoModelForCausalLM.from_config(neo(20)).eval()
+    wide.load_state_dict(model.state_dict(), strict=False)
+    narrow = expected(model, decoding.rows, tokens)
+    assert (narrow - expected(wide, decoding.rows, tokens)).abs().max() > 0.1
