@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.adapters.base_model import facts_of, fingerprint
+from hf_spec.adapters.base_model import facts_of
 from hf_spec.files import write_atomically
 
 #: What adds to the residual stream in a layer.
@@ -59,7 +59,7 @@ def adapt(source: Path, target: Path, model: Any) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoints"))
     place = target / "adapter_config.json"
     config = json.loads(place.read_text())
-    config |= {"base_facts": facts_of(model), "base_fingerprint": fingerprint(model)}
+    config |= {"base_facts": facts_of(model)}
     write_atomically(place, json.dumps(config, indent=2))
 
 

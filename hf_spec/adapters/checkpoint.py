@@ -10,36 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 #: Prefix of the names of an adapter's tensors on disk.
 PEFT_PREFIX = "base_model.model."
-#: Types that weights are stored in, under safetensors' names; loading casts them.
-FLOATS = {
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-}  # fmt: skip
 #: Most complaints shown of each kind; an unrelated file has one per tensor.
 SHOWN = 3
-
-
-class TensorFacts(NamedTuple):
-    """Shape and dtype of a tensor, known without reading it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
-    """The facts of tensors in memory, by name on disk without PEFT's prefix."""
-    return {
-        name.removeprefix(PEFT_PREFIX): TensorFacts(
-            tuple(tensor.shape), FLOATS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-        )
-        for name, tensor in tensors.items()
-    }
+#: Types that loading casts.
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @dataclass(frozen=True)
@@ -135,9 +116,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_fit(
-    adapter: str, stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]
+    adapter: str, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> None:
     """Check that the stored tensors are those of an adapter of this type and config.
+
+    Args:
+        adapter: the adapter's type.
+        stored: tensors by their names on disk, without PEFT's prefix.
+        expected: the adapter's own, which they are to replace.
 
     Raises:
         ValueError: tensors are missing, unknown, or of another shape or dtype; the message names
@@ -152,11 +138,13 @@ def check_fit(
         )
 
 
-def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorFacts]) -> list[str]:
+def complaints(
+    stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Reasons why stored tensors cannot be loaded as the expected ones; empty if they can.
 
-    Names and shapes must be the same. A floating-point tensor may be of any such type, since
-    loading casts it; any other must be of the type expected.
+    Names and shapes must be the same. A tensor of one of `FLOATS` may be of any of them; any other
+    must be of the type expected.
     """
     missing = [f"no tensor {name!r}" for name in expected if name not in stored]
     unknown = [f"unknown tensor {name!r}" for name in stored if name not in expected]
@@ -165,8 +153,9 @@ def complaints(stored: Mapping[str, TensorFacts], expected: Mapping[str, TensorF
         found = stored.get(name, wanted)
         # A tensor sharded over processes (DeepSpeed's stage 3) is empty here.
         if found.shape != wanted.shape and 0 not in wanted.shape:
-            wrong.append(f"{name!r} has shape {found.shape}, expected {wanted.shape}")
-        elif found.dtype != wanted.dtype and not {found.dtype, wanted.dtype} <= {*FLOATS.values()}:
+            shapes = tuple(found.shape), tuple(wanted.shape)
+            wrong.append(f"{name!r} has shape {shapes[0]}, expected {shapes[1]}")
+        elif found.dtype != wanted.dtype and not {found.dtype, wanted.dtype} <= FLOATS:
             wrong.append(f"{name!r} is of type {found.dtype}, expected {wanted.dtype}")
     result = []
     for kind in (missing, wrong, unknown):

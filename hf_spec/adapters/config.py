@@ -8,13 +8,7 @@ from peft import PeftConfig
 from torch import nn
 from transformers import GenerationMixin
 
-from hf_spec.adapters.base_model import (
-    check_facts,
-    facts_of,
-    fingerprint,
-    grew,
-    warn_of_other_weights,
-)
+from hf_spec.adapters.base_model import check_facts, facts_of
 from hf_spec.adapters.repo_files import write_companions
 from modeling_patches.support import check_model
 
@@ -63,7 +57,6 @@ class SpecPeftConfig(PeftConfig):
 
     format_version: int = setting(FORMAT_VERSION, "Version of the saved layout.")
     base_facts: dict[str, Any] | None = setting(None, "Shape of the base model (recorded).")
-    base_fingerprint: str | None = setting(None, "Hash of the base model's weights (recorded).")
 
     def __post_init__(self) -> None:
         name = type(self).type_name
@@ -81,13 +74,11 @@ class SpecPeftConfig(PeftConfig):
             )
         self.peft_type: Any = SpecPeftType(name)
         check_version(name, self.format_version)
-        for key, kind in (("base_facts", dict), ("base_fingerprint", str)):
-            value = getattr(self, key)
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(
-                    f"{key} must be a {kind.__name__} or None, got {value!r}. Leave it out: "
-                    "attaching the adapter records it."
-                )
+        if not isinstance(self.base_facts, dict | None):
+            raise ValueError(
+                f"base_facts must be a dict or None, got {self.base_facts!r}. Leave it out: "
+                "attaching the adapter records it."
+            )
 
     def check_base(self, model: nn.Module) -> None:
         """Raise a ValueError if the adapter does not fit `model`; runs before it is attached.
@@ -126,22 +117,13 @@ class SpecPeftConfig(PeftConfig):
     def match_base(self, model: nn.Module) -> None:
         """Raise a ValueError if `model` has another shape than the base of the adapter.
 
-        Other weights of the same shape, such as those of a fine-tuned base, are allowed and logged;
-        a vocabulary that grew is allowed.
-        A config that is not trained yet records missing facts.
+        Other weights of the same shape, such as those of a fine-tuned base, and a vocabulary that
+        grew are allowed. A config that is not trained yet records missing facts.
         """
-        base, name = self.base_model_name_or_path, type(self).type_name
-        check_facts(name, self.base_facts or {}, base, model)
-        found = facts_of(model)
-        if not found:
-            return
         made_for = self.base_facts or {}
-        weights = fingerprint(model, made_for["vocab_size"] if grew(made_for, model) else None)
+        check_facts(type(self).type_name, made_for, self.base_model_name_or_path, model)
         if not self.inference_mode:
-            self.base_facts = {**found, **(self.base_facts or {})}
-            self.base_fingerprint = self.base_fingerprint or weights
-        if None not in (weights, self.base_fingerprint) and weights != self.base_fingerprint:
-            warn_of_other_weights(name, base, self.base_fingerprint, weights)
+            self.base_facts = {**facts_of(model), **made_for} or None
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, and the files for `SpecConfig` and `custom_generate`: the

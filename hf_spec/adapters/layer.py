@@ -13,7 +13,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_spec.adapters.checkpoint import Origin, TensorFacts, tensor_facts
+from hf_spec.adapters.checkpoint import Origin
 from hf_spec.adapters.config import SpecPeftConfig
 from modeling_patches.weights import held, placement
 
@@ -69,12 +69,12 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
             if name != "format" and adapter_name in values
         }
 
-    def stored_facts(self, adapter_name: str) -> dict[str, TensorFacts]:
-        """Names on disk, shapes and types of an adapter's stored tensors."""
+    def stored(self, adapter_name: str) -> dict[str, torch.Tensor]:
+        """The tensors that are stored of an adapter, by name on disk without PEFT's prefix."""
         tensors: Mapping[str, torch.Tensor] = self.weights(adapter_name)
         if not tensors:
             tensors = {"format": getattr(self, f"{self.prefix}format")[adapter_name]}
-        return tensor_facts(names_on_disk(self.prefix, tensors))
+        return names_on_disk(self.prefix, tensors)
 
     def update_layer(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
         """Build the adapter `adapter_name` and add it to the containers.

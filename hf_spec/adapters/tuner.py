@@ -41,7 +41,7 @@ from hf_spec.adapters.beside_others import (
     set_by_type,
     state_without_embeddings,
 )
-from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_fit, check_numbers, tensor_facts
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_fit, check_numbers
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import (
     CONTAINER,
@@ -180,9 +180,9 @@ class SpecTuner(BaseTuner):
         base = base_of(model)
         layer = layer_of(base, cls.prefix)
         if layer is not None:
-            check_fit(config.type_name, tensor_facts(state_dict), layer.stored_facts(adapter_name))
-            named = [(key.removeprefix(PEFT_PREFIX), one) for key, one in state_dict.items()]
-            check_numbers(f"the {config.type_name} adapter", named, placement(base)[1])
+            stored = {key.removeprefix(PEFT_PREFIX): one for key, one in state_dict.items()}
+            check_fit(config.type_name, stored, layer.stored(adapter_name))
+            check_numbers(f"the {config.type_name} adapter", stored.items(), placement(base)[1])
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:

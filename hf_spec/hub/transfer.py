@@ -21,7 +21,6 @@ from hf_spec.adapters.checkpoint import (
     check_numbers,
     complaints,
     read_weights,
-    tensor_facts,
 )
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
@@ -220,7 +219,7 @@ def import_adapter(
         raise ValueError(f"cannot import {str(path)!r}: {error}{has}") from error
     with attached(model, config) as peft_model:
         weights = require_active(model, config.type_name, method.name).weights()
-        wrong = complaints(tensor_facts(tensors), tensor_facts(weights))
+        wrong = complaints(tensors, weights)
         if wrong:
             raise ValueError(
                 f"{str(path)!r} does not fit {type(model).__name__}: {'; '.join(wrong)}. Give the "

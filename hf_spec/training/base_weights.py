@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.layer import CONTAINER
 from hf_spec.hub.folder import staging
 
@@ -66,7 +65,7 @@ def save_model(model: Any, folder: Path, config: Any, companions: Sequence[Any] 
     Args:
         model: the base model with its adapters attached.
         folder: the adapter folder.
-        config: the adapter's config, in which the base's name and fingerprint are set.
+        config: the adapter's config, in which the base's name is set.
         companions: objects to save beside the model, such as its tokenizer.
     """
     with staging(folder / MODEL) as temporary:
@@ -74,4 +73,3 @@ def save_model(model: Any, folder: Path, config: Any, companions: Sequence[Any] 
         for companion in companions:
             companion.save_pretrained(temporary)
     config.base_model_name_or_path = str(folder / MODEL)
-    config.base_fingerprint = fingerprint(model)

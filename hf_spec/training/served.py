@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import EvalPrediction
 
 import hf_spec
 from hf_spec.bench.session import pad_left
@@ -72,30 +74,37 @@ def served_metrics(stats: SpecStats) -> dict[str, float]:
     return metrics
 
 
-def top_k_counts(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def top_k_counts(outputs: tuple[torch.Tensor, ...], _: Any = None) -> Any:
     """Count how often the right token is among the k likeliest, for each k in `RANKS`.
 
     Args:
-        logits: ``(batch, anchors, distances, vocab)``
-        labels: ``(batch, anchors, distances)`` right tokens; `IGNORED` where there is none.
+        outputs: logits ``(batch, anchors, distances, vocab)`` and the right tokens ``(batch,
+            anchors, distances)``, `IGNORED` where there is none; empty for a loss without logits.
 
     Returns:
-        ``(1 + len(RANKS), distances)``: number of labels, then of hits with each k.
+        ``(batch, 1 + len(RANKS), distances)``: number of labels, then of hits with each k.
     """
+    if not outputs:
+        return outputs
+    logits, labels = outputs
     best = logits.topk(min(max(RANKS), logits.shape[-1]), dim=-1).indices == labels[..., None]
     real = labels != IGNORED
     found = [real, *(best[..., :k].any(-1) & real for k in RANKS)]
-    return torch.stack([one.sum((0, 1)) for one in found]).cpu()
+    return torch.stack([one.sum(1) for one in found], dim=1)
 
 
-def top_k_metrics(counts: torch.Tensor) -> dict[str, float]:
+def top_k_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Top-k accuracies by name: ``top1_2`` is that of k = 1 at distance 2.
 
     Args:
-        counts: from :func:`top_k_counts`.
+        prediction: its predictions are from :func:`top_k_counts`.
     """
+    counts = prediction.predictions
+    if not isinstance(counts, np.ndarray):
+        return {}
+    number, *hits = counts.sum(0)
     return {
-        f"top{k}_{distance}": share
-        for k, shares in zip(RANKS, (counts[1:] / counts[0].clamp(min=1)).tolist())
-        for distance, share in enumerate(shares, start=1)
+        f"top{k}_{distance}": float(share)
+        for k, found in zip(RANKS, hits)
+        for distance, share in enumerate(found / number.clip(min=1), start=1)
     }

@@ -164,7 +164,6 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
         "greater_is_better": True,
         "report_to": [],
         "remove_unused_columns": False,
-        "prediction_loss_only": True,
         "seed": 0,
         "use_cpu": not torch.accelerator.is_available(),
         "ddp_find_unused_parameters": False,

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import EvalLoopOutput
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
@@ -22,10 +23,9 @@ class SpecTrainer(Trainer):
     """Trains a ``PeftModel`` with an adapter of hf_spec; evaluation decodes real prompts.
 
     All features of ``Trainer`` work: accelerate, several devices, mixed precision, logging,
-    checkpoints and resuming. ``evaluate`` reports ``eval_loss``, ``eval_top5_1`` etc. on
-    ``eval_dataset``, and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Each
-    process decodes its share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same
-    prompts together.
+    checkpoints and resuming. ``evaluate`` also reports ``eval_top5_1`` etc. on ``eval_dataset``,
+    and ``eval_tau``, ``eval_acceptance_1`` etc. from decoding ``served``. Each process decodes its
+    share; where FSDP2 or ZeRO stage 3 shards the model, all decode the same prompts together.
 
     If the adapter's config has ``trains_base``, checkpoints contain the base model's weights, too.
 
@@ -34,7 +34,10 @@ class SpecTrainer(Trainer):
     """
 
     def __init__(self, *args: Any, served: Served | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            *args, compute_metrics=top_k_metrics, preprocess_logits_for_metrics=top_k_counts,
+            **kwargs,
+        )  # fmt: skip
         self.served = served
         # The losses are means, so that Trainer must divide by the number of accumulated batches.
         self.model_accepts_loss_kwargs = False
@@ -140,44 +143,16 @@ class SpecTrainer(Trainer):
         """The base model inside wrappers."""
         return self.unwrapped.get_base_model()
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: Any = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
+    def evaluation_loop(
+        self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
         """Compute loss and accuracies on held-out answers, and acceptance on held-out prompts."""
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        metrics = self._losses(data)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.served is not None:
-            metrics |= served_metrics(self._decode(self.served))
-        named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(named)
-        self.control: Any = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, named
-        )
-        return named
-
-    @torch.no_grad()
-    def _losses(self, data: Any) -> dict[str, float]:
-        """Loss and accuracies; every process evaluates its share of the examples."""
-        model = self.unwrapped
-        training = model.training
-        model.eval()
-        total, rows, counts = 0.0, 0, torch.zeros(1, dtype=torch.long)
-        own = range(self.args.process_index, len(data), self.args.world_size)
-        for start in range(0, len(own), self.args.per_device_eval_batch_size):
-            part = own[start : start + self.args.per_device_eval_batch_size]
-            batch = self.data_collator([data[index] for index in part])
-            output = model(**self._prepare_inputs(batch))
-            total, rows = total + float(output["loss"]) * len(part), rows + len(part)
-            if output.get("logits") is not None:
-                counts = counts + top_k_counts(output["logits"], output["labels"])
-        model.train(training)
-        parts = self._gathered((total, rows, counts))
-        loss, number, found = (sum(values) for values in zip(*parts))
-        accuracies = top_k_metrics(found) if found.ndim == 2 else {}  # some models return no logits
-        return {"loss": loss / max(number, 1), **accuracies}
+            measured = served_metrics(self._decode(self.served))
+            named = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+            output.metrics.update(named)
+        return output
 
     def _decode(self, served: Served) -> SpecStats:
         """Statistics of decoding; every process decodes its share of the prompts."""
@@ -186,15 +161,7 @@ class SpecTrainer(Trainer):
             with whole_root(self.model):
                 return served.measure(self._base)
         share = slice(self.args.process_index, None, self.args.world_size)
-        total = SpecStats()
-        for part in self._gathered(served.measure(self._base, share)):
+        own, total = served.measure(self._base, share), SpecStats()
+        for part in gather_object([own]) if self.args.world_size > 1 else [own]:
             total.merge(part)
         return total
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order."""
-        if self.args.world_size == 1:
-            return [value]
-        from accelerate.utils import gather_object
-
-        return gather_object([value])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.adapters.base_model import fingerprint
 from hf_spec.methods.registry import get_method
 from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.base_weights import base_state, load_checkpoint
@@ -49,9 +47,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_trained_base_is_a_model_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_trained_base_is_a_model_of_its_own(tmp_path: Path) -> None:
     model = make_model()
     before = state(model)
     tokenizer = AutoTokenizer.from_pretrained(save_checkpoint(tmp_path / "base"))
@@ -75,10 +71,7 @@ def test_the_trained_base_is_a_model_of_its_own(
     ]
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(out / "model")
-    assert config["base_fingerprint"] == fingerprint(loaded) != fingerprint(make_model())
-    with caplog.at_level(logging.WARNING):
-        loaded.load_adapter(str(out))
-    assert "other weights" not in caplog.text
+    loaded.load_adapter(str(out))
     ids = torch.tensor([[4, 5, 6, 7, 4, 5, 6, 7]])
     kwargs = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     plain = loaded.generate(ids, **kwargs)

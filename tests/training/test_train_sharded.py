@@ -76,16 +76,16 @@ def worker(rank: int, folder: str) -> None:
         two, resumed = Path(folder, "two"), Path(folder, "resumed")
         model = make_model()
         rows = own_answers(model)
-        train(model, rows, METHOD, two, settings=settings(2))
+        train(model, rows, METHOD, two, arguments=settings(2))
         dist.barrier()
         if rank == 0:  # as if it had been killed on its way to the last checkpoint
             shutil.copytree(two, resumed)
             shutil.rmtree(resumed / "checkpoints" / "checkpoint-24")
         dist.barrier()
-        train(make_model(), rows, METHOD, resumed, settings=settings(2), resume=True)
+        train(make_model(), rows, METHOD, resumed, arguments=settings(2), resume=True)
         monkeypatch.setenv("FSDP_VERSION", "1")
         with pytest.raises(ValueError, match="FSDP of version 1.*launch it with --fsdp_version 2"):
-            train(make_model(), rows, METHOD, Path(folder, "first"), settings=settings(2))
+            train(make_model(), rows, METHOD, Path(folder, "first"), arguments=settings(2))
         dist.destroy_process_group()
 
 
@@ -94,7 +94,7 @@ def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
     forks.ranks(worker, str(tmp_path))
     one, two = tmp_path / "one", tmp_path / "two"
     model = make_model()
-    train(model, own_answers(model), METHOD, one, settings=settings(4))
+    train(model, own_answers(model), METHOD, one, arguments=settings(4))
     assert_same_history(one, two, rel=1e-5, keys=("loss", "eval_loss", "eval_tau"))
     history = json.loads((two / "training.json").read_text())["history"]
     taus = {row["step"]: row["eval_tau"] for row in history if "eval_tau" in row}
@@ -117,4 +117,4 @@ def test_fsdp_that_accelerate_ignores_is_refused(
     """It would train whole copies of a model that may not fit."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="told to use FSDP, and runs 1 process.* on 'cpu' without"):
-        train(make_model(), answers(), METHOD, tmp_path, settings=settings(4))
+        train(make_model(), answers(), METHOD, tmp_path, arguments=settings(4))
