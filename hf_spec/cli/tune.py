@@ -11,7 +11,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import load_adapters, load_model
 
 
 def tune(
@@ -83,7 +83,7 @@ def tune(
     check_writable(adapter, "--adapter")
 
     loaded, tokenizer = load_model(model, dtype, device)
-    lineup.load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
+    load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
     environment = environment_of(loaded, model, prompts)
     try:
         tuner = work.TreeTuner(loaded, tokenizer, chosen, method, options, settings)

@@ -52,12 +52,9 @@ def staging(folder: Path) -> Iterator[Path]:
 
 
 def save_adapter(
-    model: Any,
-    folder: Path,
-    strategy: str,
-    options: dict[str, Any],
+    model: Any, folder: Path, strategy: str, options: dict[str, Any],
     state: dict[str, Any] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a ``PeftModel``'s adapter with its ``SpecConfig``: all of a folder but the card.
 
     Args:
@@ -71,13 +68,7 @@ def save_adapter(
 
 
 def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
-    """Write an adapter that needs no training.
-
-    Args:
-        model: the base model; unchanged afterwards.
-        adapter_config: the adapter's config.
-        folder: the adapter folder.
-    """
+    """Write an adapter of this config that needs no training; the model is unchanged afterwards."""
     with attached(model, adapter_config) as peft_model:
         _save_weights(peft_model, folder)
 
@@ -116,10 +107,10 @@ def _save_weights(model: Any, folder: Path, state: dict[str, Any] | None = None)
 
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
     """Write ``generation_config.json``, and the shim with the same strategy and options."""
-    _save_config(folder, hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options))
+    _save(hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options), folder)
 
 
-def _save_config(folder: Path, config: hf_spec.SpecConfig) -> None:
+def _save(config: hf_spec.SpecConfig, folder: Path) -> None:
     with staging(folder) as temporary:
         config.save_pretrained(temporary)
     write_shim(folder)
@@ -129,7 +120,7 @@ def change_options(folder: Path, options: dict[str, Any]) -> None:
     """Replace the strategy's options in ``generation_config.json``; its other fields stay."""
     config = hf_spec.SpecConfig.from_pretrained(folder)
     config.assistant_kwargs = options
-    _save_config(folder, config)
+    _save(config, folder)
 
 
 def write_shim(folder: Path, repository: str | None = None) -> None:
@@ -140,11 +131,7 @@ def write_shim(folder: Path, repository: str | None = None) -> None:
         repository: the repository on the Hub that the shim loads the adapter from; None for none.
     """
     method, options = read_spec_config(folder)
-    write_atomically(folder / SHIM, shim_text(method.name, options, _peft_type(method), repository))
-
-
-def _peft_type(method: Method) -> str | None:
-    return getattr(method.adapter_config, "type_name", None)
+    write_atomically(folder / SHIM, shim_text(method.name, options, method.peft_type, repository))
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
@@ -212,11 +199,10 @@ def check_complete(folder: Path) -> None:
         )
     method, options = read_spec_config(folder)
     peft_type = read_json(folder / CONFIG).get("peft_type")
-    expected = _peft_type(method)
-    if peft_type != expected:
+    if peft_type != method.peft_type:
         raise ValueError(
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
-            f"whose adapters are of type {expected!r}"
+            f"whose adapters are of type {method.peft_type!r}"
         )
     if TUNED in options.values() and read_tree_file(folder) is None:
         raise ValueError(
@@ -226,7 +212,7 @@ def check_complete(folder: Path) -> None:
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = folder / SHIM
     if shim.is_file() and not says_the_same(
-        shim.read_text(encoding="utf-8"), method.name, options, expected
+        shim.read_text(encoding="utf-8"), method.name, options, peft_type
     ):
         raise ValueError(
             f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"

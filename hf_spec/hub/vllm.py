@@ -75,20 +75,13 @@ class LookupOptions:
             ValueError: one is unknown, or out of its range.
         """
         given = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"additional_config[{SECTION!r}]={given!r}: must be an object of options."
-            )
         known = [one.name for one in fields(cls)]
-        unknown = [str(name) for name in given if name not in known]
-        if unknown:
+        if not isinstance(given or {}, Mapping) or not {*(given or {})} <= {*known}:
             raise ValueError(
-                f"additional_config[{SECTION!r}] has the unknown options {', '.join(unknown)}: "
-                f"there are {', '.join(known)}."
+                f"additional_config[{SECTION!r}]={given!r}: must be an object with options among "
+                f"{', '.join(known)}."
             )
-        return cls(**given)
+        return cls(**(given or {}))
 
 
 def batch_key(rows: int) -> int:

@@ -95,6 +95,11 @@ class Method:
     exports: Mapping[str, Export] = field(default_factory=dict)
 
     @property
+    def peft_type(self) -> str | None:
+        """Type of its PEFT adapter; None if it has none."""
+        return getattr(self.adapter_config, "type_name", None)
+
+    @property
     def card(self) -> Traversable:
         """The method's section of model cards: ``<name>.md`` beside its options, if it is there."""
         package = sys.modules[self.options.__module__].__package__ or ""
