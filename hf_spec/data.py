@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+DEFAULT_CATEGORY = "default"
 #: Fields that may hold the prompt, in order of preference; of chats, with the answer.
 PROMPT_FIELDS = ("messages", "conversations", "turns", "prompt", "question", "instruction")
 CHATS = ("messages", "conversations")
@@ -70,18 +71,27 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Example:
-    """A prompt and its answer.
+class Prompt:
+    """A prompt, with its answer if the file has one.
 
     Attributes:
-        text: what the user says last.
-        answer: the answer; None if there is none.
-        history: the messages before ``text``.
+        text: the prompt as text, without a chat template; of a chat, what the user says last.
+        category: its category; results are reported for each.
+        question_id: its id; the number of its row if the file gives none.
+        reference: the answer; None if there is none.
+        history: the messages of a chat before ``text``.
     """
 
     text: str
-    answer: str | None = None
+    category: str = DEFAULT_CATEGORY
+    question_id: int | str = 0
+    reference: str | None = None
     history: tuple[Message, ...] = ()
+
+    @property
+    def full_text(self) -> str:
+        """The whole prompt as text, without roles."""
+        return plain_text(self.text, self.history)
 
 
 def plain_text(text: str, history: Sequence[Message] = ()) -> str:
@@ -205,8 +215,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def example(fields: Mapping[str, Any]) -> Example:
-    """The prompt and the answer of a row.
+def example(fields: Mapping[str, Any]) -> Prompt:
+    """The prompt and the answer of a row; category and id are left to the reader.
 
     Raises:
         ValueError: the row has no prompt, or a field does not hold what it must; or a text is no
@@ -233,7 +243,8 @@ def example(fields: Mapping[str, Any]) -> Example:
     *history, last = messages
     if not last.content.strip():
         raise ValueError(f"{name!r}: the user's last message is empty")
-    return Example(last.content, answer if answer and answer.strip() else None, tuple(history))
+    reference = answer if answer and answer.strip() else None
+    return Prompt(last.content, reference=reference, history=tuple(history))
 
 
 def checked_text(name: str, value: Any) -> str:

@@ -233,7 +233,6 @@ def test_bench_interrupted_at_once_keeps_earlier_results(
         (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
         (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),
         (["--adapter", "/nowhere"], "cannot read adapter '/nowhere': there is no such folder"),
-        (["--compile", "--backend", "no"], "--backend 'no': choose from"),
         (["--backend", "eager"], "--backend needs --compile"),
         (["--frobnicate"], "No such option: --frobnicate"),
     ],

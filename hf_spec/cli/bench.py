@@ -94,9 +94,7 @@ def bench(
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
-    if compile:
-        opt.check_backend(backend or DEFAULT_BACKEND)
-    elif backend is not None:
+    if backend is not None and not compile:
         raise ValueError("--backend needs --compile")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     adapters = lineup.read_adapters(adapter or ())
