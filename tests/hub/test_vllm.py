@@ -292,9 +292,9 @@ def test_rows_are_counted_alike_where_they_are_many() -> None:
     ("options", "message"),
     [
         ({"max_ngrams": 3}, "must be an object with options among max_ngram, min_ngram"),
-        ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2"),
+        ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3: must be a whole number from 1 to 2"),
         ({"shared_tokens": -1}, "shared_tokens=-1: must be a whole number from 0"),
-        ({"fallback": "no"}, "fallback='no': must be true or false"),
+        ({"fallback": "no"}, "fallback='no': choose one of True, False"),
         ([1], "must be an object with options among"),
     ],
 )
@@ -313,10 +313,8 @@ def test_other_config_of_vllm_is_nothing_to_us() -> None:
 
 
 def test_another_interface_is_named() -> None:
-    with pytest.raises(RuntimeError, match=f"another interface.*tried with vLLM {TRIED[0]}"):
+    with pytest.raises(RuntimeError, match=f"another interface.*tried with {TRIED[0]}"):
         LookupProposer(SimpleNamespace(speculative_config=None))
-    with pytest.raises(RuntimeError, match="it calls propose with other arguments"):
-        LookupProposer(config()).propose(4, [[1]], np.zeros(1))  # type: ignore[arg-type]
 
 
 #: One engine without the proposer and one with it; prompts are answered together and one alone.
