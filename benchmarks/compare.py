@@ -15,8 +15,8 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_spec.bench.intervals import interval
 from hf_spec.bench.report import TABLE_WIDTH, new_table
+from hf_spec.bench.results import interval
 from hf_spec.core.checks import first_line
 from hf_spec.hub.folder import read_json
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_spec.bench.contenders import PLAIN, Contender, contenders, load_adapters, read_adapters
+from hf_spec.bench.contenders import PLAIN, Contender, contenders, read_adapters
 from hf_spec.bench.prompts import Prompt, encode_answer, encode_prompts, read_prompts, spread
 from hf_spec.bench.session import Session
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import load_adapters, load_model
 
 #: A number such as 1,234.50, as answers to arithmetic problems end with.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -65,7 +65,9 @@ def scores(
     options = {"do_sample": False, "max_new_tokens": max_new_tokens}
     with Session.open(model, tokenizer, options, lineup) as session:
         for one in lineup:
-            rows = session.stream(one, asked, batch_size)[1]
+            starts = range(0, len(asked), batch_size)
+            parts = (session.generate(one, asked[i : i + batch_size])[1] for i in starts)
+            rows = [row for part in parts for row in part]
             answers = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
             base = base or answers
             loss = sum(_loss(model, *pair) for pair in zip(asked, wanted))

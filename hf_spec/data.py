@@ -1,8 +1,7 @@
 """Reads files of prompts and answers as people have them; all commands read with this module.
 
-A file holds JSON lines or a JSON array of objects, either may be gzipped, in UTF-8 or, with a byte
-order mark, UTF-16 (lines in Windows-1252 are read with a warning); or it is a parquet file. What it
-holds is seen from its content, not its name.
+A file holds JSON lines or a JSON array of objects in UTF-8, either may be gzipped; or it is a
+parquet file. What it holds is seen from its content, not its name.
 A row is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
@@ -17,16 +16,14 @@ The first of `PROMPT_FIELDS` that a row has is taken. A field that is null count
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import logging
-import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+DEFAULT_CATEGORY = "default"
 #: Fields that may hold the prompt, in order of preference; of chats, with the answer.
 PROMPT_FIELDS = ("messages", "conversations", "turns", "prompt", "question", "instruction")
 CHATS = ("messages", "conversations")
@@ -45,17 +42,11 @@ ACCEPTED = (
     "a file holds JSON lines, a JSON array of objects (both may be gzipped) or parquet; "
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
 )
-PARQUET, GZIP, UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
+PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
 #: Rows of a parquet file that are in memory at once.
 BATCH = 1000
-#: JSON can escape half of a pair of surrogates, which is no character and has no UTF-8.
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-#: Files of which it has been said that they are not UTF-8.
-_warned: set[str] = set()
 
 
 class Row(NamedTuple):
@@ -80,18 +71,27 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Example:
-    """A prompt and its answer.
+class Prompt:
+    """A prompt, with its answer if the file has one.
 
     Attributes:
-        text: what the user says last.
-        answer: the answer; None if there is none.
-        history: the messages before ``text``.
+        text: the prompt as text, without a chat template; of a chat, what the user says last.
+        category: its category; results are reported for each.
+        question_id: its id; the number of its row if the file gives none.
+        reference: the answer; None if there is none.
+        history: the messages of a chat before ``text``.
     """
 
     text: str
-    answer: str | None = None
+    category: str = DEFAULT_CATEGORY
+    question_id: int | str = 0
+    reference: str | None = None
     history: tuple[Message, ...] = ()
+
+    @property
+    def full_text(self) -> str:
+        """The whole prompt as text, without roles."""
+        return plain_text(self.text, self.history)
 
 
 def plain_text(text: str, history: Sequence[Message] = ()) -> str:
@@ -144,7 +144,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
 
 
-def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[Row]:
+def _json_rows(path: Path, file: Iterable[bytes]) -> Iterator[Row]:
     lines = _lines(path, file)
     begun = False
     for number, line in enumerate(lines, start=1):
@@ -162,38 +162,16 @@ def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[
         begun = True
 
 
-def _lines(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[str]:
+def _lines(path: Path, file: Iterable[bytes]) -> Iterator[str]:
     """Lines as text. They end at line feeds only: JSON texts may hold what else ends lines."""
-    if file.peek(2)[:2] in UTF_16:
-        try:
-            yield from io.StringIO(file.read().decode("utf-16"), newline="\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}: begins like UTF-16, but byte {error.start + 1} is not ({error.reason}): "
-                "save the file as UTF-8"
-            ) from error
-        return
     for number, line in enumerate(file, start=1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            yield _from_windows(line, f"{path}, line {number}", error)
-
-
-def _from_windows(line: bytes, place: str, error: UnicodeDecodeError) -> str:
-    """A line that is not UTF-8, read as what older programs on Windows write, with a warning."""
-    found = f"{place}: byte {error.start + 1} of the line is {line[error.start]:#04x}, not UTF-8"
-    try:
-        text = line.decode("cp1252")
-    except UnicodeDecodeError:
-        raise ValueError(f"{found}; save the file as UTF-8") from error
-    file = place.rpartition(",")[0]
-    if file not in _warned:
-        _warned.add(file)
-        logger.warning(
-            "%s: read as Windows-1252; if characters come out wrong, save the file as UTF-8", found
-        )
-    return text
+            raise ValueError(
+                f"{path}, line {number}: byte {error.start + 1} of the line is "
+                f"{line[error.start]:#04x}, not UTF-8; save the file as UTF-8"
+            ) from error
 
 
 def _parsed(text: str, place: str, begun: bool = False) -> Any:
@@ -237,11 +215,12 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def example(fields: Mapping[str, Any]) -> Example:
-    """The prompt and the answer of a row.
+def example(fields: Mapping[str, Any]) -> Prompt:
+    """The prompt and the answer of a row; category and id are left to the reader.
 
     Raises:
-        ValueError: the row has no prompt, or a field does not hold what it must.
+        ValueError: the row has no prompt, or a field does not hold what it must; or a text is no
+            Unicode (UnicodeEncodeError).
     """
     given = {name: value for name, value in fields.items() if value is not None}
     name = next((name for name in PROMPT_FIELDS if name in given), None)
@@ -259,31 +238,20 @@ def example(fields: Mapping[str, Any]) -> Example:
     if not messages or messages[-1].role != "user":
         role = messages[-1].role if messages else "assistant"
         raise ValueError(f"{name!r}: the last message must be the user's, it is the {role}'s")
+    # An error for half a surrogate pair, which JSON can escape and no tokenizer takes.
+    "".join([*(message.content for message in messages), answer or ""]).encode()
     *history, last = messages
     if not last.content.strip():
         raise ValueError(f"{name!r}: the user's last message is empty")
-    return Example(last.content, answer if answer and answer.strip() else None, tuple(history))
+    reference = answer if answer and answer.strip() else None
+    return Prompt(last.content, reference=reference, history=tuple(history))
 
 
 def checked_text(name: str, value: Any) -> str:
-    """``value``, a text.
-
-    Raises:
-        ValueError: it is none, is empty, or has half a pair of surrogates.
-    """
+    """``value``; raise a ValueError unless it is a text that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
-    return _whole(repr(name), value)
-
-
-def _whole(what: str, text: str) -> str:
-    half = SURROGATE.search(text)
-    if half:
-        raise ValueError(
-            f"{what} has \\u{ord(half[0]):04x}, half of a surrogate pair, which is no character: "
-            "write both halves, or leave it out"
-        )
-    return text
+    return value
 
 
 def _prompt(name: str, given: Mapping[str, Any]) -> list[Message]:
@@ -314,7 +282,7 @@ def _answer(given: Mapping[str, Any]) -> tuple[list[Message], str | None]:
                 return _messages(name, found), None
             found = found[0]
         if isinstance(found, str) and found.strip():
-            return [], _whole(repr(name), found)
+            return [], found
     return [], None
 
 
@@ -339,4 +307,4 @@ def _message(what: str, given: Any) -> Message:
         content = "".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
-    return Message(ROLES[role], _whole(what, content))
+    return Message(ROLES[role], content)

@@ -18,7 +18,7 @@ from hf_spec.bench import session
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "tune",
-    "warmup", "doctor", "plot", "card", "push", "import", "export", "run",
+    "doctor", "plot", "card", "push", "import", "export", "run",
 ]  # fmt: skip
 
 
@@ -73,27 +73,6 @@ def test_bench_compiles(checkpoint, prompts, tmp_path, capsys):
     assert everything["plain+compiled"]["tau"] == everything["plain"]["tau"] == 1
     assert "prompt_lookup+compiled compiled in" in printed.out
     assert everything["prompt_lookup+compiled"]["stats"]["details"]["compiled"]["made"] == 0
-
-
-def test_warmup(checkpoint, capsys):
-    arguments = ["warmup", "--model", str(checkpoint), "--backend", "eager", "--max-length", "100"]
-    assert cli.main([*arguments, "--dtype", "float32", "--batch-size", "1,2"]) == 0
-    shown = capsys.readouterr()
-    assert "prompt_lookup: 14 graphs" in shown.out and "kept in" not in shown.out
-    assert "prompt_lookup: compiling" in shown.err and "generation_config" not in shown.err
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--backend", "no"], "--backend 'no': choose from"),
-        (["--strategies", "transformers:prompt_lookup"], "only strategies of hf_spec"),
-    ],
-)
-def test_what_warmup_refuses(no_model, capsys, more, message):
-    assert cli.main(["warmup", "--model", "/nowhere", *more]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -254,7 +233,6 @@ def test_bench_interrupted_at_once_keeps_earlier_results(
         (["--strategy-kwargs", 'prompt_lookup={"max_ngram": 0}'], "max_ngram"),
         (["--strategy-kwargs", 'prompt_lookup={"colour": 1}'], "colour"),
         (["--adapter", "/nowhere"], "cannot read adapter '/nowhere': there is no such folder"),
-        (["--compile", "--backend", "no"], "--backend 'no': choose from"),
         (["--backend", "eager"], "--backend needs --compile"),
         (["--frobnicate"], "No such option: --frobnicate"),
     ],

@@ -22,13 +22,13 @@ def notebook() -> Any:
 
 
 def test_every_strategy_writes_what_plain_generation_writes(
-    notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    notebook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(DOCS / "scripts")
     tour = importlib.import_module("tour")
     tokens = "import json\nprint(json.dumps({name: run.steps for name, run in runs.items()}))"
     notebook.cells.append(nbformat.v4.new_code_cell(tokens))
-    tour.run(notebook, tmp_path)
+    tour.run(notebook, DOCS)
     steps = json.loads(notebook.cells[-1].outputs[0].text)
     assert set(steps) == {"plain", *hf_spec.strategies()}
     texts = {name: sum(found, []) for name, found in steps.items()}

@@ -50,8 +50,8 @@ def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> b
 
 def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
     """Index of the first token that differs; ``None`` if the sequences are equal."""
-    pairs = enumerate(zip_longest(ours, plain))  # None where one has ended
-    return next((index for index, (a, b) in pairs if a != b), None)
+    pairs = zip_longest(ours, plain)  # None where one has ended
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def classify(

@@ -13,17 +13,17 @@ import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.methods.registry import get_method
 from hf_spec.model.loading import is_path
-from hf_spec.model.loading import load_adapters as load_adapters
 
 PLAIN_NAME = "plain"
+#: Value of options for a single strategy that stands for plain ``generate``.
+NO_STRATEGY = "none"
 #: Suffix of a contender whose steps are compiled.
 COMPILED = "+compiled"
 #: Prefix of features of Transformers.
 STOCK = "transformers:"
 STOCK_LOOKUP, STOCK_ASSISTED = f"{STOCK}prompt_lookup", f"{STOCK}assisted="
-#: Candidates of ``transformers:prompt_lookup`` unless ``--strategy-kwargs`` sets them: as in the
-#: documentation of Transformers.
-STOCK_LOOKUP_TOKENS = 10
+#: Options of ``transformers:prompt_lookup`` by default, as in the documentation of Transformers.
+STOCK_LOOKUP_OPTIONS = {"prompt_lookup_num_tokens": 10}
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,9 @@ def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> li
     result = []
     for one in lineup:
         result.append(one)
-        if one.single_row:
-            continue
-        own = {**one.kwargs, **kwargs, **({"max_cache_len": longest} if one.stock else {})}
-        result.append(replace(one, name=f"{one.name}{COMPILED}", kwargs=own, compiled=True))
+        if not one.single_row:
+            own = {**one.kwargs, **kwargs, **({"max_cache_len": longest} if one.stock else {})}
+            result.append(replace(one, name=f"{one.name}{COMPILED}", kwargs=own, compiled=True))
     return result
 
 
@@ -116,20 +115,41 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
     if listed == [""]:
         raise ValueError("no strategy is named; leave the option out for the default")
     known = hf_spec.strategies()
-    result: list[str] = []
-    for name in (item.strip() for item in listed):
+    result = dict.fromkeys(item.strip() for item in listed)
+    for name in result:
         assisted = name.startswith(STOCK_ASSISTED) and name != STOCK_ASSISTED
         if not assisted and strategy_of(name) not in (*known, PLAIN_NAME, STOCK_LOOKUP):
             choices = ", ".join([*known, STOCK_LOOKUP, f"{STOCK_ASSISTED}MODEL"])
             raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
-        if name != PLAIN_NAME and name not in result:
-            result.append(name)
-    return result
+    return [name for name in result if name != PLAIN_NAME]
 
 
 def strategy_of(name: str) -> str:
     """The strategy of a contender's name: ``bita`` of ``bita:chain``."""
     return name if name.startswith(STOCK) else name.partition(":")[0]
+
+
+def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str) -> str | None:
+    """The strategy of a command that runs only one; None for plain ``generate``.
+
+    Args:
+        name: what the user asks for; None for the strategy of the only adapter, else ``default``.
+        adapters: the adapters that are given.
+        default: a strategy, or `NO_STRATEGY`.
+
+    Raises:
+        ValueError: it is unknown, or its adapter is missing.
+    """
+    name = name or (adapters[0].strategy if len(adapters) == 1 else default)
+    if name == NO_STRATEGY:
+        return None
+    known = hf_spec.strategies()
+    if name not in known:
+        choices = ", ".join([NO_STRATEGY, *known])
+        raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
+    if get_method(name).needs_adapter and all(one.strategy != name for one in adapters):
+        raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
+    return name
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
@@ -146,16 +166,15 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
             raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
         try:
             config = hf_spec.SpecConfig.from_pretrained(path)
-            if not config.assistant_strategy:
+            strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
+            if not strategy:
                 raise ValueError("its generation_config.json names no assistant_strategy")
-            method = get_method(config.assistant_strategy)
-            changes: Any = getattr(method.adapter_config, "changes_model", False)
+            changes: Any = getattr(get_method(strategy).adapter_config, "changes_model", False)
             if not isinstance(changes, bool):  # adapters of this type may do either
                 adapter_config: Any = PeftConfig.from_pretrained(path)
                 changes = adapter_config.changes_model
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read adapter {path!r}: {first_line(error)}") from error
-        strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
         adapters.append(Adapter(path, f"adapter_{index}", strategy, options, bool(changes)))
     return adapters
 
@@ -178,18 +197,15 @@ def contenders(
     Raises:
         ValueError: an option is wrong, or an adapter's strategy does not take part.
     """
-    options = options or {}
-    used: set[str] = set()
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
-        given, strategy = dict(options.get(name, {})), strategy_of(name)
+        given, strategy = dict((options or {}).get(name, {})), strategy_of(name)
         if strategy.startswith(STOCK):
-            if name == STOCK_LOOKUP:
-                given.setdefault("prompt_lookup_num_tokens", STOCK_LOOKUP_TOKENS)
-            given |= (assistants or {}).get(name, {})
-            result.append(Contender(name, given, stock=True, single_row=True))
+            default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
+            kwargs = {**default, **given, **(assistants or {}).get(name, {})}
+            result.append(Contender(name, kwargs, stock=True, single_row=True))
             continue
-        own = [adapter for adapter in adapters if adapter.strategy == strategy]
+        own = _of(strategy, adapters)
         if not own:
             result.append(Contender(name, ours(strategy, given)))
         for adapter in own:
@@ -197,16 +213,19 @@ def contenders(
             kwargs = ours(strategy, {**adapter.options, **given})
             active = [adapter, *_companions(kwargs, adapters)]
             plain = next((_baseline(one).name for one in active if one.changes_model), PLAIN_NAME)
-            loaded = tuple(one.name for one in active)
-            result.append(Contender(label, kwargs, loaded, baseline=plain))
-            used.update(loaded)
+            result.append(Contender(label, kwargs, tuple(a.name for a in active), baseline=plain))
+    used = {name for one in result if not one.stock for name in one.adapters}
     for adapter in adapters:
         if adapter.name not in used:
             raise ValueError(
                 f"adapter {adapter.path!r} is for strategy {adapter.strategy!r}, which does not "
-                "take part; add it to --strategies"
+                "take part; name that strategy, too"
             )
     return result
+
+
+def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
+    return [adapter for adapter in adapters if adapter.strategy == strategy]
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
@@ -217,7 +236,7 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     """
     name, found = kwargs["assistant_strategy"], []
     for strategy in get_method(name).parse_options(kwargs.get("assistant_kwargs")).other_adapters:
-        own = [adapter for adapter in adapters if adapter.strategy == strategy]
+        own = _of(strategy, adapters)
         if len(own) != 1:
             raise ValueError(
                 f"{name} drafts with {strategy!r} here, for which {len(own)} adapters are given: "

@@ -66,20 +66,17 @@ def package_version(distribution: str) -> str | None:
 def _git_revision() -> str | None:
     """Commit of the checkout that hf_spec runs from, with ``-dirty`` if it has changes.
 
-    None outside a checkout. An installed copy may lie inside another repository, such as in the
-    virtual environment of a project, so the package's own file must be tracked.
+    None outside a checkout; an installed copy may lie inside another repository, such as in the
+    virtual environment of a project.
     """
-    source = Path(hf_spec.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(source), *arguments], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+    root = Path(hf_spec.__file__).parents[1]
+    if not (root / ".git").exists():
         return None
-    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -4,40 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hf_spec.core.checks import first_line
-from hf_spec.data import Message, Row, checked_text, example, plain_text, read
+from hf_spec.data import (
+    DEFAULT_CATEGORY,
+    Message,
+    Prompt,
+    Row,
+    checked_text,
+    example,
+    plain_text,
+    read,
+)
 
-DEFAULT_CATEGORY = "default"
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt.
-
-    Attributes:
-        text: the prompt as text, without a chat template; of a chat, what the user says last.
-        category: its category; results are reported for each.
-        question_id: its id; the number of its row if the file gives none.
-        reference: the reference answer; None if there is none.
-        history: the messages of a chat before ``text``.
-    """
-
-    text: str
-    category: str = DEFAULT_CATEGORY
-    question_id: int | str = 0
-    reference: str | None = None
-    history: tuple[Message, ...] = ()
-
-    @property
-    def full_text(self) -> str:
-        """The whole prompt as text, without roles."""
-        return plain_text(self.text, self.history)
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -54,17 +38,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def _prompt(row: Row) -> Prompt:
-    found = example(row.fields)
     given = {name: value for name, value in row.fields.items() if value is not None}
     category = checked_text("category", given.get("category", DEFAULT_CATEGORY))
     if category == "all":
         raise ValueError("'category' must not be 'all', which is the name of the overall row")
     question_id = given.get("question_id", row.number)
-    if not isinstance(question_id, int | str):
-        raise ValueError("'question_id' must be a number or a text")
-    if isinstance(question_id, str):
+    if not isinstance(question_id, int):
         checked_text("question_id", question_id)
-    return Prompt(found.text, category, question_id, found.answer, found.history)
+    return replace(example(given), category=category, question_id=question_id)
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:

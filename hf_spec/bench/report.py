@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_spec.bench.agreement import Agreement
-from hf_spec.bench.intervals import Interval
-from hf_spec.bench.results import ALL, BenchResult
+from hf_spec.bench.results import ALL, BenchResult, Interval
 from hf_spec.files import write_atomically
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ def print_table(result: BenchResult, console: Console) -> None:
         counts = [row[kind.value] for kind in Agreement]
         shown = ["sampled" if count is None else str(count) for count in counts]
         table.add_row(
-            _label(row, lossy), row["task"], str(row["batch_size"]), str(row["prompts"]),
+            row["strategy"] + " (lossy)" * (row["strategy"] in lossy), row["task"],
+            str(row["batch_size"]), str(row["prompts"]),
             f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x",
             _shown(row["speedup_interval"]), f"{row['tau']:.2f}", _shown(row["tau_interval"]),
             *shown, end_section=row["task"] == ALL,
@@ -69,17 +69,16 @@ def _shown(found: Interval | None) -> str:
     return "" if found is None else f"{found[0]:.2f}-{found[1]:.2f}"
 
 
-def _label(row: dict[str, Any], lossy: set[str]) -> str:
-    return row["strategy"] + " (lossy)" * (row["strategy"] in lossy)
-
-
 def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) -> None:
     """Write ``results.json`` atomically.
+
+    ``calls`` has the measurements of each call, so that other figures can be compared prompt by
+    prompt.
 
     Args:
         path: the file.
         result: the measurements.
-        environment: see :func:`environment`.
+        environment: see :func:`hf_spec.bench.environment.environment_of`.
     """
     environment = {
         **environment,
@@ -88,20 +87,7 @@ def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) 
         "interrupted": result.interrupted,
         "notes": result.notes,
     }
-    write_atomically(
-        path,
-        json.dumps(
-            {"environment": environment, "runs": result.runs(), "calls": _calls(result)}, indent=1
-        ),
-    )
-
-
-def _calls(result: BenchResult) -> list[dict[str, Any]]:
-    """The measurements of each call, so that other figures can be compared prompt by prompt."""
-    return [
-        {
-            "strategy": one.strategy, "batch_size": one.batch_size, "prompts": one.prompts,
-            "seconds": one.seconds, "new_tokens": one.new_tokens, "row_steps": one.row_steps,
-        }
-        for one in result.measurements
-    ]  # fmt: skip
+    names = ("strategy", "batch_size", "prompts", "seconds", "new_tokens", "row_steps")
+    calls = [{name: getattr(one, name) for name in names} for one in result.measurements]
+    data = {"environment": environment, "runs": result.runs(), "calls": calls}
+    write_atomically(path, json.dumps(data, indent=1))

@@ -1,21 +1,54 @@
-"""Measurements of a run, and what they amount to per strategy and task."""
+"""Measurements of a run, and what they amount to per strategy and task.
+
+Intervals are percentiles of the bootstrap: other prompts of the same kind would give other figures,
+and resampling the measured ones, with the results of all contenders on each, estimates by how much
+(Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 8 and 13).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import truediv
 from typing import Any
 
+import numpy as np
+
 from hf_spec.bench.agreement import Agreement
 from hf_spec.bench.contenders import PLAIN, Contender
-from hf_spec.bench.intervals import interval
 from hf_spec.bench.prompts import Prompt
 from hf_spec.core.stats import SpecStats
 
 PHASES = ("draft", "forward", "verify", "other")
 #: Name of all tasks together.
 ALL = "all"
+#: Share of the resampled figures that lie within an interval.
+CONFIDENCE = 0.95
+#: Fewest units that an interval is computed from.
+FEWEST = 5
+RESAMPLES = 2000
+
+#: Lower and upper end.
+Interval = tuple[float, float]
+
+
+def interval(figure: Callable[..., Any], *columns: Sequence[float]) -> Interval | None:
+    """The 95% interval of a figure that is computed from sums over prompts.
+
+    Args:
+        figure: computes the figure from the sum of each column; the sums are arrays of equal shape.
+        columns: one number per measured unit (a prompt or a batch), in the same order in all.
+
+    Returns:
+        Lower and upper end; None if there are fewer than `FEWEST` units.
+    """
+    units = len(columns[0])
+    if units < FEWEST:
+        return None
+    drawn = np.random.default_rng(0).integers(units, size=(RESAMPLES, units))
+    figures = figure(*(np.asarray(column)[drawn].sum(axis=1) for column in columns))
+    low, high = np.quantile(figures, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
 
 
 @dataclass
@@ -113,42 +146,40 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
         for task in dict.fromkeys(item.category for item in own):
             groups[(*name, task)] = [item for item in own if item.category == task]
         groups[(*name, ALL)] = own
-    result = []
-    for (batch_size, strategy, task), group in groups.items():
-        base = groups[batch_size, group[0].baseline, task]
-        speed, plain = _speed(group), _speed(base)
-        tokens, row_steps = sum(m.new_tokens for m in group), sum(m.row_steps for m in group)
-        made, steps = [m.new_tokens for m in group], [m.row_steps for m in group]
-        pairs: list[list[float]] = [[m.new_tokens for m in base], [m.seconds for m in base]]
-        result.append(
-            {
-                "strategy": strategy,
-                "task": task,
-                "batch_size": batch_size,
-                "baseline": group[0].baseline,
-                "prompts": sum(len(item.rows) for item in group),
-                "new_tokens": tokens,
-                "seconds": sum(item.seconds for item in group),
-                "tokens_per_second": speed,
-                "speedup": speed / plain if plain else 0.0,
-                "speedup_interval": interval(_speedup, made, [m.seconds for m in group], *pairs)
-                if strategy != group[0].baseline
-                else None,
-                "tau": tokens / row_steps if row_steps else 0.0,
-                "tau_interval": interval(truediv, made, steps),
-                **{kind.value: _agreeing(group, kind) for kind in Agreement},
-                "stats": _stats(group),
-            }
-        )
-    return result
+    return [
+        {
+            "strategy": strategy,
+            "task": task,
+            "batch_size": batch_size,
+            "baseline": group[0].baseline,
+        }
+        | _figures(group, groups[batch_size, group[0].baseline, task])
+        for (batch_size, strategy, task), group in groups.items()
+    ]
+
+
+def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, Any]:
+    """What the measurements of a strategy amount to, beside those of its baseline."""
+    tokens, seconds = [m.new_tokens for m in group], [m.seconds for m in group]
+    steps = [m.row_steps for m in group]
+    plain = [m.new_tokens for m in base], [m.seconds for m in base]
+    speed = sum(tokens) / sum(seconds)
+    return {
+        "prompts": sum(len(m.rows) for m in group),
+        "new_tokens": sum(tokens),
+        "seconds": sum(seconds),
+        "tokens_per_second": speed,
+        "speedup": speed * sum(plain[1]) / sum(plain[0]) if any(plain[0]) else 0.0,
+        "speedup_interval": None if group is base else interval(_speedup, tokens, seconds, *plain),
+        "tau": sum(tokens) / sum(steps) if any(steps) else 0.0,
+        "tau_interval": interval(truediv, tokens, steps),
+        **{kind.value: _agreeing(group, kind) for kind in Agreement},
+        "stats": _stats(group),
+    }
 
 
 def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Any:
     return tokens / seconds / (plain_tokens / plain_seconds)
-
-
-def _speed(group: Sequence[Measurement]) -> float:
-    return sum(item.new_tokens for item in group) / sum(item.seconds for item in group)
 
 
 def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:

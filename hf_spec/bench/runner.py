@@ -78,10 +78,10 @@ def run(
         "strategies": {item.name: _plain_options(item) for item in lineup},
     }
     result = BenchResult(list(prompts), lineup, settings, truncated_prompts=truncated)
-    if result.truncated_prompts:
+    if truncated:
         result.notes.append(
-            f"{result.truncated_prompts} of {len(prompts)} prompts did not fit the model's context "
-            "and were cut at their beginning"
+            f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
+            "at their beginning"
         )
 
     plan = []

@@ -21,7 +21,9 @@ from hf_spec.core.stats import SpecStats, synchronize
 WARMUP_TOKENS = 16
 #: Most repetitions of a call that still compiles something, as the policy tries tree sizes.
 MOST_COMPILING = 16
-#: Sampling fields of a model's generation config, which greedy runs clear.
+#: Fields of a model's generation config that name a strategy; those of sampling, which greedy runs
+#: clear.
+STRATEGY_FIELDS = ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens")
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
@@ -33,17 +35,12 @@ def own_generation_config(model: Any, tokenizer: Any, greedy: bool) -> Iterator[
     sampling."""
     saved = model.generation_config
     config = copy.deepcopy(saved)
-    for name in ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens"):
+    for name in (*STRATEGY_FIELDS, *(SAMPLING_FIELDS if greedy else ())):
         if getattr(config, name, None) is not None:
             setattr(config, name, None)
-    if greedy:
-        config.do_sample = False
-        for name in SAMPLING_FIELDS:
-            setattr(config, name, None)
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-    if config.pad_token_id is None:
-        config.pad_token_id = next(iter(_eos_ids(config)), 0)
+    config.do_sample = config.do_sample and not greedy
+    choices = (config.pad_token_id, tokenizer.pad_token_id, *_eos_ids(config), 0)
+    config.pad_token_id = next(choice for choice in choices if choice is not None)
     model.generation_config = config
     try:
         yield
@@ -165,19 +162,6 @@ class Session:
             most = sequences.shape[1] - width if forwards is None else forwards
             return seconds, rows, sum(min(most, len(row)) for row in rows), None
         return seconds, rows, stats.num_row_steps, stats
-
-    def stream(
-        self, contender: Contender, prompts: Sequence[list[int]], batch_size: int
-    ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """Like :meth:`generate`, for any number of prompts, ``batch_size`` at a time."""
-        starts = range(0, len(prompts), batch_size)
-        parts = [self.generate(contender, prompts[i : i + batch_size]) for i in starts]
-        seconds, rows, row_steps, stats = parts[0]
-        for part in parts[1:]:
-            seconds, rows, row_steps = seconds + part[0], rows + part[1], row_steps + part[2]
-            if stats is not None and part[3] is not None:
-                stats.merge(part[3])
-        return seconds, rows, row_steps, stats
 
     def _timed(
         self, contender: Contender, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]

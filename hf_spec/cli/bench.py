@@ -14,12 +14,11 @@ from hf_spec.cli.common import (
     check_writable,
     progress_bar,
     stop_without,
-    taking_part,
 )
 from hf_spec.model.loading import load_model
 
 DEFAULT_OUTPUT = Path("hf-spec-bench")
-DEFAULT_BACKEND = "inductor"
+DEFAULT_BACKEND, DEFAULT_STRATEGY = "inductor", "prompt_lookup"
 
 
 def bench(
@@ -95,12 +94,13 @@ def bench(
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
-    if compile:
-        opt.check_backend(backend or DEFAULT_BACKEND)
-    elif backend is not None:
+    if backend is not None and not compile:
         raise ValueError("--backend needs --compile")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
-    adapters, names, options = taking_part(adapter, strategies, strategy_kwargs, "prompt_lookup")
+    adapters = lineup.read_adapters(adapter or ())
+    default = [one.strategy for one in adapters] or [DEFAULT_STRATEGY]
+    names = lineup.parse_names(default if strategies is None else strategies)
+    options = opt.parse_kwargs(strategy_kwargs or (), names)
     # Only checks that every adapter is used; assistants are loaded later.
     own = [name for name in names if not name.startswith(lineup.STOCK_ASSISTED)]
     lineup.contenders(own, options, adapters)

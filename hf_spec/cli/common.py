@@ -8,14 +8,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
-
-from hf_spec.cli.options import parse_kwargs
-
-if TYPE_CHECKING:
-    from hf_spec.bench.contenders import Adapter
 
 #: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -29,30 +24,6 @@ def require(extra: str, *packages: str) -> None:
             f"this needs packages that are not installed ({', '.join(missing)}); run: "
             f"pip install 'hf_spec[{extra}]'"
         )
-
-
-def taking_part(
-    adapter: list[str] | None, strategies: str | None, kwargs: list[str] | None, default: str = ""
-) -> tuple[list[Adapter], list[str], dict[str, dict[str, Any]]]:
-    """Adapters, strategy names and options by name, from the options of a command.
-
-    Args:
-        adapter: values of ``--adapter``.
-        strategies: value of ``--strategies``; None for the strategies of the adapters.
-        kwargs: values of ``--strategy-kwargs``.
-        default: strategies if neither names nor adapters are given.
-
-    Raises:
-        ValueError: an adapter cannot be read, a name is unknown, or an option is invalid.
-    """
-    from hf_spec.bench.contenders import parse_names, read_adapters
-
-    adapters = read_adapters(adapter or ())
-    named = strategies
-    if named is None:
-        named = ",".join(one.strategy for one in adapters) or default or None
-    names = [] if named is None else parse_names(named)
-    return adapters, names, parse_kwargs(kwargs or (), names)
 
 
 def check_writable(folder: Path, option: str = "--output") -> None:

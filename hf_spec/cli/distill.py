@@ -12,8 +12,6 @@ from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
 from hf_spec.model.loading import load_model
 
-#: Value of ``--strategy`` for plain ``generate``.
-NO_STRATEGY = "none"
 DEFAULT_STRATEGY = "prompt_lookup"
 #: Options of all strategies unless ``--strategy-kwargs`` sets them. Fallback depends on step times,
 #: and would make sampled numbers and ties depend on them, too.
@@ -70,7 +68,6 @@ def distill(
       accelerate launch --num_processes 2 -m hf_spec.cli \\
           distill --model M --prompts P.jsonl --output ./answers
     """
-    from hf_spec.bench import contenders as lineup
     from hf_spec.training import distill as work
 
     # Everything that can be checked without a model comes first.
@@ -99,9 +96,8 @@ def distill(
         with folder.locked() if main else nullcontext():
             if state.num_processes > 1 and device is None:
                 device = str(state.device)
-            loaded, tokenizer = load_model(model, dtype, device)
+            loaded, tokenizer = load_model(model, dtype, device, adapters=adapters)
             opt.use_threads(threads)  # after accelerate has set a number, too
-            lineup.load_adapters(loaded, adapters)
             silent = nullcontext(lambda done, total: None)
             with progress_bar("answers") if main else silent as progress:
                 made = work.distill(
@@ -121,36 +117,22 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     Raises:
         ValueError: strategy, options or adapter are unknown or do not fit together.
     """
-    import hf_spec
     from hf_spec.bench import contenders as lineup
-    from hf_spec.methods.registry import get_method
 
     adapters = lineup.read_adapters([adapter] if adapter else ())
-    name = strategy or (adapters[0].strategy if adapters else DEFAULT_STRATEGY)
-    if name == NO_STRATEGY:
+    name = lineup.single_strategy(strategy, adapters, DEFAULT_STRATEGY)
+    if name is None:
         for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
             if value is not None:
                 raise ValueError(f"{option} needs a strategy: --strategy none is plain generate")
         return lineup.PLAIN, []
-    known = [NO_STRATEGY, *hf_spec.strategies()]
-    if name not in known:
-        raise ValueError(f"unknown strategy {name!r}; choose from {', '.join(known)}")
-    if adapters and adapters[0].strategy != name:
-        raise ValueError(f"adapter {adapter!r} is for strategy {adapters[0].strategy!r}")
-    if get_method(name).needs_adapter and not adapters:
-        raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
     own = DEFAULT_OPTIONS if name == DEFAULT_STRATEGY else {}
     given = {**OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
-    if any(one.changes_model for one in adapters):
+    *tuned, contender = lineup.contenders([name], {name: given}, adapters)
+    if tuned or contender.lossy:
+        what = f"adapter {adapter!r}" if tuned else "acceptance='typical'"
         raise ValueError(
-            f"adapter {adapter!r} changes the answers, which are to be the model's own: choose "
-            "another adapter"
-        )
-    (contender,) = lineup.contenders([name], {name: given}, adapters)
-    if contender.lossy:
-        raise ValueError(
-            "acceptance='typical' changes the answers, which are to be the model's own: choose "
-            "another acceptance"
+            f"{what} changes the answers, which are to be the model's own: choose another one"
         )
     return contender, adapters
 

@@ -1,4 +1,4 @@
-"""``hf-spec doctor``."""
+"""``hf-spec doctor``: versions, devices, and which strategies work on a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.model.loading import load_model
+
+#: Name of the adapter that a model gets for a trial.
+TRIAL = "hf_spec_doctor"
 
 
 def doctor(
@@ -32,31 +35,70 @@ def doctor(
       hf-spec doctor --model Qwen/Qwen3-0.6B
       hf-spec doctor --model M --adapter ./medusa --json
     """
-    from hf_spec.bench import contenders as lineup
-    from hf_spec.bench import doctor as work
+    import torch
+
+    from hf_spec.bench.contenders import read_adapters
+    from hf_spec.bench.environment import machine
 
     if adapter and model is None:
         raise ValueError("--adapter needs --model: name the model that the adapters are for")
-    adapters = lineup.read_adapters(adapter or ())
-    found: dict[str, Any] = {"surroundings": work.surroundings()}
+    adapters = read_adapters(adapter or ())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found: dict[str, Any] = {"surroundings": machine(accelerator or torch.device("cpu"))}
     if model is not None:
         loaded, _ = load_model(model, dtype, device, adapters=adapters)
-        found["strategies"] = work.supported(loaded)
+        found["strategies"] = supported(loaded)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
     for title, entries in found.items():
         typer.echo(f"{title}:")
-        width = max(map(len, entries), default=0)
+        width = max(map(len, entries))
         for name, value in entries.items():
-            typer.echo(f"  {name:{width}}  {_text(title, value)}")
+            if title == "strategies":
+                value = "works" if value is None else f"refused: {value}"
+            typer.echo(f"  {name:{width}}  {value}")
 
 
-def _text(title: str, value: Any) -> str:
-    if title == "strategies":
-        return "works" if value is None else f"refused: {value}"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_text('', part)}" for key, part in value.items()) or "nothing"
-    if isinstance(value, list):
-        return " ".join(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def supported(model: Any) -> dict[str, str | None]:
+    """By strategy, why it does not work on a model; None if it does.
+
+    Each strategy generates a few tokens. One that needs an adapter gets an untrained one, unless an
+    adapter of its type is active.
+
+    Args:
+        model: a causal language model; its active adapters stay active.
+    """
+    from hf_spec.methods.registry import methods
+
+    return {name: _obstacle(model, method) for name, method in methods().items()}
+
+
+def _obstacle(model: Any, method: Any) -> str | None:
+    import warnings
+
+    import torch
+
+    from hf_spec.adapters.active import find_active
+    from hf_spec.core.checks import first_line
+
+    ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
+    config, on_trial = method.adapter_config, False
+    active = [*model.active_adapters()] if getattr(model, "peft_config", None) else []
+    with warnings.catch_warnings(action="ignore"):  # of adapters side by side
+        try:
+            if config is not None and find_active(model, config.type_name) is None:
+                model.add_adapter(config(), TRIAL)
+                on_trial = True
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
+                assistant_strategy=method.name, assistant_kwargs={"fallback": False},
+            )  # fmt: skip
+        except (ValueError, NotImplementedError) as error:
+            return first_line(error)
+        finally:
+            if on_trial:
+                model.delete_adapter(TRIAL)
+            if active:
+                model.set_adapter(active)
+    return None

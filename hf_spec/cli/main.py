@@ -24,7 +24,6 @@ from hf_spec.cli.serve import serve
 from hf_spec.cli.strategies import strategies
 from hf_spec.cli.train import train
 from hf_spec.cli.tune import tune
-from hf_spec.cli.warmup import warmup
 from hf_spec.core.checks import first_line
 
 #: Environment variable: any value shows the whole traceback of an error.
@@ -44,7 +43,6 @@ app.command()(distill)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(search)
 app.command()(tune)
-app.command()(warmup)
 app.command()(plot)
 app.command()(card)
 app.command()(push)

@@ -90,15 +90,6 @@ def sampling(
     return given
 
 
-def check_backend(backend: str) -> None:
-    """Raise a ValueError unless ``torch.compile`` knows the backend."""
-    import torch
-
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ValueError(f"--backend {backend!r}: choose from {', '.join(known)}")
-
-
 def whole_numbers(option: str, text: str) -> list[int]:
     """The numbers in a value such as ``1,2,4``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -54,8 +55,13 @@ def find(program: str, module: bool = False) -> Sequence[str]:
         return ["-m", program]
     if Path(program).is_file():
         return [program]
-    script = _console_script(program)
-    if script is not None:
+    # A console script, of this environment first, is a file of Python, too.
+    folders = [sysconfig.get_path("scripts")]
+    if entry_points(group="console_scripts", name=program):
+        folders.append(os.environ.get("PATH", os.defpath))
+    script = shutil.which(program, path=os.pathsep.join(folders))
+    # If the interpreter's path is long, it is in the second line.
+    if script is not None and re.match(rb"#!.*python", Path(script).read_bytes()[:512], re.DOTALL):
         return [script]
     if program.isidentifier() and importlib.util.find_spec(program) is not None:
         return ["-m", program]
@@ -65,22 +71,7 @@ def find(program: str, module: bool = False) -> Sequence[str]:
     )
 
 
-def _console_script(name: str) -> str | None:
-    """Path of the console script of this name; this environment's folder is searched first."""
-    folders = sysconfig.get_path("scripts")
-    if entry_points(group="console_scripts", name=name):
-        folders += os.pathsep + os.environ.get("PATH", os.defpath)
-    found = shutil.which(name, path=folders)
-    if found is None:
-        return None
-    with open(found, "rb") as file:
-        head = file.read(512)
-    # If the interpreter's path is long, it is in the second line.
-    return found if head.startswith(b"#!") and b"python" in head else None
-
-
 def environment() -> dict[str, str]:
     """This process's environment, with the folder of our ``sitecustomize`` first on the path."""
-    inherited = os.environ.get("PYTHONPATH")
-    path = STARTUP + (os.pathsep + inherited if inherited else "")
-    return {**os.environ, "PYTHONPATH": path}
+    path = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

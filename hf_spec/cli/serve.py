@@ -8,7 +8,6 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import require
-from hf_spec.cli.distill import NO_STRATEGY
 
 
 def serve(
@@ -75,19 +74,14 @@ def _prepare_models(
     Raises:
         ValueError: naming what does not go together.
     """
-    from hf_spec.bench.contenders import read_adapters
+    from hf_spec.bench.contenders import NO_STRATEGY, read_adapters, single_strategy
     from hf_spec.decoding.validate import check_strategy
-    from hf_spec.methods.registry import get_method
     from hf_spec.model.loading import load_adapters
     from modeling_patches.served_models import on_load
 
     adapters = read_adapters(paths)
-    if strategy is None and len(adapters) == 1:
-        strategy = adapters[0].strategy
-    chosen = None if strategy == NO_STRATEGY else strategy
-    options = [one.options for one in adapters if one.strategy == chosen]
-    if chosen is not None and get_method(chosen).needs_adapter and not options:
-        raise ValueError(f"strategy {chosen!r} needs a trained adapter: give --adapter")
+    chosen = single_strategy(strategy, adapters, NO_STRATEGY)
+    options = next((one.options for one in adapters if one.strategy == chosen), None)
     if continuous and chosen is not None:
         raise ValueError(
             f"--continuous-batching with strategy {chosen!r}: its paged cache cannot hold a tree. "
@@ -101,7 +95,7 @@ def _prepare_models(
             config.do_sample = do_sample
         if chosen is not None:
             config.assistant_strategy = chosen
-            config.assistant_kwargs = options[0] if options else None
+            config.assistant_kwargs = options
             check_strategy(model, config)
 
     on_load(prepare)

@@ -11,7 +11,7 @@ import typer
 
 from hf_spec.cli import options as opt
 from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar
-from hf_spec.model.loading import load_model
+from hf_spec.model.loading import load_adapters, load_model
 
 if TYPE_CHECKING:
     from hf_spec.decoding.strategy import Strategy
@@ -74,7 +74,7 @@ def tune(
     check_writable(adapter, "--adapter")
 
     loaded, tokenizer = load_model(model, dtype, device)
-    lineup.load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
+    load_adapters(loaded, [lineup.Adapter(str(adapter), "tuned", method.name, options)])
     ids, _ = encode_prompts(loaded, tokenizer, chosen, max_new_tokens)
     config = hf_spec.SpecConfig(method.name, options, do_sample=False)
     strategy = Strategy.of(loaded, config)

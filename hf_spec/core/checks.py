@@ -33,4 +33,6 @@ def check_choices(given: Any, **known: Collection[Any]) -> None:
     """Raise a ValueError unless each of these attributes of ``given`` is a known choice."""
     for name, values in known.items():
         if getattr(given, name) not in values:
-            raise ValueError(f"{name}={getattr(given, name)!r}: choose one of {', '.join(values)}.")
+            raise ValueError(
+                f"{name}={getattr(given, name)!r}: choose one of {', '.join(map(str, values))}."
+            )

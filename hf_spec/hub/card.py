@@ -123,13 +123,14 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
     data = read_json(folder / RESULTS)
     try:
         environment, size = data["environment"], data["runs"][0]["batch_size"]
-        runs = {
-            (row["strategy"], row["task"]): row
-            for row in data["runs"] if row["batch_size"] == size
-        }  # fmt: skip
-        strategy = next(name for name, _ in runs if name.partition("@")[0] == method.name)
-        own = [{**row, "plain": runs[row["baseline"], task]["tokens_per_second"]}
-               for (name, task), row in runs.items() if name == strategy]  # fmt: skip
+        runs = [row for row in data["runs"] if row["batch_size"] == size]
+        speeds = {(row["strategy"], row["task"]): row["tokens_per_second"] for row in runs}
+        strategy = next(name for name, _ in speeds if name.partition("@")[0] == method.name)
+        own = [
+            {**row, "plain": speeds[row["baseline"], row["task"]]}
+            for row in runs
+            if row["strategy"] == strategy
+        ]
         by_task = len(own) > 2  # a single task has the same figures as "all"
         asked = environment.get("prompts_sha256")
         searched = search is not None and search["environment"].get("prompts_sha256") == asked
@@ -138,7 +139,6 @@ def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dic
             "by_task": by_task,
             "development": searched and not environment.get("held_out"),
             "environment": environment,
-            "settings": environment["settings"],
             "batch_size": size,
         }
     except (LookupError, TypeError, StopIteration) as error:

@@ -51,12 +51,9 @@ def staging(folder: Path) -> Iterator[Path]:
 
 
 def save_adapter(
-    model: Any,
-    folder: Path,
-    strategy: str,
-    options: dict[str, Any],
+    model: Any, folder: Path, strategy: str, options: dict[str, Any],
     state: dict[str, Any] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a ``PeftModel``'s adapter with its ``SpecConfig``: all of a folder but the card.
 
     Args:
@@ -70,13 +67,7 @@ def save_adapter(
 
 
 def save_weightless(model: Any, adapter_config: Any, folder: Path) -> None:
-    """Write an adapter that needs no training.
-
-    Args:
-        model: the base model; unchanged afterwards.
-        adapter_config: the adapter's config.
-        folder: the adapter folder.
-    """
+    """Write an adapter of this config that needs no training; the model is unchanged afterwards."""
     with attached(model, adapter_config) as peft_model:
         _save_weights(peft_model, folder)
 
@@ -129,11 +120,7 @@ def write_shim(folder: Path, repository: str | None = None) -> None:
         repository: the repository on the Hub that the shim loads the adapter from; None for none.
     """
     method, options = read_spec_config(folder)
-    write_atomically(folder / SHIM, shim_text(method.name, options, _peft_type(method), repository))
-
-
-def _peft_type(method: Method) -> str | None:
-    return getattr(method.adapter_config, "type_name", None)
+    write_atomically(folder / SHIM, shim_text(method.name, options, method.peft_type, repository))
 
 
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
@@ -188,11 +175,10 @@ def check_complete(folder: Path) -> None:
         )
     method, options = read_spec_config(folder)
     peft_type = read_json(folder / CONFIG).get("peft_type")
-    expected = _peft_type(method)
-    if peft_type != expected:
+    if peft_type != method.peft_type:
         raise ValueError(
             f"{CONFIG} is of type {peft_type!r}, but {GENERATION} names strategy {method.name!r}, "
-            f"whose adapters are of type {expected!r}"
+            f"whose adapters are of type {method.peft_type!r}"
         )
     if (folder / LEARNED_FILE).is_file():
         read_entries(folder / LEARNED_FILE)
@@ -200,7 +186,7 @@ def check_complete(folder: Path) -> None:
         raise ValueError(f"{str(folder / WEIGHTS)!r} holds no tensors; PEFT would not load it")
     shim = folder / SHIM
     if shim.is_file() and not says_the_same(
-        shim.read_text(encoding="utf-8"), method.name, options, expected
+        shim.read_text(encoding="utf-8"), method.name, options, peft_type
     ):
         raise ValueError(
             f"{SHIM} does not say what {GENERATION} says; 'hf-spec card {folder}' writes it anew"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
@@ -61,28 +60,23 @@ def push(
         ValueError: the folder is incomplete, a name is invalid, or the Hub refuses the upload or
             cannot be reached.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if repository.count("/") != 1:
         raise ValueError(f"{repository!r} is no repository: give owner/name")
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ValueError(f"{repository!r} is no repository: {error}") from error
+    validate_repo_id(repository)
     check_complete(folder)
     with tempfile.TemporaryDirectory() as name:
-        staged = Path(name)
-        _stage(folder, staged, repository, base_model)
+        _stage(folder, Path(name), repository, base_model)
         with _one_line_errors(repository):
-            return _upload(HfApi(), staged, repository, private, revision)
+            return _upload(Path(name), repository, private, revision)
 
 
-def _upload(api: Any, staged: Path, repository: str, private: bool, revision: str | None) -> str:
+def _upload(staged: Path, repository: str, private: bool, revision: str | None) -> str:
     """Create the repository and the branch if needed, make one commit, and return its URL."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+    api = HfApi()
     # None leaves the choice to the organisation's settings.
     api.create_repo(repository, private=private or None, exist_ok=True)
     if revision is not None:

@@ -1,14 +1,14 @@
 """Finds out which request each batch row of an engine holds, if the engine does not say.
 
-Rows move, requests end and others take their rows. A request is recognised by its tokens: a row's
-tokens begin with all tokens that the request had before. Requests with equal tokens may be
-confused, which does no harm. This module knows tokens, but no engines or drafts.
+Rows move, requests end and others take their rows. A request is recognized by its length and last
+tokens before the step. Requests with equal tokens may be confused, which does no harm. This module
+knows tokens, but no engines or drafts.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 T = TypeVar("T")
 #: Calls without a row after which a request is dropped: it has ended, or is waiting.
 GONE = 16
-#: Number of last known tokens by which requests are recognised.
+#: Number of last tokens by which requests are recognized.
 COMPARED = 512
 
 
@@ -26,22 +26,13 @@ class Request(Generic[T]):
     Attributes:
         tokens: prompt and output so far.
         held: state that is kept for it.
-        absent: calls since it was in a row.
+        call: number of the last call with a row of it.
     """
 
     def __init__(self, tokens: Any, held: T):
         self.tokens = array("i", tokens.tolist())
         self.held = held
-        self.absent = 0
-
-    def begins(self, text: Any) -> bool:
-        """Whether a row's tokens continue this request's, judged by its last tokens."""
-        known = len(self.tokens)
-        if known > len(text):
-            return False
-        first = max(known - COMPARED, 0)
-        mine: bytes = self.tokens[first:].tobytes()
-        return mine == text[first:known].astype(np.int32, copy=False).tobytes()
+        self.call = 0
 
 
 class Followed(NamedTuple):
@@ -49,23 +40,34 @@ class Followed(NamedTuple):
 
     Attributes:
         request: the request.
-        new: its new tokens since the last call; None if it was in no row then, or has more new
-            tokens than one step samples.
+        new: its new tokens since the last call; None if it was in no row then.
     """
 
     request: Request[Any]
     new: Sequence[int] | None
 
 
+def key(text: Any) -> tuple[int, bytes]:
+    """What a request with these tokens, ``(seq,)`` int, is recognized by."""
+    return len(text), text[-COMPARED:].astype(np.int32, copy=False).tobytes()
+
+
 class Requests(Generic[T]):
-    """Follows requests from call to call."""
+    """Follows requests from call to call.
+
+    A request whose tokens grew without a call, as near the engine's longest text, counts as new.
+    """
 
     def __init__(self) -> None:
-        self._rows: dict[int, Request[T]] = {}
-        self._absent: list[Request[T]] = []
+        self._known: dict[tuple[int, bytes], list[Request[T]]] = {}
+        self._calls = 0
 
     def follow(
-        self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, make: Any
+        self,
+        sampled: Sequence[Sequence[int]],
+        lengths: Any,
+        tokens: Any,
+        make: Callable[[], T],
     ) -> tuple[dict[int, Followed], list[Request[T]]]:
         """The requests of the rows, whose tokens include the sampled ones.
 
@@ -79,41 +81,29 @@ class Requests(Generic[T]):
         Returns:
             The request of each row, and requests that have been absent for long.
         """
-        counts = lengths[: len(sampled)].tolist()
-        texts = {row: tokens[row, : counts[row]] for row, new in enumerate(sampled) if new}
-        found: dict[int, Request[T]] = {}
-        for row, text in texts.items():
-            last = self._rows.get(row)
-            if last is not None and last.begins(text):
-                found[row] = last
-        held = set(map(id, found.values()))
-        left = [one for one in self._rows.values() if id(one) not in held]
-        ends: dict[tuple[int, int], list[Request[T]]] = {}
-        for one in [*self._absent, *left] if len(found) < len(texts) else ():
-            ends.setdefault((len(one.tokens), one.tokens[-1]), []).append(one)
+        self._calls += 1
         followed: dict[int, Followed] = {}
-        for row, text in texts.items():
-            before = len(text) - len(sampled[row])
-            request = found.get(row)
-            if request is None and before:
-                same = ends.get((before, int(text[before - 1])), [])
-                request = next((one for one in same if one.begins(text)), None)
-                if request is not None:
-                    same.remove(request)
-                    found[row] = request
-            if request is None:
-                found[row] = request = Request(text, make())
-                followed[row] = Followed(request, None)
+        present: dict[tuple[int, bytes], list[Request[T]]] = {}
+        for row, length in enumerate(lengths[: len(sampled)].tolist()):
+            new, text = sampled[row], tokens[row, :length]
+            if not new:
                 continue
-            steady = len(request.tokens) == before and not request.absent
-            known = len(request.tokens)
-            request.tokens.extend(sampled[row] if steady else text[known:].tolist())
-            request.absent = 0
-            followed[row] = Followed(request, sampled[row] if steady else None)
-        self._rows = found
-        held = set(map(id, found.values()))
-        absent = [one for one in [*self._absent, *left] if id(one) not in held]
-        for one in absent:
-            one.absent += 1
-        self._absent = [one for one in absent if one.absent < GONE]
-        return followed, [one for one in absent if one.absent >= GONE]
+            same = self._known.get(key(text[: length - len(new)]))
+            if same:
+                request = same.pop()
+                request.tokens.extend(new)
+                steady = request.call == self._calls - 1
+            else:
+                request, steady = Request(text, make()), False
+            request.call = self._calls
+            followed[row] = Followed(request, new if steady else None)
+            present.setdefault(key(text), []).append(request)
+        gone = []
+        for place, requests in self._known.items():
+            for one in requests:
+                if self._calls - one.call < GONE:
+                    present.setdefault(place, []).append(one)
+                else:
+                    gone.append(one)
+        self._known = present
+        return followed, gone

@@ -16,23 +16,11 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
-from hf_spec.adapters.checkpoint import (
-    WEIGHTS,
-    check_numbers,
-    complaints,
-    read_weights,
-)
+from hf_spec.adapters.checkpoint import check_numbers, complaints
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
 from hf_spec.hub.card import write_card
-from hf_spec.hub.folder import (
-    CONFIG,
-    attached,
-    is_repository,
-    read_json,
-    save_adapter,
-    staging,
-)
+from hf_spec.hub.folder import CONFIG, attached, is_repository, read_json, save_adapter, staging
 from hf_spec.methods.registry import Export, Method, Published, methods
 from modeling_patches.weights import placement
 
@@ -45,8 +33,6 @@ SUFFIXES = (SAFE, ".pt", ".pth", ".bin", ".json")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 #: What to do about a file that cannot be read.
 AGAIN = "copy it again (of a Git LFS pointer, `git lfs pull` gets the file)"
-#: Most names of tensors shown of a file that has none of those wanted.
-SHOWN = 5
 
 
 def importable(name: str) -> tuple[Method, Published]:
@@ -73,50 +59,33 @@ def find_published(place: str, published: Published) -> Path:
     Raises:
         ValueError: there is no such file.
     """
-    path = Path(place)
-    wanted = ", ".join(published.files)
-    if path.is_dir():
-        for name in published.files:
-            if (path / name).is_file():
-                return path / name
-        here = sorted(one.name for one in path.iterdir())[:SHOWN]
-        raise ValueError(
-            f"the folder {place!r} has none of {wanted}; it has {', '.join(here) or 'no files'}. "
-            "Give the file itself"
-        )
-    if path.is_file():
-        return path
-    if not is_repository(place) or place.count("/") != 1 or path.suffix in SUFFIXES:
-        raise ValueError(f"there is no file {place!r}, nor a folder of this name")
-    return _downloaded(place, published)
-
-
-def _downloaded(repository: str, published: Published) -> Path:
-    """:func:`find_published` for a repository on the Hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    unreachable: Exception | None = None
+    path, wanted = Path(place), ", ".join(published.files)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        found = [path / name for name in published.files if (path / name).is_file()]
+        if not found:
+            raise ValueError(f"the folder {place!r} has none of {wanted}. Give the file itself")
+        return found[0]
+    if not is_repository(place) or place.count("/") != 1 or path.suffix in SUFFIXES:
+        raise ValueError(f"there is no file {place!r}, nor a folder of this name")
+    where = ""
     for name in published.files:
         try:
-            path = Path(hf_hub_download(repository, name))
-            for shard in _shards(path, published.wants) if name.endswith(INDEX) else ():
-                hf_hub_download(repository, shard)
-            return path
-        except LocalEntryNotFoundError as error:  # another one may have been downloaded before
-            unreachable = error
-        except EntryNotFoundError:
-            continue
+            file = Path(hf_hub_download(place, name))
+            for shard in _shards(file, published.wants) if name.endswith(INDEX) else ():
+                hf_hub_download(place, shard)
+            return file
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):
+                where = " in the local cache, and the Hub cannot be reached"
         except OSError as error:
-            raise ValueError(f"cannot read {repository!r}: {first_line(error)}") from error
-    wanted = ", ".join(published.files)
-    if unreachable is not None:
-        raise ValueError(
-            f"the Hub cannot be reached, and of {repository!r} none of {wanted} is in the local "
-            "cache"
-        ) from unreachable
+            raise ValueError(f"cannot read {place!r}: {first_line(error)}") from error
     raise ValueError(
-        f"the repository {repository!r} has none of {wanted}: download its file and give that"
+        f"the repository {place!r} has none of {wanted}{where}: download its file and give that"
     )
 
 
@@ -201,22 +170,11 @@ def import_adapter(
     method, published = importable(method_name)
     method.parse_options(options)
     assert method.adapter_config is not None
-    others: list[str] = []
-
-    def wants(name: str) -> bool:
-        wanted = published.wants(name)
-        if not wanted:
-            others.append(name)
-        return wanted
-
-    found: dict[str, Tensor] | None = None
     try:
-        found = read_published(path, wants)
-        fields, tensors = published.convert(found)
+        fields, tensors = published.convert(read_published(path, published.wants))
         config = method.adapter_config(**fields)
     except ValueError as error:
-        has = "" if found is None or found else f"; {_listed(others)}"
-        raise ValueError(f"cannot import {str(path)!r}: {error}{has}") from error
+        raise ValueError(f"cannot import {str(path)!r}: {error}") from error
     with attached(model, config) as peft_model:
         weights = require_active(model, config.type_name, method.name).weights()
         wrong = complaints(tensors, weights)
@@ -233,14 +191,6 @@ def import_adapter(
     return output
 
 
-def _listed(names: list[str]) -> str:
-    """What a file has, for an error."""
-    if not names:
-        return "it has no tensors"
-    more = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
-    return f"it has {', '.join(repr(name[:80]) for name in names[:SHOWN])}{more}"
-
-
 def exporter(folder: Path, form: str) -> Export:
     """The exporter of the adapter in a folder to a format.
 
@@ -248,17 +198,15 @@ def exporter(folder: Path, form: str) -> Export:
         ValueError: the folder has no adapter of hf_spec, or its type has no such format.
     """
     kind = read_json(folder / CONFIG).get("peft_type")
-    for method in methods().values():
-        if getattr(method.adapter_config, "type_name", None) == kind:
-            if form in method.exports:
-                return method.exports[form]
-            if not method.exports:
-                raise ValueError(f"adapters of {method.name!r} cannot be exported")
-            known = ", ".join(method.exports)
-            raise ValueError(
-                f"adapters of {method.name!r} can be exported as {known}, not {form!r}"
-            )
-    raise ValueError(f"{str(folder / CONFIG)!r} is of type {kind!r}, which is none of hf_spec's")
+    method = next((one for one in methods().values() if one.peft_type == kind), None)
+    if method is None or kind is None:
+        raise ValueError(
+            f"{str(folder / CONFIG)!r} is of type {kind!r}, which is none of hf_spec's"
+        )
+    if form not in method.exports:
+        known = f"only as {', '.join(method.exports)}" if method.exports else "as nothing else"
+        raise ValueError(f"adapters of {method.name!r} can be exported {known}, not as {form!r}")
+    return method.exports[form]
 
 
 def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
@@ -280,9 +228,6 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     from safetensors.torch import save_file
 
     form_of = exporter(folder, form)
-    path = folder / WEIGHTS
-    if not path.is_file() or not read_weights(path):
-        raise ValueError(f"{str(folder)!r} holds no {WEIGHTS}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers in an old way
         peft_model = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)

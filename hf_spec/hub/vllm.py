@@ -11,15 +11,12 @@ docs/guides/engines.md has options and limits.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import check_choices, check_count
 from hf_spec.core.limits import MAX_CANDIDATES, MAX_SIZE
 from hf_spec.core.stats import SpecStats
 from hf_spec.drafting.ngram import Confidence, Limits
@@ -57,15 +54,11 @@ class LookupOptions:
     fallback: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_ngram", "min_ngram", "max_matches"):
-            check_count(name, getattr(self, name), high=MAX_CANDIDATES)
+        check_count("max_ngram", self.max_ngram, high=MAX_CANDIDATES)
+        check_count("min_ngram", self.min_ngram, high=self.max_ngram)
+        check_count("max_matches", self.max_matches, high=MAX_CANDIDATES)
         check_count("shared_tokens", self.shared_tokens, low=0, high=MAX_SIZE)
-        if not isinstance(self.fallback, bool):
-            raise ValueError(f"fallback={self.fallback!r}: must be true or false.")
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}: lower it."
-            )
+        check_choices(self, fallback=(True, False))
 
     @classmethod
     def read(cls, additional_config: Any) -> LookupOptions:
@@ -75,20 +68,13 @@ class LookupOptions:
             ValueError: one is unknown, or out of its range.
         """
         given = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"additional_config[{SECTION!r}]={given!r}: must be an object of options."
-            )
         known = [one.name for one in fields(cls)]
-        unknown = [str(name) for name in given if name not in known]
-        if unknown:
+        if not isinstance(given or {}, Mapping) or not {*(given or {})} <= {*known}:
             raise ValueError(
-                f"additional_config[{SECTION!r}] has the unknown options {', '.join(unknown)}: "
-                f"there are {', '.join(known)}."
+                f"additional_config[{SECTION!r}]={given!r}: must be an object with options among "
+                f"{', '.join(known)}."
             )
-        return cls(**given)
+        return cls(**(given or {}))
 
 
 def batch_key(rows: int) -> int:
@@ -161,7 +147,10 @@ class LookupProposer:
             self._longest = int(vllm_config.model_config.max_model_len)
             given = vllm_config.additional_config
         except (AttributeError, TypeError) as error:
-            raise RuntimeError(other_interface(f"its config says otherwise: {error}")) from error
+            raise RuntimeError(
+                f"this vLLM has another interface for proposers of users ({error}): hf_spec was "
+                f"tried with {', '.join(TRIED)}; install one of these."
+            ) from error
         self.options = options = LookupOptions.read(given)
         limits = Limits(options.max_ngram, options.min_ngram, options.max_matches)
         self._clock = clock
@@ -191,13 +180,7 @@ class LookupProposer:
 
         Returns:
             Draft tokens per row, at most ``num_speculative_tokens`` each.
-
-        Raises:
-            RuntimeError: this vLLM has another interface.
         """
-        arrays = isinstance(num_tokens_no_spec, np.ndarray), isinstance(token_ids_cpu, np.ndarray)
-        if not isinstance(sampled_token_ids, list) or not all(arrays):
-            raise RuntimeError(other_interface("it calls propose with other arguments"))
         began = self._clock()
         rows, gone = self._requests.follow(
             sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._new
@@ -265,12 +248,3 @@ class LookupProposer:
         room = self._longest - len(request.tokens) - 1
         depth = min(self._depth, room)
         return request.held.find(request.tokens, depth) if depth > 0 else NO_CHAIN
-
-
-def other_interface(what: str) -> str:
-    """Error message for an unexpected vLLM interface."""
-    version = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
-    return (
-        f"vLLM {version} has another interface for proposers of users: {what}. hf_spec was tried "
-        f"with vLLM {', '.join(TRIED)}; install one of these."
-    )

@@ -112,6 +112,11 @@ class Method:
     tuned_tree: TunedTree | None = None
 
     @property
+    def peft_type(self) -> str | None:
+        """Type of its PEFT adapter; None if it has none."""
+        return getattr(self.adapter_config, "type_name", None)
+
+    @property
     def card(self) -> Traversable:
         """The method's section of model cards: ``<name>.md`` beside its options, if it is there."""
         package = sys.modules[self.options.__module__].__package__ or ""

@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_spec.bench.prompts import encode, encode_answer
 from hf_spec.core.checks import first_line
-from hf_spec.data import ANSWER_FIELDS, Row, example, plain_text, read
+from hf_spec.data import ANSWER_FIELDS, Row, example, read
 from hf_spec.hub.folder import read_json
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _rows(files: Sequence[tuple[str, int, int]], tokenizer: Any = None) -> Itera
         if set(row.fields) >= set(ID_COLUMNS):
             return {name: _ids(name, row.fields[name]) for name in ID_COLUMNS}
         found = example(row.fields)
-        if found.answer is None:
+        if found.reference is None:
             raise ValueError(
                 f"has no answer to train on: give a text in {', '.join(ANSWER_FIELDS)}, or a last "
                 "message of the assistant's"
@@ -131,9 +131,9 @@ def _rows(files: Sequence[tuple[str, int, int]], tokenizer: Any = None) -> Itera
         if tokenizer is None:
             raise ValueError("holds texts: give the tokenizer of the model, too")
         return {
-            "prompt": plain_text(found.text, found.history), "answer": found.answer,
+            "prompt": found.full_text, "answer": found.reference,
             "prompt_ids": encode(tokenizer, found.text, found.history),
-            "answer_ids": encode_answer(tokenizer, found.answer),
+            "answer_ids": encode_answer(tokenizer, found.reference),
         }  # fmt: skip
 
     for path, *_ in files:

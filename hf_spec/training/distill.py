@@ -278,9 +278,7 @@ def distill(
                     # Each batch has its own seed, independent of process and time.
                     torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
                     prompts = [token_ids[index] for index in indices]
-                    spent, answers, row_steps, _ = session.stream(
-                        contender, prompts, settings.batch_size
-                    )
+                    spent, answers, row_steps, _ = session.generate(contender, prompts)
                     rows = [
                         _row(tokenizer, index, questions[index], token_ids[index], answer)
                         for index, answer in zip(indices, answers)

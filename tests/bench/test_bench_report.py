@@ -15,9 +15,8 @@ from tiny_checkpoint import make_model
 from hf_spec.bench import environment, report, results
 from hf_spec.bench.agreement import Agreement
 from hf_spec.bench.contenders import PLAIN, Contender
-from hf_spec.bench.intervals import interval
 from hf_spec.bench.prompts import Prompt
-from hf_spec.bench.results import BenchResult, Measurement
+from hf_spec.bench.results import BenchResult, Measurement, interval
 from hf_spec.core.stats import SpecStats
 
 SAME, TIE, OTHER = Agreement.IDENTICAL, Agreement.DIVERGED_AT_TIE, Agreement.DIVERGED

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from drawn import lines
 from matplotlib.colors import to_rgba
 from tiny_checkpoint import make_tokenizer
 
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.demo.step_plots import (
+from hf_spec.demo.steps import VerifiedTree
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "scripts"))
+from step_plots import (  # noqa: E402
     ACCEPTED,
     OWN,
     REJECTED,
@@ -17,7 +23,6 @@ from hf_spec.demo.step_plots import (
     plot_texts,
     plot_tree,
 )
-from hf_spec.demo.steps import VerifiedTree
 
 TOKENIZER = make_tokenizer(chat=False)  # a token per byte
 
@@ -109,17 +114,3 @@ def test_without_probabilities_and_with_nothing_accepted() -> None:
     # The own token is a sibling of b and c here, and hides neither.
     heights = [text.get_position()[1] for text in axes.texts if text.get_position()[0] == 1]
     assert len(heights) == 3 and min(abs(a - b) for a in heights for b in heights if a != b) >= 1
-
-
-def test_a_plain_step_can_be_drawn() -> None:
-    alone = step(
-        tree=TokenTree.chain(0), tokens=ids("a"), chances=[1.0], accepted=[0], emitted=ids("z")
-    )
-    (axes,) = plot_tree(TOKENIZER, alone).get_axes()
-    assert list(boxes(axes)) == ["a", "z"] and axes.get_title().startswith("0 candidates")
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs matplotlib.*pip install 'hf_spec\[plots\]'"):
-        plot_texts(TOKENIZER, {"one": [ids("a")]})

@@ -198,7 +198,7 @@ def test_tensors_under_a_key(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_folder(tmp_path: Path) -> None:
     state = dict(medusa_head().state_dict())
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="has none of medusa_lm_head.safetensors, .*; it has conf"):
+    with pytest.raises(ValueError, match="has none of medusa_lm_head.safetensors, "):
         find_published(str(tmp_path), PUBLISHED)
     for name in ("model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"):
         path = tmp_path / name
@@ -225,13 +225,15 @@ def test_a_repository_without_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     places = dict.fromkeys(state, "model-2.safetensors") | {"lm_head.weight": "model-1.safetensors"}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ValueError, match="cannot be reached, and of 'org/shards' none of medusa_"):
+    with pytest.raises(
+        ValueError, match="'org/shards' has none of medusa_.* in the local cache, and the Hub"
+    ):
         find_published("org/shards", PUBLISHED)
     save_file(state, folder / "model-2.safetensors")
     assert read_published(find_published("org/shards", PUBLISHED), PUBLISHED.wants).keys() == (
         state.keys()
     )
-    with pytest.raises(ValueError, match="the Hub cannot be reached, and of 'org/absent' none of"):
+    with pytest.raises(ValueError, match="'org/absent' has none of .* the Hub cannot be reached"):
         find_published("org/absent", PUBLISHED)
     with pytest.raises(ValueError, match="there is no file 'org/heads.pt', nor a folder"):
         find_published("org/heads.pt", PUBLISHED)
@@ -266,14 +268,7 @@ def renamed(name: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.clear(), "holds no heads.*; it has no tensors"),
-        (
-            lambda s: [
-                s.update({f"layers.{n}.weight": s.pop(name)}) for n, name in enumerate(list(s))
-            ],
-            r"cannot import '.*heads.pt': it holds no heads: .*; it has 'layers.0.weight', "
-            r"'layers.1.weight', 'layers.2.weight', 'layers.3.weight', 'layers.4.weight' and 4 oth",
-        ),
+        (lambda s: s.clear(), "cannot import '.*heads.pt': it holds no heads"),
         (
             lambda s: s.update(as_lmdeploy({"0.0.linear.weight": s["0.0.linear.weight"]}, rank=1)),
             "'medusa.0.0.linear.1.weight': heads split over ranks are not read, only rank 0",
@@ -341,7 +336,10 @@ def test_import_and_export_commands(checkpoint: Path, tmp_path: Path, capsys: An
     capsys.readouterr()
     export = ("export", tmp_path / "adapter", "--output", tmp_path / "out", "--format", "sglang")
     assert command(*export) == 2
-    assert "adapters of 'medusa' cannot be exported" in capsys.readouterr().err
+    assert (
+        "adapters of 'medusa' can be exported as nothing else, not as 'sglang'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

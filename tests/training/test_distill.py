@@ -336,13 +336,13 @@ def test_killed_while_writing(
     for read in (read_answers, read_provenance):
         with pytest.raises(ValueError, match="is unfinished: repeat the hf-spec distill command"):
             read(output)
-    calls, original = [], session.Session.stream
+    calls, original = [], session.Session.generate
 
-    def stream(self: Any, contender: Any, prompts: Any, batch_size: int) -> Any:
+    def generate(self: Any, contender: Any, prompts: Any) -> Any:
         calls.append(len(prompts))
-        return original(self, contender, prompts, batch_size)
+        return original(self, contender, prompts)
 
-    monkeypatch.setattr(session.Session, "stream", stream)
+    monkeypatch.setattr(session.Session, "generate", generate)
     assert distill(root, output) == 0
     assert len(calls) == -(-len(oracle) // BATCH) - 2
     assert rows_of(output) == oracle and len(lines_of(output)) == len(oracle)
@@ -353,7 +353,7 @@ def test_interrupted_by_the_user(
     root: Path, oracle: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    original, calls = session.Session.stream, 0
+    original, calls = session.Session.generate, 0
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -363,7 +363,7 @@ def test_interrupted_by_the_user(
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.Session, "stream", interrupt)
+        patch.setattr(session.Session, "generate", interrupt)
         assert distill(root, tmp_path / "out") == 130
     assert "interrupted; the same command continues" in capsys.readouterr().err
     assert len(lines_of(tmp_path / "out")) == 2 * BATCH
