@@ -8,6 +8,7 @@ dropped nodes are dropped with them. This module knows only trees.
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,26 @@ from hf_spec.core.tree import Tree
 
 #: Paths are not told apart below this log-probability.
 _LEAST = -1e4
+
+
+class Pruning(Protocol):
+    """Chooses the nodes that deeper layers drop (ProPD, section 4.1)."""
+
+    @property
+    def layer(self) -> int:
+        """Number of layers that run on all nodes."""
+
+    def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+        """The nodes worth keeping, with all their ancestors, and how likely nodes are.
+
+        Args:
+            hidden: ``(batch, tokens, hidden)`` after these layers.
+            tree: the draft trees.
+
+        Returns:
+            ``(batch, tokens)`` bool, and the log-probabilities of the paths to all nodes. For what
+            becomes of them see :func:`keep_likely`.
+        """
 
 
 def connected(tree: Tree, wanted: Tensor) -> Tensor:

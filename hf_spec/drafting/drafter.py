@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.pruning import Pruning
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.target import Pruning
 from modeling_patches.per_call import Changes
 
 

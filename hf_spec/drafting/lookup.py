@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.host_tree import Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.ngram import Confidence, Limits, NgramIndex, continuation_tree

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.host_tree import Row
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import Row
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.target import Target
 

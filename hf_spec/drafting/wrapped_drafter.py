@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_spec.core.pruning import Pruning
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.target import Pruning
 
 
 class WrappedDrafter(Drafter):

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +18,16 @@ from torch import Tensor
 from hf_spec.cache.buffers import bounded
 from hf_spec.cache.compiled import Layout, SlotCache
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import mask as masks
 from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
-from hf_spec.core.pruning import keep_likely
+from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
+from hf_spec.model.tree_mask import Slots, tree_mask
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
@@ -36,26 +36,6 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 from modeling_patches.weights import placement
-
-
-class Pruning(Protocol):
-    """Chooses the nodes that deeper layers drop (ProPD, section 4.1)."""
-
-    @property
-    def layer(self) -> int:
-        """Number of layers that run on all nodes."""
-
-    def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        """The nodes worth keeping, with all their ancestors, and how likely nodes are.
-
-        Args:
-            hidden: ``(batch, tokens, hidden)`` after these layers.
-            tree: the draft trees.
-
-        Returns:
-            ``(batch, tokens)`` bool, and the log-probabilities of the paths to all nodes. For what
-            becomes of them see :func:`hf_spec.core.pruning.keep_likely`.
-        """
 
 
 class Output(NamedTuple):
@@ -303,7 +283,15 @@ class Target:
         )
         inputs: dict[str, Any] = {
             **self.model_kwargs,
-            "attention_mask": self._mask(block, keys, positions),
+            "attention_mask": tree_mask(
+                self.attention,
+                block,
+                keys,
+                positions,
+                Slots(self.cache, self.position_shift, self.last_position),
+                self.probe_inputs,
+                self.dtype,
+            ),
             CACHE: self.cache,
             "use_cache": True,
             "return_dict": True,
@@ -400,48 +388,3 @@ class Target:
                     )
             self._watching = changes, final_hidden(self.model, changes, running.wanted)
         return self._watching
-
-    def _mask(self, block: Block, keys: int, positions: Tensor) -> Any:
-        """The forward's attention mask over ``keys`` slots; probes see those in front, too."""
-        lengths = self.cache.lengths
-        batch, count = positions.shape
-        shape = (batch, count, keys, lengths.device)
-        if block.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
-            full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
-        else:
-            nodes = masks.tree_ancestors(block.visible, lengths)
-            full = masks.build(masks.or_(masks.prefix(lengths), nodes), *shape)
-        windows = self.attention.windows
-        windowed = {size for size in windows.values() if size is not None and size < keys}
-        made: dict[int | None, Tensor] = {None: full}
-        front = self.cache.front if self.cache.shows_front else 0
-        if windowed or self.attention.wants_positions:
-            key_positions = self._key_positions(block, keys)
-            for size in windowed:
-                near = masks.window(size, positions, key_positions)
-                made[size] = full & masks.build(near, *shape)
-            if self.attention.wants_positions:
-                if front:  # they stand where the sequence begins, as in prefix tuning
-                    start = self.position_shift.expand(batch, front)
-                    key_positions = torch.cat([start, key_positions], dim=1)
-                self.attention.set_positions(positions, key_positions)
-        if front and self.probe_inputs is not None and block.num_probes:
-            learned = full.new_zeros((batch, 1, count, front))
-            seen = self.probe_inputs.sees_front(block.kinds.to(full.device))
-            learned[:, 0, -block.num_probes :, front - self.num_front :] = seen
-            made = {size: torch.cat([learned, mask], dim=3) for size, mask in made.items()}
-            full = made[None]
-        return self.attention.convert(
-            {kind: made.get(size, full) for kind, size in windows.items()}, self.dtype
-        )
-
-    def _key_positions(self, block: Block, keys: int) -> Tensor:
-        """Token position of every slot: (batch, keys). Slots after the tree continue counting."""
-        lengths = self.cache.lengths
-        at_nodes = lengths[:, None] + self.position_shift + block.slot_depths
-        at_nodes = torch.minimum(at_nodes, self.last_position)
-        slots = torch.arange(keys, device=lengths.device)
-        node = slots - lengths[:, None]
-        in_tree = (node >= 0) & (node < at_nodes.shape[1])
-        at_node = at_nodes.gather(1, node.clamp(0, at_nodes.shape[1] - 1))
-        return torch.where(in_tree, at_node, slots + self.position_shift)

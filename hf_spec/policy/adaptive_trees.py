@@ -12,10 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from hf_spec.core.host_tree import HostTree
 from hf_spec.core.memory import locked
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import sent
-from hf_spec.core.tree import HostTree, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeState
 from hf_spec.drafting.grow import grow
 from hf_spec.drafting.options import CANDIDATES

@@ -13,8 +13,9 @@ from random_trees import GROUPS, path_to, random_row, random_tree, visible
 from torch import Tensor
 
 from hf_spec.core import verify
+from hf_spec.core.host_tree import Row
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 
 
 def check_row(tree: Tree, row: int, parents: Sequence[int]) -> None:

@@ -22,8 +22,9 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec.cache.convert import pack
 from hf_spec.core import memory
+from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.lookup import with_lookup
 from hf_spec.drafting.state import DecodeState

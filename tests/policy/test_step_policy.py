@@ -27,11 +27,12 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core import memory
 from hf_spec.core.buckets import bucket
+from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import recall
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter, find_active
+from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.predictions import distribution

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
+from hf_spec.core.host_tree import Row
 from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.memory import locked
-from hf_spec.core.tree import Row
 from hf_spec.drafting.options import AUTO, StrategyOptions
 from hf_spec.methods.layer_skip.adapter import layer_indices
 from hf_spec.policy.calibration import Calibration, walk

@@ -155,7 +155,7 @@ class EarlyPruning:
         self.top_k = options.prune_top_k or top_k
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        """See :class:`hf_spec.model.target.Pruning`."""
+        """See :class:`hf_spec.core.pruning.Pruning`."""
         inner, place = (part.to(hidden.device) for part in _inner(tree))
         tokens = tree.tokens.to(hidden.device)
         # Only nodes with children need predictions.

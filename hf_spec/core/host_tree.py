@@ -1,0 +1,85 @@
+"""Draft trees on the host: of one row as lists, of a batch as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """One row's draft tree on the host.
+
+    Attributes:
+        parents: parent of each node, -1 for the root.
+        tokens: token of each node.
+        probs: probability of each node's path; no node is likelier than its parent.
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    probs: list[float]
+
+    @classmethod
+    def root(cls, token: int = 0) -> Row:
+        """The root alone."""
+        return cls([-1], [token], [1.0])
+
+    @property
+    def depths(self) -> list[int]:
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def merge(self, other: Row) -> Row:
+        """Both trees as one: nodes with the same token path become one, which keeps the larger
+        probability. The nodes of this tree keep their indices."""
+        parents, tokens, probs = list(self.parents), list(self.tokens), list(self.probs)
+        child = {(parents[node], tokens[node]): node for node in range(len(parents) - 1, 0, -1)}
+        index = [0]
+        for parent, token, prob in zip(other.parents[1:], other.tokens[1:], other.probs[1:]):
+            key = (index[parent], token)
+            if key not in child:
+                child[key] = len(parents)
+                parents.append(key[0])
+                tokens.append(token)
+                probs.append(0.0)
+            node = child[key]
+            probs[node] = max(probs[node], prob)
+            index.append(node)
+        return Row(parents, tokens, probs)
+
+    def likeliest_first(self) -> Row:
+        """The nodes sorted by probability; draft tokens of probability 0 are left out."""
+        order = sorted(range(len(self.parents)), key=lambda node: -self.probs[node])
+        order = [node for node in order if self.probs[node] > 0]
+        number = {node: index for index, node in enumerate(order)}
+        return Row(
+            [-1, *(number[self.parents[node]] for node in order[1:])],
+            [self.tokens[node] for node in order], [self.probs[node] for node in order],
+        )  # fmt: skip
+
+
+class HostTree(NamedTuple):
+    """Draft trees on the host, likeliest nodes first, as NumPy arrays ``(batch, nodes)``.
+
+    Attributes:
+        probs: float64 probability that all draft tokens down to a node are accepted: 1 for the
+            root, 0 for padding, never more than the parent's.
+        parents: int64; 0 for the root and padding.
+        depths: int64
+        tokens: int64; arbitrary on padding.
+    """
+
+    probs: Any
+    parents: Any
+    depths: Any
+    tokens: Any
+
+    def rows(self, sizes: Sequence[int]) -> list[Row]:
+        """Each row's tree, given its number of draft tokens."""
+        columns = self.parents.tolist(), self.tokens.tolist(), self.probs.tolist()
+        return [
+            Row([-1, *parents[1 : size + 1]], tokens[: size + 1], probs[: size + 1])
+            for parents, tokens, probs, size in zip(*columns, sizes)
+        ]

@@ -1,0 +1,85 @@
+"""The attention mask of a block of tree nodes behind the tokens of a KV cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_spec.core import mask as masks
+from hf_spec.model.block import Block
+from hf_spec.model.probe_inputs import ProbeInputs
+from modeling_patches.attention_masks import TreeAttention
+
+
+class Slots(NamedTuple):
+    """What is known of the slots that attention sees.
+
+    Attributes:
+        cache: the KV cache with the open block.
+        position_shift: ``(batch, 1)`` position of each row's first cached token.
+        last_position: ``(batch, 1)`` larger positions are clamped to this one.
+    """
+
+    cache: Any
+    position_shift: Tensor
+    last_position: Tensor
+
+    def positions(self, block: Block, keys: int) -> Tensor:
+        """Token position of every slot: (batch, keys). Slots after the tree continue counting."""
+        lengths = self.cache.lengths
+        at_nodes = lengths[:, None] + self.position_shift + block.slot_depths
+        at_nodes = torch.minimum(at_nodes, self.last_position)
+        slots = torch.arange(keys, device=lengths.device)
+        node = slots - lengths[:, None]
+        in_tree = (node >= 0) & (node < at_nodes.shape[1])
+        at_node = at_nodes.gather(1, node.clamp(0, at_nodes.shape[1] - 1))
+        return torch.where(in_tree, at_node, slots + self.position_shift)
+
+
+def tree_mask(
+    attention: TreeAttention, block: Block, keys: int, positions: Tensor, slots: Slots,
+    probe_inputs: ProbeInputs | None, dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """The mask of a forward, as the model's attention takes it; probes see the front slots, too.
+
+    Args:
+        attention: the kinds of attention of the model's layers.
+        block: the nodes that are run.
+        keys: number of slots that attention sees, without the front slots.
+        positions: ``(batch, n)`` of the nodes.
+        slots: what is known of the slots.
+        probe_inputs: the probes' learned inputs, if there are any.
+        dtype: of an additive mask.
+    """
+    cache = slots.cache
+    lengths = cache.lengths
+    batch, count = positions.shape
+    shape = (batch, count, keys, lengths.device)
+    if block.visible.shape[1:] == (1, 1):  # a plain step: its token stands behind the prefix
+        full = (torch.arange(keys, device=lengths.device) <= lengths[:, None])[:, None, None]
+    else:
+        nodes = masks.tree_ancestors(block.visible, lengths)
+        full = masks.build(masks.or_(masks.prefix(lengths), nodes), *shape)
+    windows = attention.windows
+    windowed = {size for size in windows.values() if size is not None and size < keys}
+    made: dict[int | None, Tensor] = {None: full}
+    front = cache.front if cache.shows_front else 0
+    if windowed or attention.wants_positions:
+        key_positions = slots.positions(block, keys)
+        for size in windowed:
+            near = masks.window(size, positions, key_positions)
+            made[size] = full & masks.build(near, *shape)
+        if attention.wants_positions:
+            if front:  # they stand where the sequence begins, as in prefix tuning
+                start = slots.position_shift.expand(batch, front)
+                key_positions = torch.cat([start, key_positions], dim=1)
+            attention.set_positions(positions, key_positions)
+    if front and probe_inputs is not None and block.num_probes:
+        learned = full.new_zeros((batch, 1, count, front))
+        seen = probe_inputs.sees_front(block.kinds.to(full.device))
+        learned[:, 0, -block.num_probes :, front - probe_inputs.num_front :] = seen
+        made = {size: torch.cat([learned, mask], dim=3) for size, mask in made.items()}
+        full = made[None]
+    return attention.convert({kind: made.get(size, full) for kind, size in windows.items()}, dtype)
