@@ -146,10 +146,11 @@ class AdaptiveTrees(TreeSource):
             prefetched = self._grow(drafter, state, known, depth)
         packed, trust, self._sample = prefetched
         tree = Tree.unpacked(packed, state.prefetched)
-        if not all(state.active):  # grown before it was known that rows stop short of their bonus
-            tree.tokens[:, 0] = state.root
         host = tree.host
         assert host is not None
+        if not all(state.active):  # grown before it was known that rows stop short of their bonus
+            tree.tokens[:, 0] = state.root
+            host.tokens[:, 0] = [row[-1] for row in state.tokens]
         if self._exactly(state) is None:
             self._proposed = trust, *(part.tolist() for part in host[:4])
             return tree

@@ -27,11 +27,9 @@ from hf_spec.cache.buffers import BUCKET
 from hf_spec.cache.convert import pack
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
-from hf_spec.core.token_tree import TokenTree
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
 from hf_spec.model.graphs import Graph, Graphs
-from hf_spec.model.step_tokens import StepTokens, padded
 from modeling_patches.cache_name import CACHE, cache_in
 
 NEW = 20
@@ -604,16 +602,6 @@ def test_a_callers_config_stays(fresh: Any) -> None:
 
 def test_buckets() -> None:
     assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 64, 65)] == [0, 1, 2, 4, 4, 8, 64, 128]
-
-
-def test_padding_sees_only_itself() -> None:
-    tree = TokenTree.from_paths([[0], [1], [0, 0], [1, 0]]).batch(2)
-    step = StepTokens(torch.arange(10).view(2, 5), tree.depths, tree.ancestors, tree.depths)
-    whole = padded(step, 0)
-    assert whole.visible.shape == (2, 8, 8) and whole.ids.shape == (2, 8)
-    assert torch.equal(whole.visible[:, :5, :5], tree.ancestors)
-    assert torch.equal(whole.visible[0, 5:], torch.eye(8, dtype=torch.bool)[5:])
-    assert not whole.visible[:, :5, 5:].any()
 
 
 def test_buffers_have_few_sizes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import _lru_cache_wrapper
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from adapter_oracle import randomise
 from conftest import EOS, ragged
 from test_compiled import ADAPTERS, CAPTURED, OPTIONS, generate, strategy
 
-from hf_spec.core.tree import _batch
 from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
@@ -33,7 +33,7 @@ def nothing_cached() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("hf_spec.")]
     for module in modules:
         for value in vars(module).values():
-            if type(value) is type(_batch):
+            if isinstance(value, _lru_cache_wrapper):
                 value.cache_clear()
 
 

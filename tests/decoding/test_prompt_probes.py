@@ -46,7 +46,8 @@ def first(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int], Any]]:
 
     def noted(self: ProbeDrafter, state: Any) -> Any:
         if state.stats.num_steps == 1:
-            found.append((self, list(state.probe_counts), state.probe_hidden))
+            counts = [count * self.per_distance for count in self.num_predicted]
+            found.append((self, counts, self.hidden))
         return propose(self, state)
 
     monkeypatch.setattr(ProbeDrafter, "propose", noted)

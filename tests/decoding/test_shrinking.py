@@ -25,8 +25,10 @@ from transformers import (
 
 import hf_spec
 from hf_spec.core.memory import forget
-from hf_spec.decoding import batch, steps
-from hf_spec.drafting.drafter import DecodingState, Drafter
+from hf_spec.core.tree import Tree
+from hf_spec.decoding import batch
+from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from modeling_patches.cache_name import CACHE
@@ -503,7 +505,7 @@ def test_a_drafter_is_told(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     """Each row that is left is named once, and the state is already that of the smaller batch."""
     told: list[list[int]] = []
 
-    def select(self: Drafter, state: DecodingState, rows: list[int]) -> None:
+    def select(self: Drafter, state: DecodeState, rows: list[int]) -> None:
         before = told[-1] if told else list(range(16))
         told.append([before[row] for row in rows])
         assert state.rows == told[-1]
@@ -513,10 +515,7 @@ def test_a_drafter_is_told(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
         assert [tokens[-1] for tokens in state.tokens] == state.root.tolist()
 
     method = methods()["prompt_lookup"]
-    monkeypatch.setattr(
-        method.drafter, "propose",
-        lambda self, state: steps.Draft(steps.root_only(state), state.root[:, None]),
-    )  # fmt: skip
+    monkeypatch.setattr(method.drafter, "propose", lambda self, state: Tree.roots(state.root))
     monkeypatch.setattr(method.drafter, "observe", Drafter.observe)
     monkeypatch.setattr(method.drafter, "select", select)
     check_same(fresh("llama_tied"), LOOKUP, **staggered(16))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
-from hf_spec.policy.adaptive_trees import best_ends, ends, grow
+from hf_spec.policy.adaptive_trees import AdaptiveTrees, Proposal, best_ends, ends, grow
 
 Path = tuple[int, ...]
 HIDDEN, RANK = 5, 3
@@ -250,6 +251,21 @@ def test_trust_moves_all_tokens_of_a_distance(with_transition: bool) -> None:
         assert max(map(len, before)) >= max(map(len, after))
     certain = grown(made, roots, 8, 3, [50.0, 50.0, 50.0])
     assert certain.host.probs.max() == 1
+
+
+def test_roots_of_rows_that_stopped_short_of_their_bonus_token() -> None:
+    """Trees were grown before that was known; the last token that such a row has may be cached."""
+    logits, _, bonus, _ = example(2, 3, 20, False)
+    source, last = AdaptiveTrees(3, probes=False), [7, int(bonus[1])]
+    packed = grow(predict(logits, 8), bonus, 8, 3)
+    source._prefetched = Proposal(packed, [0.0] * 3, None)
+    state: Any = SimpleNamespace(
+        prefetched=packed.numpy(), active=[False, True], timed=True, root=torch.tensor(last),
+        tokens=[[5, last[0]], [6, last[1]]],
+    )  # fmt: skip
+    tree = source.propose(None, state, [3, 3], 3)  # type: ignore[arg-type]
+    assert tree.host is not None and bonus[0] != 7
+    assert tree.tokens[:, 0].tolist() == tree.host.tokens[:, 0].tolist() == last
 
 
 # -- in decoding ---------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def worths(
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("group", [0, 1, 3])
 def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
-    """Against all sizes; where probes hang, sizes are weighed with those that pay at once."""
+    """Against all sizes; with probes, sizes are weighed with those that pay at once."""
     rng, kinds, shares = np.random.default_rng(0), set(), []
     for _ in range(150):
         rows = [found(random_table(rng)) for _ in range(batch)]
