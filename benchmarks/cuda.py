@@ -287,9 +287,9 @@ def options_of(name: str, candidates: int, layers: int) -> Row:
             "max_draft": candidates, "draft_exit": "fixed", "skip_attention": skipped,
             "skip_mlp": skipped,
         },
-        "propd": {"candidates": candidates, "prune": False},
+        "propd": {"num_draft_tokens": candidates, "prune": False},
     }  # fmt: skip
-    return {"fallback": False, **own.get(name, {"candidates": candidates})}
+    return {"drafting": "always", **own.get(name, {"num_draft_tokens": candidates})}
 
 
 def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, list[Row]]:

@@ -26,7 +26,7 @@ from hf_spec.hub.folder import read_json
 
 #: The papers' adapters: each distance predicted for itself, over the whole vocabulary.
 PAPER = "--transition-rank 0 --root-rank 0 --draft-vocab-size 0"
-ALWAYS = {"fallback": False, "retrieval": False}
+ALWAYS = {"drafting": "always", "lookup": False}
 
 
 class Line(NamedTuple):
@@ -66,14 +66,14 @@ def _skip(name: str, **options: Any) -> Line:
 
 def _propd(name: str, tree: str, prune: bool) -> Line:
     # The policy sizes online trees, and takes plain steps only where drafting costs more.
-    fallback = {} if tree == "online" else {"fallback": False}
-    return Line(name, "propd", {"tree": tree, "prune": prune, "retrieval": False, **fallback})
+    drafting = {} if tree == "online" else {"drafting": "always"}
+    return Line(name, "propd", {"tree": tree, "prune": prune, "lookup": False, **drafting})
 
 
 def _pruned(layer: int, top_k: int) -> Line:
     return Line(
         f"layer{layer}-k{top_k}", "propd" if layer == 4 else f"propd --prune-layer {layer}",
-        {"candidates": 63, "prune": True, "prune_top_k": top_k, **ALWAYS},
+        {"num_draft_tokens": 63, "prune": True, "prune_top_k": top_k, **ALWAYS},
     )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ TABLES = {
     "propd-pruning": Table(
         "ProPD, Table 2: layer and k",
         (
-            Line("whole", "propd", {"candidates": 63, "prune": False, **ALWAYS}),
+            Line("whole", "propd", {"num_draft_tokens": 63, "prune": False, **ALWAYS}),
             *(_pruned(layer, k) for layer in (1, 2, 3, 4) for k in (50, 100, 200)),
         ),
         "4",

@@ -20,7 +20,7 @@ from hf_spec.bench.prompts import encode, read_prompts
 from hf_spec.files import replacing
 from hf_spec.model.loading import load_model
 
-EXIT = {"draft_exit": "adaptive", "fallback": False, "retrieval": False}
+EXIT = {"draft_exit": "adaptive", "drafting": "always", "lookup": False}
 
 
 def trajectory(args: argparse.Namespace, prompts: Path) -> tuple[list[int], list[float], float]:

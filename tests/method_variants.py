@@ -40,14 +40,14 @@ class Variants:
 WIDE: dict[str, Any] = {"tree": [[rank] for rank in range(61)], "max_depth": 1}
 SHARED = {"transition_rank": 4, "root_rank": 3, "draft_vocab_size": 40}
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
-MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "retrieval": True}
+MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "lookup": True}
 
 VARIANTS: dict[str, Variants] = {
     "bita": Variants(
         {
             "adaptive": {},
             "efficient": {"tree": "efficient"},
-            "full": {"tree": "full", "top_k": 2, "retrieval": True},
+            "full": {"tree": "full", "top_k": 2, "lookup": True},
             "chain": {"tree": "chain", "max_depth": 2},
             "straightforward": {"tree": "straightforward"},
             "wide": WIDE,
@@ -86,7 +86,7 @@ VARIANTS: dict[str, Variants] = {
         {
             "adaptive": {},
             "sparse": {"tree": "sparse"},
-            "chain": {"tree": "chain", "max_depth": 2, "retrieval": True},
+            "chain": {"tree": "chain", "max_depth": 2, "lookup": True},
             "wide": WIDE,
         },
         hitting="wide",
@@ -107,7 +107,7 @@ VARIANTS: dict[str, Variants] = {
                     {"paths": [[0], [2], [0, 0]], "probes": [1, 3, 0, 2]},
                     {"paths": [[0], [0, 0], [0, 1], [0, 0, 0]], "probes": [0, 2, 1, 3, 0]},
                 ],
-                "retrieval": True,
+                "lookup": True,
             },
             "wide": WIDE,
         },
@@ -139,7 +139,7 @@ VARIANTS: dict[str, Variants] = {
             "adaptive": {"prune_top_k": 20, "prune": True},
             "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
             "online": {"tree": "online"},
-            "chain": {"tree": "chain", "prune_top_k": 20, "prune": True, "retrieval": True},
+            "chain": {"tree": "chain", "prune_top_k": 20, "prune": True, "lookup": True},
             "looked up": {"drafter": "prompt_lookup", "prune_top_k": 8},
             "wide": WIDE,
         },
@@ -151,7 +151,7 @@ VARIANTS: dict[str, Variants] = {
         {
             "adaptive": {},
             "chain": {"tree": "chain"},
-            "match": {"tree": "chain", "acceptance": "match", "max_depth": 2, "retrieval": True},
+            "match": {"tree": "chain", "acceptance": "match", "max_depth": 2, "lookup": True},
         },
         hitting="chain",
         sampled={"rejection": {"acceptance": "rejection"}},

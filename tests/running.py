@@ -17,7 +17,7 @@ def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:
     tests' size these are noise: counts of steps would differ from run to run, and a strategy that
     is given up early would be compared with plain generation where it is plain generation.
     """
-    return {"assistant_strategy": strategy, "assistant_kwargs": {"fallback": False, **options}}
+    return {"assistant_strategy": strategy, "assistant_kwargs": {"drafting": "always", **options}}
 
 
 def every_step(settings: dict[str, Any]) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     config = hf_spec.LayerSkipConfig(skip_attention=skip, skip_mlp=[])
     get_peft_model(model, config).save_pretrained(folder)
-    options = {"fallback": False}  # what steps take here is noise
+    options = {"drafting": "always"}  # what steps take here is noise
     config = hf_spec.SpecConfig(assistant_strategy="layer_skip", assistant_kwargs=options)
     config.save_pretrained(folder)
     return folder

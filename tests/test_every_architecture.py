@@ -102,7 +102,7 @@ def test_exact_or_refused(
             for given, wanted in zip(prompts(), expected):
                 found = model.generate(
                     **given, **GREEDY, assistant_strategy=name,
-                    assistant_kwargs={**OPTIONS.get(name, {}), "fallback": False},
+                    assistant_kwargs={**OPTIONS.get(name, {}), "drafting": "always"},
                 )  # fmt: skip
                 assert found.sequences.tolist() == wanted.sequences.tolist()
                 for ours, theirs in zip(found.logits, wanted.logits):

@@ -169,7 +169,7 @@ def test_greedy_equals_plain(
 def test_greedy_equals_plain_where_the_policy_decides(
     tiny: Callable[..., PreTrainedModel], name: str, variant: str
 ) -> None:
-    """As the option ``fallback`` is by default: which steps draft depends on what they take."""
+    """As the option ``drafting`` is by default: which steps draft depends on what they take."""
     model = tiny("llama")
     spec = {"assistant_strategy": name, "assistant_kwargs": options(name, variant)}
     with adapted(model, name, variant):

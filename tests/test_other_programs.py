@@ -87,9 +87,9 @@ REGEX = r"(def|class) [a-z]{3,9}(\(self, [a-z]{2,5}\)|\(\)):( [a-z_]{1,8}){2,6}!
 DEMO = Path(hf_spec.__file__).parent / "demo"
 CODE = ["import os\n", "def add(a, b):\n    return", "x = {"]
 GUIDED = {
-    "prompt_lookup": {"fallback": False},
-    "layer_skip": {"skip_attention": [1], "skip_mlp": [0], "fallback": False},
-    "medusa": {"fallback": False},
+    "prompt_lookup": {"drafting": "always"},
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [0], "drafting": "always"},
+    "medusa": {"drafting": "always"},
 }
 
 
@@ -146,12 +146,12 @@ def test_outlines(demo: tuple[Any, Any], backend: str) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {"fallback": False}},
+        {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {"drafting": "always"}},
         {
             "assistant_strategy": "layer_skip",
-            "assistant_kwargs": {"skip_attention": [1], "skip_mlp": [], "fallback": False},
+            "assistant_kwargs": {"skip_attention": [1], "skip_mlp": [], "drafting": "always"},
         },
-        {"assistant_strategy": "medusa", "assistant_kwargs": {"fallback": False}},
+        {"assistant_strategy": "medusa", "assistant_kwargs": {"drafting": "always"}},
     ],
     ids=lambda strategy: strategy["assistant_strategy"],
 )
@@ -241,7 +241,7 @@ def test_rollouts_of_trl_with_its_defaults(name: str, tmp_path: Path) -> None:
             per_device_train_batch_size=2, max_completion_length=12, report_to="none",
             save_strategy="no", disable_tqdm=True,
             generation_kwargs={
-                "assistant_strategy": name, "assistant_kwargs": {"fallback": False}
+                "assistant_strategy": name, "assistant_kwargs": {"drafting": "always"}
             },
         ),
     )  # fmt: skip

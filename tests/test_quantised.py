@@ -122,7 +122,7 @@ def test_compiled_equals_plain(checkpoint: Path, form: str, name: str) -> None:
         model.add_adapter(method.adapter_config())
         randomise(model, method.adapter_config.type_name)
     plain = tokens(model)
-    options = {**OPTIONS.get(name, {}), **({"candidates": 3} if method.needs_adapter else {})}
+    options = {**OPTIONS.get(name, {}), **({"num_draft_tokens": 3} if method.needs_adapter else {})}
     kwargs = {"assistant_strategy": name, "assistant_kwargs": options}
     assert tokens(model, **kwargs, **CAPTURED) == plain
     assert compiled(model)["kept"] and not compiled(model)["refused"]

@@ -15,7 +15,7 @@ from hf_spec.model.loading import load_model
 DEFAULT_STRATEGY = "prompt_lookup"
 #: Options of all strategies unless ``--strategy-kwargs`` sets them. Fallback depends on step times,
 #: and would make sampled numbers and ties depend on them, too.
-OPTIONS = {"fallback": False}
+OPTIONS = {"drafting": "always"}
 #: Options of the default strategy: in a batch, a few candidates per sequence fill a step.
 DEFAULT_OPTIONS = {"max_nodes": 4}
 

@@ -92,7 +92,7 @@ def _obstacle(model: Any, method: Any) -> str | None:
                 on_trial = True
             model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
-                assistant_strategy=method.name, assistant_kwargs={"fallback": False},
+                assistant_strategy=method.name, assistant_kwargs={"drafting": "always"},
             )  # fmt: skip
         except (ValueError, NotImplementedError) as error:
             return first_line(error)

@@ -96,7 +96,7 @@ class SpecStats:
             f"tau {self.mean_accepted_tokens:.2f} (tokens per step and sequence)"
         ]
         if self.num_fallback_steps:
-            lines.append(f"plain steps (fallback): {self.num_fallback_steps}")
+            lines.append(f"plain steps: {self.num_fallback_steps}")
         total = self.total_seconds
         if total:
             parts = ((name, getattr(self, f"{name}_seconds")) for name in (*PHASES, "other"))

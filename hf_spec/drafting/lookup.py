@@ -85,7 +85,7 @@ def with_lookup(drafter: Drafter) -> Drafter:
 
 
 class WithLookup(WrappedDrafter):
-    """Merges lookups into another drafter's trees (option ``retrieval=True``).
+    """Merges lookups into another drafter's trees (option ``lookup=True``).
 
     A draft token that both propose becomes one node with the larger of the two probabilities.
     Looked-up tokens count as drawn from a distribution that puts all mass on them, so that

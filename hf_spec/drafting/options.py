@@ -22,16 +22,16 @@ class StrategyOptions:
         acceptance: ``match`` (exact: accepts a candidate if it is the target's own token, greedy or
             sampled), ``rejection`` (exact, also for sampled candidates) or ``typical`` (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
-        retrieval: whether to merge the candidates of ``prompt_lookup`` into the strategy's tree.
+        lookup: whether to merge the candidates of ``prompt_lookup`` into the strategy's tree.
             ``auto``: where the policy chooses candidates by probability.
-        fallback: whether to draft only as much as pays, and to take plain steps while nothing does.
-            ``auto``: unless the output depends on which steps draft (sampled candidates,
-            ``typical``). False: every step drafts, and nothing depends on time.
+        drafting: ``auto``: only as much as pays, and plain steps while nothing does, unless the
+            output depends on which steps draft (sampled candidates, ``typical``). ``always``: every
+            step drafts, and nothing depends on time.
     """
 
     acceptance: str = "match"
-    retrieval: bool | str = "auto"
-    fallback: bool | str = "auto"
+    lookup: bool | str = "auto"
+    drafting: str = "auto"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
 
@@ -44,16 +44,14 @@ class StrategyOptions:
     }
 
     def __post_init__(self) -> None:
-        check_choices(self, acceptance=tuple(ACCEPTANCE_RULES))
+        check_choices(self, acceptance=tuple(ACCEPTANCE_RULES), drafting=("auto", "always"))
         if self.acceptance == "rejection" and not self.can_sample:
             raise ValueError(
                 "acceptance='rejection': this strategy's candidates are not sampled from a "
                 "distribution. Use acceptance='match', which is exact for them."
             )
-        for name in ("retrieval", "fallback"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and value != "auto":
-                raise ValueError(f"{name}={value!r}: must be 'auto', True or False.")
+        if not isinstance(self.lookup, bool) and self.lookup != "auto":
+            raise ValueError(f"lookup={self.lookup!r}: must be 'auto', True or False.")
         for name in ("typical_epsilon", "typical_delta"):
             check_range(name, getattr(self, name), 0.0, 1.0, open_low=True)
         for name, (other, users) in self.belongs.items():
@@ -75,14 +73,14 @@ class StrategyOptions:
         Args:
             timed: whether the amount of drafting may depend on step times.
         """
-        return self.retrieval is True
+        return self.lookup is True
 
     def untimed(self) -> dict[str, Any]:
         """Option changes that make drafting independent of step times and of earlier calls.
 
         For comparable figures, such as those of training checkpoints.
         """
-        return {"fallback": False}
+        return {"drafting": "always"}
 
     @property
     def other_adapters(self) -> tuple[str, ...]:
@@ -113,15 +111,16 @@ class TreeOptions(StrategyOptions):
         tree: ``adaptive``: the likeliest paths by the step's own probabilities. Or a name of the
             method's, or a list of rank paths, as ``TokenTree.from_paths`` takes it, with all
             probes under each node.
-        candidates: of an adaptive tree. ``auto``: as many as pay in each step, by its own
-            probabilities and the time that steps take, 8 without ``fallback``; a number takes
+        num_draft_tokens: of an adaptive tree. ``auto``: as many as pay in each step, by its own
+            probabilities and the time that steps take, 8 with ``drafting="always"``; a
+            number takes
             exactly so many, with probes under all nodes.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
             predicts.
     """
 
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
-    candidates: int | str = AUTO
+    num_draft_tokens: int | str = AUTO
     max_depth: int | None = None
 
     #: Names of the method's own trees, the default of the static ones first.
@@ -129,16 +128,16 @@ class TreeOptions(StrategyOptions):
     #: Trees that are grown while decoding.
     grown: ClassVar[tuple[str, ...]] = (ADAPTIVE,)
     #: Options that determine the trees' shape.
-    shape: ClassVar[tuple[str, ...]] = ("tree", "candidates", "max_depth")
+    shape: ClassVar[tuple[str, ...]] = ("tree", "num_draft_tokens", "max_depth")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.candidates != AUTO:
-            check_count("candidates", self.candidates, high=MAX_CANDIDATES)
+        if self.num_draft_tokens != AUTO:
+            check_count("num_draft_tokens", self.num_draft_tokens, high=MAX_CANDIDATES)
             if self.tree != ADAPTIVE:
                 raise ValueError(
-                    f"candidates={self.candidates} is of tree={ADAPTIVE!r}; leave it out with "
-                    "another one."
+                    f"num_draft_tokens={self.num_draft_tokens} is of tree={ADAPTIVE!r}; leave it "
+                    "out with another one."
                 )
         if self.max_depth is not None:
             check_count("max_depth", self.max_depth)
@@ -154,9 +153,9 @@ class TreeOptions(StrategyOptions):
         raise ValueError(f"tree={self.tree!r}: choose one of {names}, or give rank paths.")
 
     def looks_up(self, timed: bool) -> bool:
-        if self.retrieval != AUTO:
-            return bool(self.retrieval)
-        return timed and self.tree in self.grown and self.candidates == AUTO
+        if self.lookup != AUTO:
+            return bool(self.lookup)
+        return timed and self.tree in self.grown and self.num_draft_tokens == AUTO
 
     def depth(self, available: int) -> int:
         """Number of distances that are drafted.

@@ -44,21 +44,21 @@ class LookupOptions:
         max_matches: places whose continuations are weighed against one another.
         shared_tokens: tokens of ended requests in which others look up, too; 0: each request looks
             up in its own text only.
-        fallback: draft as many tokens as pay, none included; if False, all that are found.
+        drafting: ``auto``: as many tokens as pay, none included. ``always``: all that are found.
     """
 
     max_ngram: int = Limits.max_ngram
     min_ngram: int = Limits.min_ngram
     max_matches: int = Limits.max_matches
     shared_tokens: int = 0
-    fallback: bool = True
+    drafting: str = "auto"
 
     def __post_init__(self) -> None:
         check_count("max_ngram", self.max_ngram, high=MAX_CANDIDATES)
         check_count("min_ngram", self.min_ngram, high=self.max_ngram)
         check_count("max_matches", self.max_matches, high=MAX_CANDIDATES)
         check_count("shared_tokens", self.shared_tokens, low=0, high=MAX_SIZE)
-        check_choices(self, fallback=(True, False))
+        check_choices(self, drafting=("auto", "always"))
 
     @classmethod
     def read(cls, additional_config: Any) -> LookupOptions:
@@ -159,7 +159,7 @@ class LookupProposer:
         self._earlier = EarlierTexts(limits, options.shared_tokens)
         self._requests: Requests[Lookups] = Requests()
         self.stats = SpecStats()
-        self._policies = Policies(self.stats, options.fallback)
+        self._policies = Policies(self.stats, options.drafting == "auto")
         self._step: Step | None = None
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -230,7 +230,7 @@ class LookupProposer:
     def _draft(self, policy: StepPolicy, rows: Mapping[int, Followed]) -> dict[int, list[int]]:
         """The candidates of the step: the likeliest ones found, as many as pay."""
         chains = {row: self._find(one.request) for row, one in rows.items()}
-        if not self.options.fallback:
+        if self.options.drafting == "always":
             return {row: list(chain.tokens) for row, chain in chains.items()}
         # Probabilities fall along a chain, so the likeliest candidates form prefixes of the chains.
         order = sorted(

@@ -168,9 +168,9 @@ class BitaOptions(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree == STRAIGHTFORWARD and self.retrieval is True:
+        if self.tree == STRAIGHTFORWARD and self.lookup is True:
             raise ValueError(
-                "retrieval=True with tree='straightforward', whose one group of mask tokens is for "
+                "lookup=True with tree='straightforward', whose one group of mask tokens is for "
                 "its own chain. Use tree='chain'."
             )
         if self.top_k is None:

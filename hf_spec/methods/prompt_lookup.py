@@ -45,9 +45,9 @@ class PromptLookupOptions(StrategyOptions):
         for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
             check_count(name, getattr(self, name), high=MAX_CANDIDATES)
         check_range("min_probability", self.min_probability, 0.0, 1.0)
-        if self.retrieval is True:
+        if self.lookup is True:
             raise ValueError(
-                "retrieval=True with prompt_lookup: looking up is all that prompt_lookup does. "
+                "lookup=True with prompt_lookup: looking up is all that prompt_lookup does. "
                 "Leave it out."
             )
         if self.min_ngram > self.max_ngram:

@@ -52,14 +52,14 @@ HISTORY = 128
 
 
 def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
-    """Whether the option ``fallback`` is on for a call.
+    """Whether the amount of drafting may depend on step times in a call.
 
-    ``auto`` is off if the output depends on which steps draft, as decisions depend on time: sampled
-    candidates draw random numbers of their own, and typical acceptance is lossy in drafting steps.
+    Not if the output depends on which steps draft: sampled candidates draw random numbers of their
+    own, and typical acceptance is lossy in drafting steps.
     """
-    if options.fallback != "auto":
-        return bool(options.fallback)
-    return not (do_sample and options.samples) and options.acceptance != "typical"
+    if options.drafting == "always" or options.acceptance == "typical":
+        return False
+    return not (do_sample and options.samples)
 
 
 @dataclass(frozen=True)

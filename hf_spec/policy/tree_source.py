@@ -38,8 +38,8 @@ def tree_source(
         )
         check_states(states, "tree", model, distances)
         return TreeSource(states)
-    if options.candidates != AUTO:
-        exactly: Any = options.candidates
+    if options.num_draft_tokens != AUTO:
+        exactly: Any = options.num_draft_tokens
         return AdaptiveTrees(depth, bool(probes), exactly)
 
     def calibrations() -> tuple[Calibration, Calibration]:

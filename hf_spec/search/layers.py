@@ -35,7 +35,7 @@ STUDY_FILE = "study.jsonl"
 #: Number of best choices that are measured on held-out prompts.
 FINALISTS = 3
 #: During trials every step drafts; otherwise bad choices would look like plain decoding.
-TRIAL_OPTIONS: dict[str, Any] = {"draft_exit": "adaptive", "fallback": False}
+TRIAL_OPTIONS: dict[str, Any] = {"draft_exit": "adaptive", "drafting": "always"}
 
 #: Layers whose attention and whose MLP are skipped, by the names of the strategy's options.
 Choice = dict[str, list[int]]

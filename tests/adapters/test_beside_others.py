@@ -311,7 +311,7 @@ model = AutoModelForCausalLM.from_pretrained(base).eval()
 model.load_adapter(lora, adapter_name="ft")
 model.load_adapter(ours, adapter_name="ours")
 ids = torch.tensor([[5, 9, 17, 5, 9, 17]])
-for more in ({}, {"assistant_strategy": "medusa", "assistant_kwargs": {"fallback": False}}):
+for more in ({}, {"assistant_strategy": "medusa", "assistant_kwargs": {"drafting": "always"}}):
     print(model.generate(ids, max_new_tokens=16, do_sample=False, **more).tolist())
 """
 

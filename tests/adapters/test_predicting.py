@@ -140,7 +140,7 @@ def test_saved_and_loaded_every_way(fresh: Fresh, tmp_path: Path, name: str) -> 
     model = get_peft_model(again(), config_of(name, **fields))
     randomise(model, type_name)
     weights(model, name)[VOCABULARY].copy_(torch.arange(0, 60, 2))
-    save_adapter(model, tmp_path / "adapter", name, {"fallback": False})
+    save_adapter(model, tmp_path / "adapter", name, {"drafting": "always"})
     assert read_spec_config(tmp_path / "adapter")[0].name == name
     wanted, expected = weights(model, name), tokens(model, name)
     assert expected[0] == plain and {*PARTS, VOCABULARY} <= wanted.keys()

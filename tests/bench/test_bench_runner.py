@@ -54,7 +54,7 @@ def plain_tokens(model, tokenizer, prompt: Prompt) -> list[int]:
 
 
 def test_every_figure_worked_out_again(model, tokenizer, prompts):
-    every_step = {"fallback": False}
+    every_step = {"drafting": "always"}
     result = run(
         model, tokenizer, prompts, ["prompt_lookup", STOCK],
         strategy_kwargs={"prompt_lookup": every_step}, max_new_tokens=NEW,
@@ -218,7 +218,7 @@ def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
 
 
 def test_options_reach_the_strategy(model, tokenizer, prompts):
-    options = {"layer_skip": {"skip_attention": [1], "skip_mlp": [], "fallback": False}}
+    options = {"layer_skip": {"skip_attention": [1], "skip_mlp": [], "drafting": "always"}}
     result = run(
         model, tokenizer, prompts, ["layer_skip"], strategy_kwargs=options, max_new_tokens=NEW
     )

@@ -143,7 +143,7 @@ def test_printed_statistics_are_a_summary() -> None:
     stats.draft_seconds, stats.forward_seconds, stats.other_seconds = 0.25, 1.0, 0.75
     assert str(stats).splitlines() == [
         "4 tokens in 3 steps, tau 2.00 (tokens per step and sequence)",
-        "plain steps (fallback): 1",
+        "plain steps: 1",
         "time 2 s: draft 12%, forward 50%, verify 0%, other 38%",
         "accepted at each position, of the drafts that reach it:",
         "   1  ##########..........   50% of 2",

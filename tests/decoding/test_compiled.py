@@ -77,7 +77,7 @@ def test_every_architecture(shallow: Any, architecture: str) -> None:
     layers = 2 if architecture in ("gemma2", "gemma3", "cohere2", "gpt_neo") else 1
     model, inputs = adapt(shallow(architecture, layers), "space"), ragged((12, 5))
     plain = generate(model, inputs).sequences
-    output = generate(model, inputs, **strategy("space", candidates=3), **CAPTURED)
+    output = generate(model, inputs, **strategy("space", num_draft_tokens=3), **CAPTURED)
     assert torch.equal(output.sequences, plain)
     found = compiled(output)
     if architecture == "mixtral":  # torch captures its grouped product in bfloat16 only
@@ -90,7 +90,7 @@ def test_every_architecture(shallow: Any, architecture: str) -> None:
 def test_every_strategy(shallow: Any, name: str) -> None:
     model, inputs = adapt(shallow(layers=2), name), ragged((12, 5))
     plain = generate(model, inputs).sequences
-    options = {"retrieval": True} if name in ADAPTERS else {}
+    options = {"lookup": True} if name in ADAPTERS else {}
     output = generate(model, inputs, **strategy(name, **options), **CAPTURED)
     assert torch.equal(output.sequences, plain)
     assert compiled(output)["kept"] and not compiled(output)["refused"]

@@ -60,7 +60,7 @@ def test_every_strategy(shallow: Make, name: str) -> None:
                 with torch.device(device):
                     found.append(generate(model, inputs, **settings, **strategy(name)))
             assert torch.equal(found[0].sequences, found[1].sequences)
-    options = {**OPTIONS.get(name, {}), "fallback": "auto"}
+    options = {**OPTIONS.get(name, {}), "drafting": "auto"}
     with torch.device("meta"):
         ours = generate(model, ONE["input_ids"], assistant_strategy=name, assistant_kwargs=options)
         ids = torch.cat([ours.sequences, ONE["input_ids"]], dim=1)

@@ -48,7 +48,7 @@ def test_one_read_per_step(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, compiled: bool
 ) -> None:
     model = adapt(shallow(layers=1 + (name == "propd")), name)  # which looks at an earlier layer
-    options: dict[str, Any] = {"fallback": False}
+    options: dict[str, Any] = {"drafting": "always"}
     if name == "propd":
         options["prune"] = False
     kwargs = {"assistant_strategy": name, "assistant_kwargs": options, "eos_token_id": None}

@@ -108,7 +108,7 @@ def retrieving(name: str, variant: str) -> dict[str, Any]:
     spec = strategy(name, variant)
     if name == "prompt_lookup":
         return spec
-    return {**spec, "assistant_kwargs": {**spec["assistant_kwargs"], "retrieval": True}}
+    return {**spec, "assistant_kwargs": {**spec["assistant_kwargs"], "lookup": True}}
 
 
 # -- outputs ---------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ def test_step_times_are_those_of_the_batch(fresh: Tiny, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(StepPolicy, "move", spy)
     model = fresh("llama_tied")
-    spec = {**LOOKUP, "assistant_kwargs": {"fallback": True}}
+    spec = {**LOOKUP, "assistant_kwargs": {"drafting": "auto"}}
     with forwards(model) as sizes:
         model.generate(**staggered(5), **spec, **GREEDY)
     assert settings == list(dict.fromkeys(sizes))[1:]

@@ -62,7 +62,7 @@ def prompts(batch: int) -> dict[str, Tensor]:
 
 
 def spec(strategy: str, **more: Any) -> dict[str, Any]:
-    options = {**STRATEGIES[strategy], "fallback": False, **more}
+    options = {**STRATEGIES[strategy], "drafting": "always", **more}
     return {"assistant_strategy": strategy, "assistant_kwargs": options}
 
 

@@ -30,7 +30,7 @@ def calls() -> list[dict[str, Any]]:
     """A plain call, and each strategy with its default options and with every step drafting."""
     found: list[dict[str, Any]] = [{}]
     for name in methods():
-        for options in ({}, {"fallback": False}):
+        for options in ({}, {"drafting": "always"}):
             kwargs = {**OPTIONS.get(name, {}), **options}
             found.append({"assistant_strategy": name, "assistant_kwargs": kwargs})
     return found
@@ -104,7 +104,7 @@ class Interrupt:
 
 @pytest.mark.parametrize("name", ["layer_skip", "propd", "bita"])
 def test_an_interrupt_leaves_nothing_behind(model: PreTrainedModel, name: str) -> None:
-    kwargs = {**OPTIONS.get(name, {}), "fallback": False}
+    kwargs = {**OPTIONS.get(name, {}), "drafting": "always"}
     call = {"assistant_strategy": name, "assistant_kwargs": kwargs}
     few = {**GREEDY, "max_new_tokens": 5}
     plain = model.generate(prompt(), **GREEDY).tolist()

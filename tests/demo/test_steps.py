@@ -89,7 +89,7 @@ def shipped():
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("medusa", {"candidates": 5}),
+        ("medusa", {"num_draft_tokens": 5}),
         ("medusa", {"tree": "sparse"}),
         ("propd", {"prune": True}),
     ],
@@ -99,7 +99,7 @@ def test_trees_of_heads(shipped, strategy, options):
     model.set_adapter(strategy)
     streamer, new = recorded(model, inputs["input_ids"], **drafting(strategy, **options))
     assert new == recorded(model, inputs["input_ids"])[1]
-    check(streamer, options.get("candidates", 15))
+    check(streamer, options.get("num_draft_tokens", 15))
 
 
 def test_numbers_of_candidates_do_not_depend_on_probabilities(shipped):
@@ -109,7 +109,7 @@ def test_numbers_of_candidates_do_not_depend_on_probabilities(shipped):
     streamer = StepStreamer()
     model.generate(
         **inputs, max_new_tokens=24, do_sample=False, streamer=streamer,
-        assistant_strategy="medusa", assistant_kwargs={"candidates": 5, "retrieval": False},
+        assistant_strategy="medusa", assistant_kwargs={"num_draft_tokens": 5, "lookup": False},
     )  # fmt: skip
     sizes = {step.tree.num_candidates for step in streamer.trees.values()}
     assert sizes <= {0, 5} and 5 in sizes  # the policy still chooses plain steps

@@ -124,7 +124,7 @@ def test_only_these_are_drafted(
     monkeypatch.setattr(Predictions, "__init__", noted)
     given = {**ragged(), "max_new_tokens": 16, "do_sample": do_sample}
     torch.manual_seed(1)
-    ours = model.generate(**given, **drafting(name, fallback=False))
+    ours = model.generate(**given, **drafting(name, drafting="always"))
     assert drafted == {*TOKENS.tolist()}
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
     if not do_sample:

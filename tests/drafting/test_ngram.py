@@ -78,8 +78,8 @@ def test_layer_skip_with_retrieval_equals_plain(tiny, penalty: float) -> None:
         "repetition_penalty": penalty,
     }
     plain = model.generate(ids, **common)
-    for retrieval in (False, True):
-        options = {"skip_mlp": [1], "retrieval": retrieval}
+    for lookup in (False, True):
+        options = {"skip_mlp": [1], "lookup": lookup}
         ours = model.generate(ids, **common, **drafting("layer_skip", **options))
         assert torch.equal(plain, ours)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
@@ -94,7 +94,7 @@ def test_sampling_with_merged_candidates_keeps_the_distribution(tiny) -> None:
     torch.manual_seed(0)
     drawn = model.generate(
         ids, num_return_sequences=4000, **common,
-        **drafting("layer_skip", skip_mlp=[1], retrieval=True),
+        **drafting("layer_skip", skip_mlp=[1], lookup=True),
     )[:, 12:]  # fmt: skip
     assert hf_spec.last_stats(model).accepted.get(1, 0) > 100, "candidates must have been accepted"
     expected = exact_law(model, ids, drawn.shape[1], temperature=0.8, top_k=4)
@@ -139,7 +139,7 @@ def exact_law(model, ids, length: int, temperature: float, top_k: int) -> dict:
 
 
 def test_retrieval_is_refused_where_it_says_nothing() -> None:
-    with pytest.raises(ValueError, match="retrieval=True with prompt_lookup"):
-        get_method("prompt_lookup").parse_options({"retrieval": True})
-    with pytest.raises(ValueError, match="retrieval='yes'"):
-        get_method("layer_skip").parse_options({"retrieval": "yes"})
+    with pytest.raises(ValueError, match="lookup=True with prompt_lookup"):
+        get_method("prompt_lookup").parse_options({"lookup": True})
+    with pytest.raises(ValueError, match="lookup='yes'"):
+        get_method("layer_skip").parse_options({"lookup": "yes"})

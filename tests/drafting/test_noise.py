@@ -186,7 +186,7 @@ SAMPLED: dict[str, Any] = {
 
 
 def drafting(candidates: int) -> dict[str, Any]:
-    kwargs = {"candidates": candidates, "fallback": False}
+    kwargs = {"num_draft_tokens": candidates, "drafting": "always"}
     return {"assistant_strategy": "medusa", "assistant_kwargs": kwargs}
 
 

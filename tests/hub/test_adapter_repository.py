@@ -30,7 +30,7 @@ from hf_spec.hub.card import render_card, write_card
 from hf_spec.hub.folder import check_complete, save_spec_config, save_weightless
 from hf_spec.hub.push import push
 
-OPTIONS = {"draft_exit": "fixed", "max_draft": 3, "fallback": False}
+OPTIONS = {"draft_exit": "fixed", "max_draft": 3, "drafting": "always"}
 
 
 @pytest.fixture(scope="module")

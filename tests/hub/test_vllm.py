@@ -94,7 +94,7 @@ class Engine:
 
 
 def test_what_followed_before_is_drafted() -> None:
-    engine = Engine({"fallback": False})
+    engine = Engine({"drafting": "always"})
     engine.admit(LOOP * 5, 8)
     assert engine.step() == [LOOP[3:] + LOOP[:1]]  # nine tokens are known
     assert engine.step() == [LOOP[2:]]  # all four came, and one more
@@ -102,13 +102,13 @@ def test_what_followed_before_is_drafted() -> None:
 
 
 def test_nothing_is_drafted_where_nothing_is_found() -> None:
-    engine = Engine({"fallback": False})
+    engine = Engine({"drafting": "always"})
     engine.admit(list(range(1, 40)), 5)
     assert [engine.step() for _ in range(3)] == [[[]]] * 3
 
 
 def test_drafts_end_where_the_longest_text_does() -> None:
-    engine = Engine({"fallback": False}, longest=12)
+    engine = Engine({"drafting": "always"}, longest=12)
     engine.admit((LOOP * 3)[:12], 8)
     (draft,) = engine.step()
     assert draft == LOOP[3:5], "nine tokens, two candidates, and the step's own one"
@@ -118,7 +118,7 @@ def test_drafts_end_where_the_longest_text_does() -> None:
 
 
 def test_rows_within_a_prompt_are_left_alone() -> None:
-    engine = Engine({"fallback": False})
+    engine = Engine({"drafting": "always"})
     engine.admit(LOOP * 5, 8)
     engine.step()
     engine.admit(LOOP * 5, 20)
@@ -177,7 +177,7 @@ def test_what_has_ended_is_forgotten() -> None:
 
 def test_steps_without_a_call_are_made_up_for() -> None:
     """Near the longest text vLLM goes on by itself."""
-    engine = Engine({"fallback": False})
+    engine = Engine({"drafting": "always"})
     engine.admit(LOOP * 8, 8)
     engine.step()
     engine.lengths[0] += 3
@@ -191,7 +191,7 @@ def test_steps_without_a_call_are_made_up_for() -> None:
 def test_texts_of_others(shared: int) -> None:
     rng = random.Random(1)
     text = [rng.randrange(1, 50) for _ in range(40)]
-    engine = Engine({"fallback": False, "shared_tokens": shared, "min_ngram": 3})
+    engine = Engine({"drafting": "always", "shared_tokens": shared, "min_ngram": 3})
     engine.admit(text, 10)
     for _ in range(25):
         engine.step()
@@ -264,7 +264,7 @@ def test_no_drafts_where_they_do_not_pay(rows: int) -> None:
     tries = 2 * (8 + 4)  # candidates of the first steps, which tell what candidates cost
     assert ours < 1.03 * plain + tries * 1.2 / rows
     assert drafted < 0.25, "8 and 4 candidates in two of some 66 steps: rows may become cheaper"
-    everything = spent(seconds, rows, {"fallback": False})
+    everything = spent(seconds, rows, {"drafting": "always"})
     assert everything[0] > 1.2 * everything[1] and everything[2] > 1
 
 
@@ -294,7 +294,7 @@ def test_rows_are_counted_alike_where_they_are_many() -> None:
         ({"max_ngrams": 3}, "must be an object with options among max_ngram, min_ngram"),
         ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3: must be a whole number from 1 to 2"),
         ({"shared_tokens": -1}, "shared_tokens=-1: must be a whole number from 0"),
-        ({"fallback": "no"}, "fallback='no': choose one of True, False"),
+        ({"drafting": False}, "drafting=False: choose one of auto, always"),
         ([1], "must be an object with options among"),
     ],
 )
@@ -326,7 +326,7 @@ def answers(model, speculative):
     engine = vllm.LLM(
         model=model, dtype="float32", max_num_seqs=3, max_model_len=112, enforce_eager=True,
         enable_prefix_caching=False, speculative_config=speculative, skip_tokenizer_init=True,
-        disable_log_stats=False, additional_config={"hf_spec": {"fallback": False}},
+        disable_log_stats=False, additional_config={"hf_spec": {"drafting": "always"}},
     )
     ids = [[5, 9, 7, 11] * n + [13] for n in (2, 3, 4, 5)]
     prompts = [{"prompt_token_ids": row} for row in ids]

@@ -47,7 +47,7 @@ def test_trees() -> None:
     ("kwargs", "message"),
     [
         ({"tree": "round"}, "tree='round'.*adaptive, efficient, full, chain, straightforward"),
-        ({"tree": "straightforward", "retrieval": True}, "retrieval=True with .*tree='chain'"),
+        ({"tree": "straightforward", "lookup": True}, "lookup=True with .*tree='chain'"),
         ({"tree": [[0, 0]]}, "parent .* missing"),
         ({"tree": "efficient", "top_k": 0}, "top_k=0"),
         ({"top_k": 2}, "top_k=2 is of the trees"),
@@ -226,7 +226,7 @@ def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None
         patch.setattr(BitaDrafter, "propose", noted)
         out = model.generate(
             prompt(), max_new_tokens=40, do_sample=False, assistant_strategy="bita",
-            assistant_kwargs={"tree": "straightforward", "fallback": False},
+            assistant_kwargs={"tree": "straightforward", "drafting": "always"},
         )  # fmt: skip
     plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
     assert out.tolist() == plain.tolist()

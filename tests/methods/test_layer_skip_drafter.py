@@ -644,9 +644,9 @@ def test_without_time_and_for_sampled_candidates_the_exit_is_the_adaptive_one(
     assert drafter.exit.acceptance == 1.0
     for options in ({}, {"draft_exit": "adaptive"}, {"draft_exit": "threshold"}):
         assert LayerSkipOptions(**options).untimed() == {
-            "fallback": False, "draft_exit": "threshold"
+            "drafting": "always", "draft_exit": "threshold"
         }  # fmt: skip
-    assert LayerSkipOptions(draft_exit="fixed").untimed() == {"fallback": False}
+    assert LayerSkipOptions(draft_exit="fixed").untimed() == {"drafting": "always"}
     aims = LayerSkipOptions(draft_exit="adaptive", target_acceptance=0.7)
     assert LayerSkipOptions(**{**vars(aims), **aims.untimed()}).draft_exit == "threshold"
 
@@ -662,7 +662,7 @@ def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> Non
     own, found = nodes_of(inner.propose(one.state), 0), nodes_of(drafter.propose(one.state), 0)
     assert set(own) < set(found)  # look-ups go deeper
     assert chain[0] in found and found[chain[0]] >= own[chain[0]]
-    assert [LayerSkipOptions(retrieval=r).looks_up(t) for r in ("auto", True, False)
+    assert [LayerSkipOptions(lookup=r).looks_up(t) for r in ("auto", True, False)
             for t in (True, False)] == [True, False, True, True, False, False]  # fmt: skip
     assert not LayerSkipOptions(draft_exit="adaptive").looks_up(True)
     assert not LayerSkipOptions(acceptance="rejection").looks_up(True)
@@ -713,17 +713,17 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize(
-    ("call", "retrieval"),
+    ("call", "lookup"),
     covering(
         product(CALLS, (False, True)),
         # Code takes its time: alone without look-ups, or the other way round.
-        lambda call, retrieval: (
-            [call, ("compiled", retrieval)] if "compiled" in call else [(call, retrieval)]
+        lambda call, lookup: (
+            [call, ("compiled", lookup)] if "compiled" in call else [(call, lookup)]
         ),
     ),
 )
 def test_trees_change_nothing(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, call: str, retrieval: bool
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, call: str, lookup: bool
 ) -> None:
     """Tokens are those of plain generation, also where an alternative was the right one."""
     inputs, kwargs = CALLS[call]
@@ -750,7 +750,7 @@ def test_trees_change_nothing(
     torch.manual_seed(3)
     ours = model.generate(
         **inputs, **common, assistant_strategy="layer_skip",
-        assistant_kwargs={"skip_attention": [1], "skip_mlp": [0, 2], "retrieval": retrieval},
+        assistant_kwargs={"skip_attention": [1], "skip_mlp": [0, 2], "lookup": lookup},
     )  # fmt: skip
     assert torch.equal(ours, plain)
     assert set(right) > {0}  # alternatives, too
@@ -769,7 +769,7 @@ def stages_and_gamma(model: Any, **options: Any) -> tuple[int, float]:
     """Drafting stages of a call, and gamma behind it."""
     model.generate(
         prompt(), max_new_tokens=24, do_sample=False, assistant_strategy="layer_skip",
-        assistant_kwargs={**RISING, "fallback": False, **options},
+        assistant_kwargs={**RISING, "drafting": "always", **options},
     )  # fmt: skip
     stats = hf_spec.last_stats(model)
     return stats.offered[1], stats.details["threshold"]

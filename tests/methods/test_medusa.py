@@ -73,7 +73,7 @@ def test_trees() -> None:
         ({"tree": []}, r"tree=\[\]: choose one of adaptive, sparse"),
         ({"tree": None}, "tree=None: choose one of"),
         ({"tree": 3}, "tree=3: choose one of"),
-        ({"candidates": None}, "candidates=None: must be a whole number"),
+        ({"num_draft_tokens": None}, "num_draft_tokens=None: must be a whole number"),
         ({"tree": "online"}, "tree='online': choose one of adaptive, sparse, chain, or"),
         ({"tree": "tuned"}, "tree='tuned': choose one of adaptive, sparse, chain, or"),
         ({"max_depth": 0}, "max_depth=0"),
@@ -240,7 +240,7 @@ def test_padding_on_either_side_gives_the_same_loss(fresh: Callable[..., PreTrai
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt", "bloom", "gpt2"])
-@pytest.mark.parametrize("kwargs", [{}, {"retrieval": True}, {"tree": "sparse"}, {"tree": "chain"}])
+@pytest.mark.parametrize("kwargs", [{}, {"lookup": True}, {"tree": "sparse"}, {"tree": "chain"}])
 def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
     fresh: Callable[..., PreTrainedModel],
     monkeypatch: pytest.MonkeyPatch,
@@ -335,7 +335,7 @@ def test_plain_steps_keep_the_hidden_state(
         observe(self, state, tree, result)
 
     monkeypatch.setattr(methods()["medusa"].drafter, "observe", noted)
-    spec = {"assistant_strategy": "medusa", "assistant_kwargs": {"candidates": 8}}
+    spec = {"assistant_strategy": "medusa", "assistant_kwargs": {"num_draft_tokens": 8}}
     assert run(model, **spec) == expected
     assert drafted[:6] == [9, 1, 1, 9, 1, 1]
 

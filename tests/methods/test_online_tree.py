@@ -32,6 +32,7 @@ from hf_spec.methods.propd.online_tree import (
 from hf_spec.policy.adaptive_trees import grow
 
 NEW = 40
+PAYING = {"drafting": "auto"}
 
 every_prediction = pytest.mark.parametrize("with_transition", [False, True])
 
@@ -147,11 +148,11 @@ def test_greedy_output_does_not_change(
     model = adapted(fresh(architecture))
     for inputs in ({"input_ids": prompt()}, ragged((12, 3, 9, 7))):
         expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False).tolist()
-        for options in ({}, {"fallback": True}, {"retrieval": True}, {"max_depth": 1}):
+        for options in ({}, PAYING, {"lookup": True}, {"max_depth": 1}):
             out = generate(model, inputs, **options)
             assert out.sequences.tolist() == expected
             # With the guard a call may be plain, by what steps took in the one before.
-            assert out.spec_stats.num_drafted_tokens > 0 or "fallback" in options
+            assert out.spec_stats.num_drafted_tokens > 0 or options is PAYING
             json.dumps(out.spec_stats.to_dict())
         assert len(out.spec_stats.details["online"]["hits"]) == 1
         assert max(out.spec_stats.offered) == 1
@@ -171,7 +172,7 @@ def test_sampling_at_batch_size_1_equals_plain(fresh: Callable[..., PreTrainedMo
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("propd", {"tree": "online", "candidates": 4}, "candidates=4 is of tree='adaptive'"),
+        ("propd", {"tree": "online", "num_draft_tokens": 4}, "num_draft_tokens=4 is of tree="),
         ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
         ("bita", {"tree": "online"}, "tree='online': choose one of adaptive, efficient"),
         ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),

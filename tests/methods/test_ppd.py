@@ -329,7 +329,7 @@ def test_trees_that_want_more_prompt_tokens_are_refused(
 OPTIONS: dict[str, dict[str, Any]] = {
     "adaptive": {},
     "static": {"tree": "static"},
-    "chain": {"tree": "chain", "retrieval": True},
+    "chain": {"tree": "chain", "lookup": True},
     "shallow": {"tree": "static", "max_depth": 1},
     "dynamic": {"tree": "dynamic"},
 }
@@ -518,7 +518,7 @@ def test_a_draft_model_drafts_with_its_own_adapter(
     assert decoded == []
     config.assistant_strategy = "ppd"
     config.assistant_kwargs = {"tree": [[rank] for rank in range(VOCAB)], "max_depth": 1}
-    config.assistant_kwargs["fallback"] = False
+    config.assistant_kwargs["drafting"] = "always"
     ours, after = forwards(small, assisted)
     assert ours == alone and decoded
     assert after < before

@@ -98,7 +98,7 @@ def test_wrong_configs(kwargs: dict, message: str) -> None:
         ({"drafter_kwargs": {"tree": "chain"}}, "with the adapter's own heads"),
         ({"drafter": "bita", "tree": "chain"}, "tree='chain' with drafter='bita'"),
         ({"drafter": "bita", "drafter_kwargs": {"depth": 1}}, "'bita' has no option 'depth'"),
-        ({"drafter": "bita", "drafter_kwargs": {"retrieval": True}}, "'retrieval' is an option of"),
+        ({"drafter": "bita", "drafter_kwargs": {"lookup": True}}, "'lookup' is an option of"),
         ({"acceptance": "rejection"}, "acceptance='rejection'"),
         ({"tree": "round"}, "tree='round'"),
     ],
@@ -276,13 +276,13 @@ def test_every_tree_drafter(fresh: Callable[..., PreTrainedModel], drafter: str)
     names = [name for name in ("drafter", "propd") if name in model.peft_config]
     model.set_adapter(names)
     # As many candidates in every step, so that those of look-ups are counted beside them.
-    inner = {"drafter_kwargs": {"candidates": 8}} if drafter in types else {}
+    inner = {"drafter_kwargs": {"num_draft_tokens": 8}} if drafter in types else {}
     options = {"drafter": drafter, "prune_top_k": 12, **inner}
     assert run(model, **propd(**options)) == plain
     stats = hf_spec.last_stats(model)
     assert stats.num_pruned_tokens > 0
     without = stats.num_drafted_tokens / stats.num_row_steps
-    assert run(model, **propd(**options, retrieval=True)) == plain
+    assert run(model, **propd(**options, lookup=True)) == plain
     stats = hf_spec.last_stats(model)
     assert stats.num_pruned_tokens > 0, "looked-up candidates are pruned, too"
     assert drafter == "prompt_lookup" or stats.num_drafted_tokens / stats.num_row_steps > without
@@ -338,7 +338,7 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
 # -- whether it pays ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"tree": "sparse"}, {}, {"retrieval": True}])
+@pytest.mark.parametrize("options", [{"tree": "sparse"}, {}, {"lookup": True}])
 def test_auto_tries_steps_with_and_without(
     fresh: Callable[..., PreTrainedModel], options: dict[str, Any]
 ) -> None:
@@ -370,16 +370,16 @@ def test_what_is_asked_for_is_done_in_every_step(
 
 def test_checkpoints_are_compared_without_a_clock() -> None:
     """Whatever steps take where they are trained."""
-    always = {"fallback": False}
+    always = {"drafting": "always"}
     assert ProPDOptions().untimed() == {"prune": True, **always}
-    assert ProPDOptions(candidates=5).untimed() == {"prune": True, "fallback": False}
+    assert ProPDOptions(num_draft_tokens=5).untimed() == {"prune": True, "drafting": "always"}
     assert ProPDOptions(tree="online").untimed() == {
-        "tree": "sparse", "prune": True, "fallback": False,
+        "tree": "sparse", "prune": True, "drafting": "always",
     }  # fmt: skip
-    assert ProPDOptions(tree="chain", prune=False).untimed() == {"fallback": False}
+    assert ProPDOptions(tree="chain", prune=False).untimed() == {"drafting": "always"}
     around = ProPDOptions(drafter="bita", drafter_kwargs={"tree": "full"})
     assert around.untimed() == {
-        "prune": True, "fallback": False, "drafter_kwargs": {"tree": "full"},
+        "prune": True, "drafting": "always", "drafter_kwargs": {"tree": "full"},
     }  # fmt: skip
     for name, method in methods().items():
         options = {"skip_mlp": [1]} if name == "layer_skip" else {}

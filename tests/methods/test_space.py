@@ -211,7 +211,7 @@ def test_without_an_update_the_mask_tokens_alone_are_trained(tiny: Tiny) -> None
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])
 @pytest.mark.parametrize(
-    "options", [{}, {"tree": "chain"}, {"tree": "chain", "max_depth": 2}, {"retrieval": True}]
+    "options", [{}, {"tree": "chain"}, {"tree": "chain", "max_depth": 2}, {"lookup": True}]
 )
 def test_decoding_equals_plain_decoding_of_the_fine_tuned_model(
     tiny: Tiny, architecture: str, options: dict[str, Any]

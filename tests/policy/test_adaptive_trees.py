@@ -302,13 +302,13 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
     with torch.no_grad():
         model.generate(
             **ragged(), max_new_tokens=12, do_sample=False, assistant_strategy="medusa",
-            assistant_kwargs={"candidates": 6, "fallback": False},
+            assistant_kwargs={"num_draft_tokens": 6, "drafting": "always"},
         )  # fmt: skip
     assert checked.count(6) > 10
 
 
 @pytest.mark.parametrize(
-    ("options", "nodes"), [({"candidates": 8}, 9), ({"candidates": 2}, 3), ({}, 9)]
+    ("options", "nodes"), [({"num_draft_tokens": 8}, 9), ({"num_draft_tokens": 2}, 3), ({}, 9)]
 )
 def test_rows_of_a_step(
     fresh: Callable[..., PreTrainedModel], options: dict[str, Any], nodes: int
@@ -323,7 +323,7 @@ def test_rows_of_a_step(
     handle = first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
     out = model.generate(
         prompt(), max_new_tokens=16, do_sample=False, assistant_strategy="bita",
-        assistant_kwargs={**options, "fallback": False},
+        assistant_kwargs={**options, "drafting": "always"},
     )  # fmt: skip
     handle.remove()
     assert out.tolist() == expected.tolist()
@@ -333,11 +333,11 @@ def test_rows_of_a_step(
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("bita", {"candidates": 0}, r"candidates=0: must be a whole number from 1"),
-        ("bita", {"candidates": "all"}, r"candidates='all': must be a whole number from 1"),
-        ("ppd", {"tree": "static", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
-        ("propd", {"tree": "online", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
-        ("space", {"acceptance": "rejection", "candidates": 3}, r"tree='adaptive', whose cand"),
+        ("bita", {"num_draft_tokens": 0}, "num_draft_tokens=0: must be a whole number from 1"),
+        ("bita", {"num_draft_tokens": "all"}, "num_draft_tokens='all': must be a whole number"),
+        ("ppd", {"tree": "static", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree='adap"),
+        ("propd", {"tree": "online", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree='ad"),
+        ("space", {"acceptance": "rejection", "num_draft_tokens": 3}, "tree='adaptive', whose"),
     ],
 )
 def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:

@@ -244,15 +244,15 @@ def test_sampled_calls_teach_it(drafting: tuple[Any, str]) -> None:
     call(model, name, SAMPLED)
     after = tempering(model).updates
     assert 0 < after <= 60 // OFTEN
-    exact = call(model, name, SAMPLED, candidates=4)
+    exact = call(model, name, SAMPLED, num_draft_tokens=4)
     assert tempering(model).updates == after  # ... nor is it used
-    assert torch.equal(exact, call(model, name, SAMPLED, candidates=4))
+    assert torch.equal(exact, call(model, name, SAMPLED, num_draft_tokens=4))
     call(model, name, SAMPLED, rows=3)
     assert tempering(model).updates > after
 
 
 def skipping() -> dict[str, Any]:
-    return {"skip_attention": [], "skip_mlp": [SKIPPED], "retrieval": False}
+    return {"skip_attention": [], "skip_mlp": [SKIPPED], "lookup": False}
 
 
 def test_drafts_of_layer_skip_teach_it(model: Any) -> None:

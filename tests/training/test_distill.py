@@ -133,18 +133,18 @@ def oracle(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("more", "name", "options"),
     [
-        ([], "prompt_lookup", {"fallback": False, "max_nodes": 4}),
+        ([], "prompt_lookup", {"drafting": "always", "max_nodes": 4}),
         (
-            ["--batch-size", "1", "--strategy-kwargs", '{"fallback": true, "max_nodes": 9}'],
+            ["--batch-size", "1", "--strategy-kwargs", '{"drafting": "auto", "max_nodes": 9}'],
             "prompt_lookup",
-            {"fallback": True, "max_nodes": 9},
+            {"drafting": "auto", "max_nodes": 9},
         ),
         (["--strategy", "none"], None, {}),
         (["--strategy", "none", "--batch-size", "7"], None, {}),
         (
             ["--strategy", "layer_skip", "--strategy-kwargs", '{"skip_attention": [1]}'],
             "layer_skip",
-            {"fallback": False, "skip_attention": [1]},
+            {"drafting": "always", "skip_attention": [1]},
         ),
     ],
 )
@@ -287,7 +287,7 @@ def test_with_an_adapter(root: Path, oracle: list[dict[str, Any]], tmp_path: Pat
     assert rows_of(tmp_path / "out") == oracle
     made = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert made["strategy"] == "layer_skip" and made["adapter"] == str(tmp_path / "skip")
-    assert made["strategy_kwargs"] == {**options, "fallback": False}
+    assert made["strategy_kwargs"] == {**options, "drafting": "always"}
     assert made["measured"]["tau"] > 1.0
     assert made["model_fingerprint"] == fingerprint(model)
 

@@ -72,8 +72,8 @@ class LayerSkipOptions(StrategyOptions):
                 object.__setattr__(self, name, layer_indices(name, layers))
 
     def looks_up(self, timed: bool) -> bool:
-        if self.retrieval != AUTO:
-            return bool(self.retrieval)
+        if self.lookup != AUTO:
+            return bool(self.lookup)
         return timed and self.draft_exit == POLICY and not self.samples
 
     def untimed(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from modeling_patches.weights import placement
 #: Value of ``drafter`` for the adapter's own heads.
 HEADS = "heads"
 #: Options that apply to the strategy as a whole, for any drafter.
-SHARED = ("acceptance", "retrieval", "fallback", "typical_epsilon", "typical_delta")
+SHARED = ("acceptance", "lookup", "drafting", "typical_epsilon", "typical_delta")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ProPDOptions(HeadOptions):
     """Options of ``propd`` (ProPD, section 4).
 
     Attributes:
-        tree, candidates, max_depth: for the adapter's own heads, as in ``medusa``. ``online`` is
-            ProPD's dynamic token tree generation (section 4.2).
+        tree, num_draft_tokens, max_depth: for the adapter's own heads, as in ``medusa``. ``online``
+            is ProPD's dynamic token tree generation (section 4.2).
         drafter: ``heads``, the adapter's own; or another strategy with one forward per step, whose
             trees are pruned. Its adapter must be active, too.
         drafter_kwargs: options of that strategy.
@@ -88,9 +88,9 @@ class ProPDOptions(HeadOptions):
         return found
 
     def looks_up(self, timed: bool) -> bool:
-        if self.drafter == HEADS or self.retrieval is True:
+        if self.drafter == HEADS or self.lookup is True:
             return super().looks_up(timed)
-        inner = {**self.drafter_kwargs, "retrieval": self.retrieval}
+        inner = {**self.drafter_kwargs, "lookup": self.lookup}
         return self.drafting_method().parse_options(inner).looks_up(timed)
 
     @property

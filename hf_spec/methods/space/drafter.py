@@ -39,7 +39,7 @@ class SpaceOptions(TreeOptions):
         super().__post_init__()
         if self.acceptance != "rejection" or self.is_chain:
             return
-        if self.tree != ADAPTIVE or self.candidates != AUTO:
+        if self.tree != ADAPTIVE or self.num_draft_tokens != AUTO:
             raise ValueError(
                 f"acceptance='rejection' with tree={self.tree!r}, whose candidates are not "
                 "sampled. Use tree='chain', or acceptance='match', which is exact for them."
