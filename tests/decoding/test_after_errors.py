@@ -32,6 +32,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
+from hf_spec.cache import tree_cache
+from hf_spec.cache.buffers import AttentionStates
 from hf_spec.cache.tree_cache import TreeCache
 from modeling_patches.cache_name import CACHE
 
@@ -163,10 +165,10 @@ class Turn:
 WATCHED = {
     str((Path(hf_spec.__file__).parent / f"{name}.py").resolve(strict=True))
     for name in (
-        "cache/attention", "cache/buffers", "cache/tree_cache", "decoding/acceptance", "decoding/batch", "decoding/emission",
-        "decoding/handover", "decoding/loop", "decoding/prefill", "decoding/scoring",
-        "decoding/step", "decoding/strategy", "drafting/lookup", "methods/prompt_lookup",
-        "model/target",
+        "cache/attention", "cache/buffers", "cache/tree_cache", "decoding/acceptance",
+        "decoding/emission", "decoding/handover", "decoding/loop", "decoding/prefill",
+        "decoding/scoring", "decoding/step", "decoding/strategy", "drafting/lookup",
+        "methods/prompt_lookup", "model/target",
     )
 }  # fmt: skip
 #: How many lines are drawn, in each case from the same seed.
@@ -224,7 +226,7 @@ def test_an_interrupt_at_any_line(shallow: Tiny, kind: str) -> None:
     begin_anew()
     passed = lines(call)
     turn.check(caches[-1])
-    assert {"park", "unpark", "_swap"} <= names_of(passed)
+    assert {"begin", "commit", "repair"} <= names_of(passed)
     assert {file for file, _ in passed} == WATCHED
     last = {line: number for number, line in enumerate(passed)}
     first = {line: number for number, line in reversed(list(enumerate(passed)))}
@@ -244,9 +246,7 @@ def test_an_interrupt_at_any_line(shallow: Tiny, kind: str) -> None:
 
 def names_of(passed: list[tuple[str, int]]) -> set[str]:
     """Methods of the cache in which these lines are."""
-    from hf_spec.core import cache
-
-    seen = {line for file, line in passed if file == cache.__file__}
+    seen = {line for file, line in passed if file == tree_cache.__file__}
     code = {name: value.__code__ for name, value in vars(TreeCache).items() if callable(value)}
     ranges = {name: {line for _, _, line in one.co_lines()} for name, one in code.items()}
     return {name for name, found in ranges.items() if found & seen}
@@ -374,10 +374,10 @@ def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "RESERVE", 1)
     for kind in ("dynamic, first", "dynamic"):
         turn = Turn(tiny("llama_tied"), kind)
-        for name in ("_resize", "_allocate"):
+        for name in ("_resize", "allocate"):
             cache = copy.deepcopy(turn.before)
             with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-                patch.setattr(TreeCache, name, fails)
+                patch.setattr(AttentionStates, name, fails)
                 turn.call(cache)
             turn.check(cache)
             turn.check_use(cache)
