@@ -19,6 +19,7 @@ from adapter_oracle import lent
 from conftest import ARCHITECTURES, EAGER_ONLY, POSITIONS, VOCAB, prompt, ragged, shared
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
+from peft import PeftConfig
 from running import drafting
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -111,6 +112,29 @@ def test_options_round_trip(name: str, variant: str, tmp_path: Any) -> None:
 def test_unknown_option_names_the_known(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}.*no option 'no_such_option'.*acceptance"):
         hf_spec.SpecConfig(name, {"no_such_option": 1})
+
+
+#: Fields that may be any text: a pattern of module names, the name of another strategy.
+TEXTS = {"target_modules", "draft_target_modules", "drafter"}
+
+
+@pytest.mark.parametrize("name", methods())
+def test_wrong_values_are_refused_by_name(name: str) -> None:
+    """Each option, and each field of an adapter's config that PEFT's own do not have."""
+    method = methods()[name]
+
+    def parse(**given: Any) -> Any:
+        return method.parse_options(given)
+
+    makers: list[tuple[Any, Any]] = [(method.options, parse)]
+    if method.adapter_config:
+        makers.append((method.adapter_config, method.adapter_config))
+    of_peft = {field.name for field in dataclasses.fields(PeftConfig)}
+    for fields, make in makers:
+        for field in {one.name for one in dataclasses.fields(fields)} - of_peft:
+            for value in (["nonsense"] * (field not in TEXTS)) + [-1, float("nan"), object()]:
+                with pytest.raises(ValueError, match=field):
+                    make(**{field: value})
 
 
 @pytest.mark.parametrize("name", methods())

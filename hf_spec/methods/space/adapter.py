@@ -80,6 +80,7 @@ class SpaceConfig(PredictingConfig):
         super().__post_init__()
         check_count("num_mask_tokens", self.num_mask_tokens, high=MAX_FUTURE)
         check_range("p_ar", self.p_ar, 0.0, 1.0)
+        check_range("update_learning_rate", self.update_learning_rate, 0.0, 1.0, open_low=True)
         if not isinstance(self.shared_mask, bool):
             raise ValueError(f"shared_mask={self.shared_mask!r}: must be True or False.")
         check_choices(self, update=UPDATES, masks=MASKS)
