@@ -12,7 +12,7 @@ from conftest import prompt
 from running import drafting
 
 from hf_spec.methods.registry import methods
-from hf_spec.model.tree_forward import TreeForward
+from hf_spec.model.target import Target
 
 FIELDS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "draft_rank": 4},
@@ -24,14 +24,14 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 def drafts(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The tokens of all forwards of a call."""
-    seen, forward = [], TreeForward.__call__
+    seen, forward = [], Target.__call__
 
-    def noting(self: TreeForward, tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(tokens.tolist())
-        return forward(self, tokens, *args, **kwargs)
+    def noting(self: Target, tree: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tree.tokens.tolist())
+        return forward(self, tree, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TreeForward, "__call__", noting)
+        patch.setattr(Target, "__call__", noting)
         model.generate(prompt(), max_new_tokens=12, do_sample=False, **drafting(name))
     return seen
 
