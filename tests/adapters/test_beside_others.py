@@ -354,6 +354,10 @@ def test_merging_the_lora(fresh: Fresh, tmp_path: Path, ours_first: bool) -> Non
     if not ours_first:
         tuned.load_adapter(folder, adapter_name="ours")
     expected = tokens(tuned)
+    tuned.merge_adapter()
+    assert tokens(tuned, "medusa") == tokens(tuned) == expected
+    tuned.unmerge_adapter()
+    assert tokens(tuned, "medusa") == tokens(tuned) == expected
     merged = tuned.merge_and_unload()
     assert set(merged.peft_config) == {"ours"} and merged.active_adapters() == ["ours"]
     assert tokens(merged, "medusa") == tokens(merged) == expected
