@@ -353,3 +353,14 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Strategy, "of", spy)
     return calls
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``trained("bita")``: the folder of an adapter, see `trained.TRAININGS`; read it only."""
+    from trained import trained_in
+
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    (root / "trained").mkdir(exist_ok=True)
+    return lambda name: trained_in(root / "trained", name)

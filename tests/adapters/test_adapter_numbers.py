@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -85,8 +85,9 @@ def test_numbers_as_large_as_there_are(
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(
+    ("name", "value"), zip(ADAPTERS, cycle([torch.nan, torch.inf, -torch.inf]))
+)
 def test_numbers_that_no_file_may_hold(fresh: Tiny, name: str, value: float) -> None:
     """Loading refuses them; where they are written into the parameters, drafts suffer alone."""
     strategy, config_class, fields, options = ADAPTERS[name]

@@ -310,18 +310,6 @@ def test_together_with_lora_and_another_type(base, base_path, kind, tmp_path):
     assert same(weights(base, kind), expected)
 
 
-def test_merging_a_lora_beside_ours(base, kind):
-    base.add_adapter(CONFIGS[kind](), adapter_name="ours")
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    with_lora = logits(model)
-    model.merge_adapter()
-    torch.testing.assert_close(logits(model), with_lora)
-    model.unmerge_adapter()
-    torch.testing.assert_close(logits(model), with_lora)
-    assert find_active(model, kind).name == "ours"
-    torch.testing.assert_close(logits(model.merge_and_unload()), with_lora)
-
-
 def test_adding_keeps_others_trainable(base, kind):
     base.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="lora")
     base.add_adapter(CONFIGS[kind](), adapter_name="ours")

@@ -40,7 +40,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return path.parent
 
 
@@ -82,19 +83,35 @@ def test_a_single_file(tmp_path: Path, name: str) -> None:
     assert list(read_answers(other)) == IDS
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "data/x.parquet", "data/x.jsonl"])
-def test_tokens_of_the_users_own(tmp_path: Path, name: str) -> None:
-    write(tmp_path / name, IDS)
+#: Files of a folder by name: rows, or the content of a file that is none of the data.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "parquet": {"x.parquet": IDS},
+    "JSON lines": {"x.jsonl": IDS},
+    "in data": {"data/x.parquet": IDS},
+    "in the order of their names": {
+        "b.jsonl": IDS[1:], "a.jsonl": IDS[:1], "c.jsonl": [], "README.md": "about"
+    },
+    "the split train of the Hub's layout": {
+        "data/train-00001-of-00002.parquet": IDS[1:], "data/test-00000-of-00001.parquet": IDS,
+        "data/train-00000-of-00002.parquet": IDS[:1],
+    },
+    "gzipped": {
+        "train-00000-of-00002.jsonl.gz": IDS[:1], "train-00001-of-00002.jsonl.gz": IDS[1:],
+        "dataset_infos.json": "{}",
+    },
+    "a JSON array": {"rows.json": json.dumps(IDS)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_of_the_users_own(tmp_path: Path, layout: str) -> None:
+    for name, content in LAYOUTS[layout].items():
+        if isinstance(content, str):
+            (tmp_path / name).write_text(content)
+        else:
+            write(tmp_path / name, content)
     assert list(read_answers(tmp_path)) == IDS
     assert read_provenance(tmp_path) == {}
-
-
-def test_several_files_in_the_order_of_their_names(tmp_path: Path) -> None:
-    write(tmp_path / "b.jsonl", IDS[1:])
-    write(tmp_path / "a.jsonl", IDS[:1])
-    (tmp_path / "c.jsonl").touch()
-    (tmp_path / "README.md").write_text("about")
-    assert list(read_answers(tmp_path)) == IDS
 
 
 def test_a_file_that_was_written_again(tmp_path: Path) -> None:
@@ -125,10 +142,6 @@ def test_bos_is_for_prompts_and_eos_comes_once(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b" + EOS}])
     (row,) = read_answers(tmp_path, tokenizer)
     assert row["prompt_ids"] == [2, *byte_ids("a")] and row["answer_ids"] == [*byte_ids("b"), END]
-
-
-def test_a_tokenizer_without_eos(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
     tokenizer.eos_token = None
     write(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b"}])
     assert read_answers(tmp_path, tokenizer)[0]["answer_ids"] == byte_ids("b")
@@ -137,13 +150,6 @@ def test_a_tokenizer_without_eos(tmp_path: Path) -> None:
 def test_tokens_go_before_texts(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", [{**ids, **text} for ids, text in zip(IDS, TEXTS)])
     assert list(read_answers(tmp_path, make_tokenizer())) == IDS
-
-
-def test_the_split_train_of_the_hubs_layout(tmp_path: Path) -> None:
-    for number, row in enumerate([*IDS, *IDS]):
-        write(tmp_path / "data" / f"train-{number:05}-of-00004.parquet", [row])
-    write(tmp_path / "data" / "test-00000-of-00001.parquet", IDS)
-    assert list(read_answers(tmp_path)) == [*IDS, *IDS]
 
 
 def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
@@ -181,29 +187,13 @@ def test_rows_stay_on_disk_and_processes_share_them(tmp_path: Path) -> None:
     assert one | two | kept_out == set(range(count)) and len(kept_out) == 20
 
 
-def test_gzipped_shards_and_json_arrays(tmp_path: Path) -> None:
-    for number, row in enumerate(IDS):
-        line = gzip.compress(json.dumps(row).encode())
-        (tmp_path / f"train-{number:05}-of-00002.jsonl.gz").write_bytes(line)
-    (tmp_path / "dataset_infos.json").write_text("{}")  # beside data, and none of it
-    assert list(read_answers(tmp_path)) == IDS
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / "rows.json").write_text(json.dumps(IDS))
-    assert list(read_answers(tmp_path / "alone")) == IDS
-
-
 # -------------------------------------------------------------------------------- what is refused
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    for read in (read_answers, read_provenance):
-        with pytest.raises(
-            ValueError, match="there is no folder or file '.*none': hf-spec distill makes"
-        ):
-            read(tmp_path / "none")
-
-
 def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:
+    for read in (read_answers, read_provenance):
+        with pytest.raises(ValueError, match="no folder or file '.*none': hf-spec distill makes"):
+            read(tmp_path / "none")
     distilled(tmp_path, IDS[:1])
     for read in (read_answers, read_provenance):
         with pytest.raises(ValueError, match="is unfinished: repeat the hf-spec distill command"):
@@ -219,19 +209,15 @@ def test_folders_of_distill_that_are_not_whole(tmp_path: Path) -> None:
         read_provenance(tmp_path)
 
 
-def test_no_files_or_both_kinds(tmp_path: Path) -> None:
+def test_no_files_or_both_kinds_or_no_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no data files: .* \.parquet, \.jsonl, \.jsonl\.gz"):
         read_answers(tmp_path)
+    for text in ("", "\n \n"):
+        (tmp_path / "x.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="is empty: its files hold no rows"):
+            read_answers(tmp_path)
     write(tmp_path / "x.parquet", IDS)
-    write(tmp_path / "x.jsonl", IDS)
     with pytest.raises(ValueError, match="holds parquet and JSON lines files"):
-        read_answers(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "\n \n"])
-def test_no_rows(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x.jsonl").write_text(text)
-    with pytest.raises(ValueError, match="is empty: its files hold no rows"):
         read_answers(tmp_path)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_train import equal, weights
 from test_train_sharded import own_answers
 from tiny_checkpoint import make_model, save_checkpoint
+from trained import same, weights
 from two_processes import assert_same_history
 
 from hf_spec.training.train import train
@@ -37,6 +37,7 @@ def launch(stage: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
 
 
+@pytest.mark.environment
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("method", ["bita", "layer_skip"])
 def test_two_processes_with_deepspeed_give_the_figures_of_one(
@@ -71,6 +72,6 @@ def test_two_processes_with_deepspeed_give_the_figures_of_one(
     shutil.copytree(two, resumed)
     shutil.rmtree(resumed / "checkpoints" / "checkpoint-9")
     launch(stage, *options, "--output", str(resumed), "--resume")
-    assert equal(weights(resumed), weights(two))
+    assert same(weights(resumed), weights(two))
     # Gradients are summed in another order, which AdamW's first steps enlarge.
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-3)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from running import drafting
-from test_train import SETTINGS, answers, equal, weights
 from tiny_checkpoint import make_model
+from trained import SETTINGS, answers, same, weights
 from two_processes import assert_same_history
 
 import hf_spec
@@ -89,6 +89,7 @@ def worker(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.environment
 def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
     """What they write is an adapter like any other; one that was resumed is the same."""
     forks.ranks(worker, str(tmp_path))
@@ -100,8 +101,8 @@ def test_two_processes_with_shards_give_the_loss_of_one(tmp_path: Path) -> None:
     taus = {row["step"]: row["eval_tau"] for row in history if "eval_tau" in row}
     best = max(taus, key=lambda step: taus[step])
     assert taus[best] > 1.1 and len(set(taus.values())) > 1
-    assert equal(weights(two), weights(two / "checkpoints" / f"checkpoint-{best}"))
-    assert equal(weights(two), weights(tmp_path / "resumed"))
+    assert same(weights(two), weights(two / "checkpoints" / f"checkpoint-{best}"))
+    assert same(weights(two), weights(tmp_path / "resumed"))
     assert weights(two).keys() == weights(one).keys()
     model, ids = make_model(), torch.tensor([answers()[0]["prompt_ids"]])
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

@@ -9,45 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_train import SETTINGS, answers
 from tiny_checkpoint import make_model, save_checkpoint
+from trained import SETTINGS, TRAININGS, Trained, answers, history, weights
 
 import hf_spec
 from hf_spec import cli
 from hf_spec.adapters.predicting import PREVIOUS, ROOT
 from hf_spec.methods.registry import get_method
 from hf_spec.training.start import extended
-from hf_spec.training.train import bit_sums, train
+from hf_spec.training.train import train
 
-#: Small adapters without a transition.
-METHODS: dict[str, dict[str, Any]] = {
-    "bita": {"num_mask_tokens": 2, "num_prompt_tokens": 4},
-    "space": {"num_mask_tokens": 2, "rank": 2},
-    "ppd": {"num_prompt_tokens": 2, "head": "residual"},
-    "medusa": {"num_heads": 2},
-    "propd": {"num_heads": 2},
-}
+METHODS = ("bita", "medusa", "ppd", "propd", "space")
 PARTS = (*PREVIOUS, *ROOT)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """By the names that the adapter gives them."""
-    found = load_file(folder / "adapter_model.safetensors")
-    return {name.rpartition(".")[2].partition("_")[2]: value for name, value in found.items()}
-
-
-def without(folder: Path, method: str, **more: Any) -> Path:
-    """An adapter that was trained without a transition."""
-    config = {**METHODS[method], "transition_rank": 0}
-    settings = {**SETTINGS, "max_steps": 3, **more}
-    train(make_model(), answers(), method, folder, config, settings)
-    return folder
-
-
 def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any) -> dict[str, Any]:
-    settings = {**SETTINGS, **more}
-    fields = {"transition_rank": rank}
+    """Train a transition of an adapter that has none."""
+    fields, settings = {"transition_rank": rank}, {**SETTINGS, **more}
     return train(make_model(), answers(), method, output, fields, settings, start=folder)
 
 
@@ -55,16 +33,11 @@ def with_one(folder: Path, output: Path, method: str, rank: int = 3, **more: Any
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_the_transition_is_trained(tmp_path: Path, method: str) -> None:
-    """What the adapter had stays bit for bit; so does the base."""
-    before = without(tmp_path / "before", method)
-    model, settings = make_model(), SETTINGS
-    bits = bit_sums(list(model.parameters()))
-    fields = {"transition_rank": 3}
-    record = train(model, answers(), method, tmp_path / "after", fields, settings, start=before)
-    assert bit_sums(list(model.parameters())) == bits
-    assert not hasattr(model, "spec_modules")
-    old, new = weights(tmp_path / "before"), weights(tmp_path / "after")
+def test_only_the_transition_is_trained(trained: Trained, tmp_path: Path, method: str) -> None:
+    """What the adapter had stays bit for bit."""
+    before = trained(method)
+    record = with_one(before, tmp_path / "after", method)
+    old, new = weights(before), weights(tmp_path / "after")
     assert {name for name in new if name not in old} == {
         name for name in new if name.endswith(PARTS)
     }
@@ -75,16 +48,16 @@ def test_only_the_transition_is_trained(tmp_path: Path, method: str) -> None:
     (roots,) = (value for name, value in new.items() if name.endswith("root_after"))
     assert roots.abs().sum() > 0
     assert record["trainable_parameters"] == (1 + len(roots)) * 3 * 3 * 32
-    assert record["config"]["transition_rank"] == 3
-    for name, value in METHODS[method].items():
+    for name, value in (TRAININGS[method][1] | {"transition_rank": 3}).items():
         assert record["config"][name] == value
     # The folder is an adapter like any other, and says the same of the base.
     configs = [
-        json.loads((tmp_path / name / "adapter_config.json").read_text())
-        for name in ("before", "after")
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (before, tmp_path / "after")
     ]
     changed = {name for name in configs[0] if configs[0][name] != configs[1][name]}
     assert changed == {"transition_rank", "root_rank"}
+    model = make_model()
     model.load_adapter(str(tmp_path / "after"))
     ids = torch.tensor([answers()[0]["prompt_ids"]])
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
@@ -93,25 +66,23 @@ def test_only_the_transition_is_trained(tmp_path: Path, method: str) -> None:
     assert ours.tolist() == plain.tolist()
 
 
-def test_the_token_before_is_learned(tmp_path: Path) -> None:
+def test_the_token_before_is_learned(trained: Trained, tmp_path: Path) -> None:
     """Each token is followed by the next one in a circle: who knows the one before knows it."""
-    folder = without(tmp_path / "before", "medusa", max_steps=1)
     more = {"max_steps": 60, "eval_steps": 60}
-    record = with_one(folder, tmp_path / "after", "medusa", rank=16, **more)
-    losses = [row["loss"] for row in record["history"] if "loss" in row]
+    record = with_one(trained("medusa"), tmp_path, "medusa", rank=16, **more)
+    losses = history(tmp_path, "loss")
     assert losses[-1] < 0.8 * losses[0]
     assert record["best"]["eval_top1_1"] > 0.5  # of the heads alone: one in eight
 
 
-def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
-    folder = without(tmp_path / "before", "bita")
+def test_training_goes_on_where_it_was_broken_off(trained: Trained, tmp_path: Path) -> None:
+    folder = trained("bita")
     whole = with_one(folder, tmp_path / "whole", "bita")
     with_one(folder, tmp_path / "parts", "bita", max_steps=3)
     # As an interrupted training of six steps leaves it behind: the schedule is that of six.
     (tmp_path / "parts" / "adapter_model.safetensors").unlink()
-    settings = SETTINGS
     parts = train(
-        make_model(), answers(), "bita", tmp_path / "parts", {"transition_rank": 3}, settings,
+        make_model(), answers(), "bita", tmp_path / "parts", {"transition_rank": 3}, SETTINGS,
         resume=True, start=folder,
     )  # fmt: skip
     steps = [[row["step"] for row in one["history"]] for one in (whole, parts)]
@@ -122,21 +93,16 @@ def test_training_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
         assert all(torch.equal(new[key], old[key]) for key in old)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, data = save_checkpoint(tmp_path / "base"), tmp_path / "data"
-    data.mkdir()
-    answers().to_parquet(str(data / "rows.parquet"))
+def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, data = save_checkpoint(tmp_path / "base"), tmp_path / "rows.parquet"
+    answers().to_parquet(str(data))
     common = [
         "--model", str(base), "--data", str(data), "--dtype", "float32", "--device", "cpu",
         "--max-steps", "2", "--eval-steps", "2", "--held-out", "2", "--served-prompts", "1",
         "--served-tokens", "4",
     ]  # fmt: skip
-    one, two = tmp_path / "one", tmp_path / "two"
-    fields = ["--num-mask-tokens", "2", "--transition-rank", "0"]
-    assert cli.main(["train", "bita", *common, "--output", str(one), *fields]) == 0
+    one, two = trained("bita"), tmp_path / "two"
     start = ["train", "bita", "--adapter", str(one)]
-    assert cli.main([*start, *common, "--output", str(two), "--learning-rate", "1"]) == 2
-    assert "--transition-learning-rate" in capsys.readouterr().err
     assert cli.main([*start, *common, "--output", str(two)]) == 0, capsys.readouterr().err
     old, new = weights(one), weights(two)
     assert all(torch.equal(new[name], old[name]) for name in old)
@@ -149,6 +115,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([*start, "--num-mask-tokens", "3"], r"num_mask_tokens belongs to what the adapter has"),
         ([*start, "--transition-rank", "-1"], r"transition_rank=-1: must be a whole number"),
         ([*start, "--rank", "3"], r"has no option '--rank'"),
+        ([*start, "--learning-rate", "1"], "--transition-learning-rate"),
         (["train", "medusa", "--adapter", str(one)], r"is of 'bita': give 'hf-spec train bita'"),
     ):
         more = [*common, "--output", str(tmp_path / "three")]
@@ -176,12 +143,6 @@ def test_what_cannot_be_extended(tmp_path: Path) -> None:
         extended(tmp_path / "none", {"transition_rank": 3, "num_heads": 3})
     found = extended(tmp_path / "none", {"transition_rank": 3, "transition_learning_rate": 0.5})
     assert (found.num_heads, found.transition_rank, found.transition_learning_rate) == (2, 3, 0.5)
-
-
-@pytest.mark.parametrize("rate", [0, -1.0, 1.5, "fast"])
-def test_wrong_rates(rate: Any) -> None:
-    with pytest.raises(ValueError, match="transition_learning_rate="):
-        hf_spec.BitaConfig(transition_learning_rate=rate)
 
 
 # -- trained with the adapter --------------------------------------------------------------------
