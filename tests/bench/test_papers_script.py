@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -106,21 +105,3 @@ def copied(words: tuple[str, ...]) -> None:
     """In place of running a command for seed 1: the results of seed 0."""
     folder = words[words.index("--output") + 1]
     shutil.copytree(folder.replace("seed1", "seed0"), folder)
-
-
-def test_what_it_is_not_told(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    script.main([])
-    assert "propd-ablation       ProPD, Tables 1 and 3" in capsys.readouterr().out
-    for words, told in ((["nothing"], "no table 'nothing'"), (["bita-trees"], "--model and")):
-        with pytest.raises(SystemExit):
-            script.main(words)
-        assert told in capsys.readouterr().err
-
-
-def test_a_command_that_fails(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        script.subprocess, "run",
-        lambda *a, **k: subprocess.CompletedProcess(a, 2, stderr=b"hf-spec: no such model"),
-    )  # fmt: skip
-    with pytest.raises(SystemExit, match="hf-spec bench failed:\nhf-spec: no such model"):
-        script.command("bench")
