@@ -59,7 +59,6 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         pipeline_tag="text-generation",
         tags=["hf_spec", "speculative-decoding", method.name],
     )
-    parsed = method.parse_options(options)
     names = sorted(path.name for path in folder.iterdir())
     section = ""
     if method.card.is_file():  # the method's own section
@@ -69,15 +68,13 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
         title=repository.rpartition("/")[2],
-        summary=method.summary,
-        peft_type=adapter.get("peft_type"),
         base_model=base_model,
         base_is_repository=public,
-        lossless=parsed.lossless,
-        acceptance=parsed.acceptance,
         repository=repository,
-        strategy=method.name,
+        method=method,
+        adapter=adapter,
         options=options,
+        parsed=method.parse_options(options),
         figures=_figures(folder, method, search),
         trees=_trees(folder, options),
         section=section,

@@ -14,7 +14,7 @@ from scripts import load_script
 from tiny_checkpoint import save_checkpoint, write_prompts
 
 from hf_spec import cli
-from hf_spec.cli.train import parse_arguments, take_fields
+from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
 from hf_spec.training.train import config_fields
 
@@ -37,8 +37,7 @@ def test_every_option_is_one_of_its_method(script: Any) -> None:
             chosen = get_method(method)
             fields += shlex.split("" if method == "layer_skip" else script.PAPER)
             assert chosen.adapter_config is not None
-            config, rest = take_fields(fields, config_fields(chosen))
-            parse_arguments(rest, method, {})
+            config, _ = parse_options(fields, method, config_fields(chosen))
             made = chosen.adapter_config(**{**chosen.trained, **config})
             assert all(getattr(made, key) == value for key, value in config.items())
             chosen.parse_options(line.options)

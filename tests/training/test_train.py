@@ -18,7 +18,7 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.cli.train import parse_arguments, take_fields
+from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
 from hf_spec.training.served import Served
 from hf_spec.training.train import (
@@ -335,8 +335,7 @@ def test_bad_input_is_told_before_anything_is_loaded(
 def test_options_are_fields_of_training_arguments() -> None:
     words = "--max-steps 4 --learning_rate=1e-3 --bf16 --report-to tensorboard --held-out 2 "
     words += '--lr-scheduler-kwargs {"num_cycles":1} --num-anchors 3 --num-mask-tokens 4'
-    config, rest = take_fields(words.split(), config_fields(get_method("bita")))
-    given = parse_arguments(rest, "bita", {})
+    config, given = parse_options(words.split(), "bita", config_fields(get_method("bita")))
     assert config == {"num_mask_tokens": 4}
     assert given == {
         "max_steps": 4, "learning_rate": 1e-3, "bf16": True, "report_to": "tensorboard",
