@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,15 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         tags=["hf_spec", "speculative-decoding", method.name],
     )
     names = sorted(path.name for path in folder.iterdir())
-    section = ""
+    section = trained = ""
     if method.card.is_file():  # the method's own section
         facts = {"adapter": adapter, "options": options, "search": search, "files": names}
-        section = _render(method.card.read_text(encoding="utf-8"), **facts)
+        section = _render(method.card, **facts)
+    if training is not None:
+        best = training.get("best") or {}
+        distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
+        source = files("hub_cards") / "training.md"
+        trained = _render(source, training=training, distances=list(distances))
     card = ModelCard.from_template(
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
@@ -78,7 +84,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         figures=_figures(folder, method, search),
         trees=_trees(folder, options),
         section=section,
-        training=_training(training),
+        training=trained,
     )
     return str(card).rstrip() + "\n"
 
@@ -111,20 +117,11 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
     return folder / CARD
 
 
-def _training(training: dict[str, Any] | None) -> str:
-    """The card's section on training; empty if there was none."""
-    if training is None:
-        return ""
-    best = training.get("best") or {}
-    distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
-    source = (files("hub_cards") / "training.md").read_text(encoding="utf-8")
-    return _render(source, training=training, distances=list(distances))
-
-
-def _render(source: str, **values: Any) -> str:
+def _render(source: Traversable, **values: Any) -> str:
     from jinja2 import Environment
 
-    return Environment(autoescape=False).from_string(source).render(**values).strip()
+    text = source.read_text(encoding="utf-8")
+    return Environment(autoescape=False).from_string(text).render(**values).strip()
 
 
 def _trees(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
