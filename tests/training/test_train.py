@@ -311,7 +311,7 @@ def test_fields_of_the_config_are_options() -> None:
         (["prompt_lookup"], "nothing to train; choose one of bita, layer_skip"),
         (["bitta"], "no method 'bitta' to train; choose one of bita, layer_skip"),
         (["bita", "--num-mask-token", "3"], "no option '--num-mask-token'.*--num-mask-tokens"),
-        (["bita", "--num-mask-tokens"], "needs a value"),
+        (["bita", "--num-mask-tokens"], "num-mask-tokens: expected one argument"),
         (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
         (["bita", "--prompt-depth=medium"], "prompt_depth='medium'"),
         (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
