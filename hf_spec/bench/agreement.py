@@ -81,8 +81,8 @@ def classify(
     prefix = torch.tensor([[*prompt, *plain[:index]]], device=model.device)  # (1, seq)
     scores = next_token_logits(model, prefix)
     if repetition_penalty is not None:
-        penalise = RepetitionPenaltyLogitsProcessor(float(repetition_penalty))
-        scores = penalise(prefix, scores[None])[0]
+        penalize = RepetitionPenaltyLogitsProcessor(float(repetition_penalty))
+        scores = penalize(prefix, scores[None])[0]
     tie = is_tie(scores, ours[index], plain[index], model.dtype)
     return Agreement.DIVERGED_AT_TIE if tie else Agreement.DIVERGED
 

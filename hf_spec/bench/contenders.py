@@ -15,8 +15,6 @@ from hf_spec.methods.registry import get_method
 from hf_spec.model.loading import is_path
 
 PLAIN_NAME = "plain"
-#: Value of options for a single strategy that stands for plain ``generate``.
-NO_STRATEGY = "none"
 #: Suffix of a contender whose steps are compiled.
 COMPILED = "+compiled"
 #: Prefix of features of Transformers.
@@ -127,29 +125,6 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
 def strategy_of(name: str) -> str:
     """The strategy of a contender's name: ``bita`` of ``bita:chain``."""
     return name if name.startswith(STOCK) else name.partition(":")[0]
-
-
-def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str) -> str | None:
-    """The strategy of a command that runs only one; None for plain ``generate``.
-
-    Args:
-        name: what the user asks for; None for the strategy of the only adapter, else ``default``.
-        adapters: the adapters that are given.
-        default: a strategy, or `NO_STRATEGY`.
-
-    Raises:
-        ValueError: it is unknown, or its adapter is missing.
-    """
-    name = name or (adapters[0].strategy if len(adapters) == 1 else default)
-    if name == NO_STRATEGY:
-        return None
-    known = hf_spec.strategies()
-    if name not in known:
-        choices = ", ".join([NO_STRATEGY, *known])
-        raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
-    if get_method(name).needs_adapter and all(one.strategy != name for one in adapters):
-        raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
-    return name
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:

@@ -135,7 +135,7 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
         The entries of ``runs`` in ``results.json``. ``speedup`` is the ratio of tokens per second
         to those of the baseline on the same prompts. ``tau`` is the number of new tokens per
         forward pass and unfinished sequence, the prefill included. ``speedup_interval`` and
-        ``tau_interval`` are 95% intervals (:mod:`hf_spec.bench.intervals`), None for too few
+        ``tau_interval`` are 95% intervals (:func:`interval`), None for too few
         measurements. ``identical``, ``diverged_at_tie`` and ``diverged`` count sequences. Under
         sampling ``identical`` is counted at batch size 1, where all contenders draw the same random
         numbers; the others are None if a sequence differs, and all are None in batches.

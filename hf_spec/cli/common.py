@@ -8,10 +8,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from hf_spec.bench.contenders import Adapter
+
+#: Value of ``--strategy`` for plain ``generate``.
+NO_STRATEGY = "none"
 #: Exit codes: invalid input; interrupted (as shells report SIGINT).
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -24,6 +29,32 @@ def require(extra: str, *packages: str) -> None:
             f"this needs packages that are not installed ({', '.join(missing)}); run: "
             f"pip install 'hf_spec[{extra}]'"
         )
+
+
+def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str) -> str | None:
+    """The strategy of a command that runs only one; None for plain ``generate``.
+
+    Args:
+        name: value of ``--strategy``; None for the strategy of the only adapter, else ``default``.
+        adapters: the adapters that are given.
+        default: a strategy, or `NO_STRATEGY`.
+
+    Raises:
+        ValueError: it is unknown, or its adapter is missing.
+    """
+    import hf_spec
+    from hf_spec.methods.registry import get_method
+
+    name = name or (adapters[0].strategy if len(adapters) == 1 else default)
+    if name == NO_STRATEGY:
+        return None
+    known = hf_spec.strategies()
+    if name not in known:
+        choices = ", ".join([NO_STRATEGY, *known])
+        raise ValueError(f"unknown strategy {name!r}; choose from {choices}")
+    if get_method(name).needs_adapter and all(one.strategy != name for one in adapters):
+        raise ValueError(f"strategy {name!r} needs a trained adapter: give --adapter")
+    return name
 
 
 def check_writable(folder: Path, option: str = "--output") -> None:

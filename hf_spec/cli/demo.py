@@ -50,7 +50,7 @@ def demo(
     from hf_spec.bench.figures import NEEDS_MATPLOTLIB, can_draw, save_figure
     from hf_spec.bench.results import ALL
     from hf_spec.demo.demo import draw_chart, run_demo
-    from hf_spec.demo.steps import coloured, pieces
+    from hf_spec.demo.steps import colored, pieces
 
     console = Console(highlight=False, soft_wrap=True)
     with progress_bar("demo") as progress:
@@ -72,7 +72,7 @@ def demo(
         tokens = sum(map(len, steps))
         console.rule(f"{name}: {tokens} tokens in {len(steps)} steps", align="left")
         if console.is_terminal and not console.no_color:
-            console.print(coloured(result.tokenizer, steps))
+            console.print(colored(result.tokenizer, steps))
         else:
             console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
     console.rule()

@@ -9,7 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import INTERRUPTED, check_writable, progress_bar, require
+from hf_spec.cli.common import (
+    INTERRUPTED,
+    check_writable,
+    progress_bar,
+    require,
+    single_strategy,
+)
 from hf_spec.model.loading import load_model
 
 DEFAULT_STRATEGY = "prompt_lookup"
@@ -120,7 +126,7 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     from hf_spec.bench import contenders as lineup
 
     adapters = lineup.read_adapters([adapter] if adapter else ())
-    name = lineup.single_strategy(strategy, adapters, DEFAULT_STRATEGY)
+    name = single_strategy(strategy, adapters, DEFAULT_STRATEGY)
     if name is None:
         for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
             if value is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.cli import options as opt
-from hf_spec.cli.common import require
+from hf_spec.cli.common import NO_STRATEGY, require, single_strategy
 
 
 def serve(
@@ -74,7 +74,7 @@ def _prepare_models(
     Raises:
         ValueError: naming what does not go together.
     """
-    from hf_spec.bench.contenders import NO_STRATEGY, read_adapters, single_strategy
+    from hf_spec.bench.contenders import read_adapters
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.model.loading import load_adapters
     from modeling_patches.served_models import on_load

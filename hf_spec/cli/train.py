@@ -86,8 +86,7 @@ def train(
         raise ValueError(f"'hf-spec train {method}' needs {', '.join(missing)}")
     assert model is not None and data is not None and output is not None
     require("train", "accelerate", "datasets")
-    config, rest = take_fields(context.args, fields)
-    arguments = parse_arguments(rest, method, fields)
+    config, arguments = parse_options(context.args, method, fields)
     # Invalid values are refused before anything is loaded.
     if adapter is None:
         assert chosen.adapter_config is not None
@@ -146,35 +145,18 @@ def _print_fields(fields: list[dataclasses.Field[Any]], defaults: dict[str, Any]
         typer.echo(f"{_option(item.name):{width}}  {text}{told}")
 
 
-def take_fields(words: list[str], fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Config fields from options such as ``--num-mask-tokens 4`` or ``--num-mask-tokens=4``, and
-    the other words.
+def parse_options(
+    words: list[str], method: str, fields: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Config fields and fields of `SpecArguments` that options such as ``--max-steps 4`` set.
+
+    Args:
+        words: the options; values of config fields are JSON, or words.
+        method: the method's name, for errors.
+        fields: the fields of its config.
 
     Raises:
-        ValueError: an option has no value.
-    """
-    config: dict[str, Any] = {}
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        option, equals, value = word.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or name not in fields:
-            rest.append(word)
-            continue
-        config[name] = value if equals else next(left, None)
-        if config[name] is None:
-            raise ValueError(f"{option} needs a value")
-        with suppress(json.JSONDecodeError):  # a word is no JSON
-            config[name] = json.loads(config[name])
-    return config, rest
-
-
-def parse_arguments(words: list[str], method: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `SpecArguments` that options set.
-
-    Raises:
-        ValueError: an option is unknown, or its value invalid.
+        ValueError: an option is unknown, or its value is missing or invalid.
     """
     import argparse
 
@@ -186,15 +168,24 @@ def parse_arguments(words: list[str], method: str, fields: dict[str, Any]) -> di
         def error(self, message: str) -> Any:
             raise ValueError(f"'hf-spec train {method}': {message}")
 
-    parser = Parser(SpecArguments, allow_abbrev=False, add_help=False)
+    own = [(name, str | None, dataclasses.field(default=None)) for name in fields]
+    kinds: Any = (dataclasses.make_dataclass("Fields", own), SpecArguments)
+    parser = Parser(kinds, allow_abbrev=False, add_help=False)
     # Only what is given counts: the others have the method's defaults.
-    absent, names = object(), [item.name for item in dataclasses.fields(SpecArguments)]
-    blank = argparse.Namespace(**dict.fromkeys(names, absent))
-    found, unknown = parser.parse_known_args(words, blank)
+    absent = object()
+    names = [item.name for kind in kinds for item in dataclasses.fields(kind)]
+    found, unknown = parser.parse_known_args(
+        words, argparse.Namespace(**dict.fromkeys(names, absent))
+    )
     if unknown:
         raise ValueError(
             f"'hf-spec train {method}' has no option {unknown[0].partition('=')[0]!r}; fields of "
             f"its config are {', '.join(map(_option, fields))}; see 'hf-spec train --help' for the "
             "others"
         )
-    return {name: value for name, value in vars(found).items() if value is not absent}
+    given = {name: value for name, value in vars(found).items() if value is not absent}
+    config = {name: given.pop(name) for name in fields if name in given}
+    for name, value in config.items():
+        with suppress(json.JSONDecodeError):  # a word is no JSON
+            config[name] = json.loads(value)
+    return config, given

@@ -141,9 +141,9 @@ def draw_chart(bench: BenchResult) -> Any:
     figure = new_figure(1.6 + 1.5 * len(rows), 4)
     axes = figure.subplots()
     plain = [row["strategy"] == row["baseline"] for row in rows]
-    colours = ["tab:gray" if one else "tab:blue" for one in plain]
+    colors = ["tab:gray" if one else "tab:blue" for one in plain]
     bars = axes.bar(
-        [row["strategy"] for row in rows], [row["tokens_per_second"] for row in rows], color=colours
+        [row["strategy"] for row in rows], [row["tokens_per_second"] for row in rows], color=colors
     )
     axes.bar_label(bars, [f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows])
     axes.set(ylabel="tokens per second", title="hf-spec demo: same text, fewer forward passes")

@@ -133,7 +133,7 @@ def pieces(tokenizer: Any, steps: Sequence[Sequence[int]]) -> list[str]:
     return found
 
 
-def coloured(tokenizer: Any, steps: Sequence[Sequence[int]]) -> Text:
+def colored(tokenizer: Any, steps: Sequence[Sequence[int]]) -> Text:
     """The text for a terminal, with the background changing from step to step.
 
     Args:

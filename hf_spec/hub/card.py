@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +56,30 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         pipeline_tag="text-generation",
         tags=["hf_spec", "speculative-decoding", method.name],
     )
-    parsed = method.parse_options(options)
     names = sorted(path.name for path in folder.iterdir())
-    section = ""
+    section = trained = ""
     if method.card.is_file():  # the method's own section
         facts = {"adapter": adapter, "options": options, "search": search, "files": names}
-        section = _render(method.card.read_text(encoding="utf-8"), **facts)
+        section = _render(method.card, **facts)
+    if training is not None:
+        best = training.get("best") or {}
+        distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
+        source = files("hub_cards") / "training.md"
+        trained = _render(source, training=training, distances=list(distances))
     card = ModelCard.from_template(
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
         title=repository.rpartition("/")[2],
-        summary=method.summary,
-        peft_type=adapter.get("peft_type"),
         base_model=base_model,
         base_is_repository=public,
-        lossless=parsed.lossless,
-        acceptance=parsed.acceptance,
         repository=repository,
-        strategy=method.name,
+        method=method,
+        adapter=adapter,
         options=options,
+        parsed=method.parse_options(options),
         figures=_figures(folder, method, search),
         section=section,
-        training=_training(training),
+        training=trained,
     )
     return str(card).rstrip() + "\n"
 
@@ -96,20 +99,11 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
     return folder / CARD
 
 
-def _training(training: dict[str, Any] | None) -> str:
-    """The card's section on training; empty if there was none."""
-    if training is None:
-        return ""
-    best = training.get("best") or {}
-    distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
-    source = (files("hub_cards") / "training.md").read_text(encoding="utf-8")
-    return _render(source, training=training, distances=list(distances))
-
-
-def _render(source: str, **values: Any) -> str:
+def _render(source: Traversable, **values: Any) -> str:
     from jinja2 import Environment
 
-    return Environment(autoescape=False).from_string(source).render(**values).strip()
+    text = source.read_text(encoding="utf-8")
+    return Environment(autoescape=False).from_string(text).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ This module knows tokens and probabilities, but no engines, models or clocks.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,8 +13,6 @@ from hf_spec.drafting.ngram import Confidence, Limits, NgramIndex, continuation_
 
 #: Marks the end of each of several texts; not a token id.
 END = -1
-#: Tokens of earlier requests indexed per step, so that no step is delayed for long.
-INDEXED = 256
 
 
 class Chain(NamedTuple):
@@ -94,35 +91,21 @@ class EarlierTexts:
     def __init__(self, limits: Limits, capacity: int):
         self.limits = limits
         self.capacity = capacity
-        self._waiting: deque[Sequence[int]] = deque()
         self._halves = [self._empty()]
-        self._unfinished = False  # whether more of the text that was added last waits
 
     def _empty(self) -> tuple[array[int], NgramIndex]:
         return array("i"), NgramIndex(self.limits.min_ngram, self.limits.max_ngram)
 
     def add(self, text: Sequence[int]) -> None:
         """Add the text of a request that has ended."""
-        if self.capacity:
-            self._waiting.append(text[-(self.capacity // 2) :])
-
-    def index_some(self) -> None:
-        """Index part of the waiting tokens; called in each step."""
-        if not self._waiting:
+        if not self.capacity:
             return
-        text, index = self._halves[-1]
-        if 2 * len(text) >= self.capacity and not self._unfinished:
-            text, index = self._empty()
-            self._halves = [self._halves[-1], (text, index)]
-        waiting = self._waiting.popleft()
-        if self._unfinished:
-            text.pop()  # its END
-        text.extend(waiting[:INDEXED])
-        index.update(text)
-        text.append(END)
-        self._unfinished = len(waiting) > INDEXED
-        if self._unfinished:
-            self._waiting.appendleft(waiting[INDEXED:])
+        if 2 * len(self._halves[-1][0]) >= self.capacity:
+            self._halves = [self._halves[-1], self._empty()]
+        half, index = self._halves[-1]
+        half.extend(text[-(self.capacity // 2) :])
+        half.append(END)
+        index.update(half)
 
     def find(self, lookup: ChainLookup, tokens: Sequence[int], depth: int) -> Chain:
         """The likeliest chain, from the newer half if it has one."""

@@ -77,7 +77,7 @@ def _upload(staged: Path, repository: str, private: bool, revision: str | None) 
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    # None leaves the choice to the organisation's settings.
+    # None leaves the choice to the organization's settings.
     api.create_repo(repository, private=private or None, exist_ok=True)
     if revision is not None:
         api.create_branch(repository, branch=revision, exist_ok=True)

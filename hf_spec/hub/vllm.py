@@ -188,7 +188,6 @@ class LookupProposer:
         self._observe(rows, began, len(sampled_token_ids))
         for one in gone:
             self._earlier.add(one.tokens)
-        self._earlier.index_some()
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         self._step = None
         if rows:

@@ -111,14 +111,6 @@ def test_statistics_are_summed_and_shares_add_up():
     assert rows["plain", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
 
 
-def test_sampling_has_no_counts_of_equal_rows():
-    sampled = measurements()
-    for item in sampled:
-        item.agreement = None
-    assert {row["identical"] for row in results.rows(sampled)} == {None}
-    assert "sampled" in table_of(result(sampled), 120)
-
-
 def test_samples_are_identical_or_not_compared():
     sampled = measurements()
     for item in sampled:
@@ -163,11 +155,6 @@ def test_results_file_has_the_documented_keys(tmp_path):
     }  # fmt: skip
     assert data["environment"]["python"] == "3"
     assert data["environment"]["interrupted"] is False
-
-
-def test_nothing_measured_makes_an_empty_file(tmp_path):
-    report.write_results(tmp_path / "results.json", result([]), {})
-    assert json.loads((tmp_path / "results.json").read_text())["runs"] == []
 
 
 def test_environment_says_where_and_on_what(tmp_path, monkeypatch):

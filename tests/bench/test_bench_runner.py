@@ -179,12 +179,6 @@ def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkey
     assert result.overall(STOCK)["identical"] == len(prompts)
 
 
-def test_output_ends_with_the_first_eos():
-    assert session._until_eos([4, 1, 0, 0], {1, 2}) == [4, 1]
-    assert session._until_eos([4, 5], {1}) == [4, 5]
-    assert session._until_eos([2], {1, 2}) == [2]
-
-
 def test_padding_is_on_the_left():
     padded = session.pad_left([[7, 8, 9], [5]], 0, torch.device("cpu"))
     assert padded["input_ids"].tolist() == [[7, 8, 9], [0, 0, 5]]
@@ -215,49 +209,6 @@ def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
             model, tokenizer, prompts, ["prompt_lookup"],
             strategy_kwargs={"prompt_lookup": {"max_ngram": 0}},
         )  # fmt: skip
-
-
-def test_options_reach_the_strategy(model, tokenizer, prompts):
-    options = {"layer_skip": {"skip_attention": [1], "skip_mlp": [], "drafting": "always"}}
-    result = run(
-        model, tokenizer, prompts, ["layer_skip"], strategy_kwargs=options, max_new_tokens=NEW
-    )
-    row = result.overall("layer_skip")
-    assert row["identical"] == len(prompts)
-    assert row["stats"]["num_draft_forwards"] > 0
-    strategies = result.settings["strategies"]
-    assert strategies["layer_skip"]["assistant_kwargs"] == options["layer_skip"]
-
-
-def test_names_and_options_as_the_command_line_has_them():
-    assert parse_names("prompt_lookup, plain,prompt_lookup,transformers:assisted=a/b") == [
-        "prompt_lookup",
-        "transformers:assisted=a/b",
-    ]
-    for bad, rule in (
-        ("", "no strategy is named"), ("transformers:assisted=", "unknown strategy"),
-        ("transformers:beam", "unknown strategy"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=rule):
-            parse_names(bad)
-    names = ["prompt_lookup", STOCK]
-    given = ['prompt_lookup={"max_ngram": 3}', STOCK + '={"prompt_lookup_num_tokens": 5}']
-    assert parse_kwargs(given, names) == {
-        "prompt_lookup": {"max_ngram": 3},
-        STOCK: {"prompt_lookup_num_tokens": 5},
-    }
-    assert [c.kwargs for c in contenders(names, parse_kwargs(given, names))] == [
-        {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {"max_ngram": 3}},
-        {"prompt_lookup_num_tokens": 5},
-    ]
-    for bad, rule in (
-        ("prompt_lookup", "must be NAME=JSON"),
-        ("layer_skip={}", "a NAME that takes part"),
-        ("prompt_lookup={", "not JSON"),
-        ("prompt_lookup=[1]", "must be a JSON object"),
-    ):
-        with pytest.raises(ValueError, match=rule):
-            parse_kwargs([bad], names)
 
 
 def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
@@ -356,21 +307,6 @@ def test_which_adapters_change_the_model(tmp_path):
         read_adapters([str(tmp_path / "lora")])
 
 
-def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
-    def refuse(model):
-        raise ValueError("the weights are quantised")
-
-    monkeypatch.setattr(hf_spec, "merge_adapter", refuse)
-    model = make_model()
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
-    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
-    result = run(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
-    assert result.notes == [
-        f"{name} ran with its update beside the weights: the weights are quantised"
-        for name in ("plain@tuned", "space")
-    ]
-
-
 def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
     """Its base drafts with the adapter's strategy; stock assisted decoding verifies."""
     save_checkpoint(tmp_path / "m")
@@ -409,3 +345,18 @@ def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
     rows = {run["strategy"]: run for run in data["runs"] if run["task"] == "all"}
     assert rows[alone]["identical"] == rows[with_ppd]["identical"] == 2
     assert rows[alone]["tau"] == rows[with_ppd]["tau"], "the drafts are the same"
+
+
+def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prompts, monkeypatch):
+    def refuse(model):
+        raise ValueError("the weights are quantised")
+
+    monkeypatch.setattr(hf_spec, "merge_adapter", refuse)
+    model = make_model()
+    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
+    lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
+    result = run(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
+    assert result.notes == [
+        f"{name} ran with its update beside the weights: the weights are quantised"
+        for name in ("plain@tuned", "space")
+    ]

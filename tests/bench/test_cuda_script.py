@@ -58,27 +58,13 @@ def test_everything_is_measured(cuda: Any, tmp_path: Path, capsys: Any) -> None:
     assert "outside" in shown and "waits for the device: not on this device" in shown
 
 
-def test_what_does_not_fit_is_skipped(
-    cuda: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr(cuda.psutil, "virtual_memory", lambda: type("", (), {"available": 10}))
-    path = tmp_path / "results.json"
-    cuda.main([*SMALL, "--output", str(path)])
-    (row,) = json.loads(path.read_text())["skipped"]
-    assert row["shape"] == "tiny" and "are free" in row["reason"]
-    assert "skipped, does not fit" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--shape", "70b"], "--shape 70b: choose from tiny, 22m, 1b, 8b"),
-        (["--device", "tpu"], "tpu"),
         (["--contexts", "0"], "give numbers from 1 on"),
         (["--repeats", "1"], "--repeats must be at least 2"),
         (["--backend", "none"], "torch.compile does not know it"),
-        (["--strategies", "medusas"], "unknown strategy 'medusas'"),
-        (["--candidates", "100000"], "candidates"),
     ],
 )
 def test_bad_arguments(cuda: Any, arguments: list[str], message: str, capsys: Any) -> None:

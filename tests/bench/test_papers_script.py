@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from scripts import load_script
 from tiny_checkpoint import save_checkpoint, write_prompts
 
 from hf_spec import cli
-from hf_spec.cli.train import parse_arguments, take_fields
+from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
 from hf_spec.training.train import config_fields
 
@@ -38,8 +37,7 @@ def test_every_option_is_one_of_its_method(script: Any) -> None:
             chosen = get_method(method)
             fields += shlex.split("" if method == "layer_skip" else script.PAPER)
             assert chosen.adapter_config is not None
-            config, rest = take_fields(fields, config_fields(chosen))
-            parse_arguments(rest, method, {})
+            config, _ = parse_options(fields, method, config_fields(chosen))
             made = chosen.adapter_config(**{**chosen.trained, **config})
             assert all(getattr(made, key) == value for key, value in config.items())
             chosen.parse_options(line.options)
@@ -106,21 +104,3 @@ def copied(words: tuple[str, ...]) -> None:
     """In place of running a command for seed 1: the results of seed 0."""
     folder = words[words.index("--output") + 1]
     shutil.copytree(folder.replace("seed1", "seed0"), folder)
-
-
-def test_what_it_is_not_told(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    script.main([])
-    assert "propd-ablation       ProPD, Tables 1 and 3" in capsys.readouterr().out
-    for words, told in ((["nothing"], "no table 'nothing'"), (["bita-trees"], "--model and")):
-        with pytest.raises(SystemExit):
-            script.main(words)
-        assert told in capsys.readouterr().err
-
-
-def test_a_command_that_fails(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        script.subprocess, "run",
-        lambda *a, **k: subprocess.CompletedProcess(a, 2, stderr=b"hf-spec: no such model"),
-    )  # fmt: skip
-    with pytest.raises(SystemExit, match="hf-spec bench failed:\nhf-spec: no such model"):
-        script.command("bench")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from scripts import load_script
@@ -124,40 +122,6 @@ def test_engines_alone(vllm: Any, folder: Path, tmp_path: Path, capsys: Any) -> 
     assert "| | tokens per second | as vLLM answers |\n| --- | --- | --- |\n| vLLM, hf" in shown
     with pytest.raises(SystemExit, match="suffix decoding: .*\n.*Arctic Inference is required"):
         vllm.main(arguments(folder, python, *more, "--vllm", "suffix"))
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("import sys; sys.exit('No module named vllm')", "exit 1:\nNo module named vllm"),
-        ("print('hello')", "no answer"),
-        ('print(\'{"seconds": [1], "tokens": [[1]]}\')', "1 answers to 2 prompts"),
-    ],
-)
-def test_what_vllm_may_do(
-    vllm: Any, folder: Path, tmp_path: Path, source: str, message: str
-) -> None:
-    with pytest.raises(SystemExit) as raised:
-        vllm.main(arguments(folder, stand_in(tmp_path, source)))
-    assert "vllm.py: vLLM:" in str(raised.value) and message in str(raised.value)
-
-
-@pytest.mark.environment  # it waits for the timeout
-def test_nothing_of_vllm_stays(vllm: Any, folder: Path, tmp_path: Path) -> None:
-    """Its engine is a process of its own."""
-    source = f"""
-import pathlib, subprocess, time
-child = subprocess.Popen(["sleep", "60"])
-pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
-time.sleep(60)
-"""
-    with pytest.raises(SystemExit, match="no answer within --timeout 5 seconds"):
-        vllm.main(arguments(folder, stand_in(tmp_path, source), "--timeout", "5"))
-    child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 10  # the system takes a moment
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

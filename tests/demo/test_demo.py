@@ -6,10 +6,8 @@ import json
 import re
 
 import pytest
-from drawn import bars, labels, ticks
-from drawn import texts as texts_of
 from scripts import load_script
-from tiny_checkpoint import make_tokenizer, save_checkpoint, write_prompts
+from tiny_checkpoint import save_checkpoint, write_prompts
 
 from hf_spec import cli
 from hf_spec.bench.contenders import read_adapters
@@ -85,26 +83,6 @@ def test_demo_writes_table_chart_and_results(tmp_path, tiny_model, capsys):
     assert (output / "speed.png").is_file()
 
 
-def test_chart_and_sample_text(tiny_model):
-    result = demo.run_demo(2, 16, "float32")
-    (axes,) = demo.draw_chart(result.bench).get_axes()
-    rows = {row["strategy"]: row for row in result.bench.runs() if row["task"] == "all"}
-    assert ticks(axes) == list(rows) == ["plain", "prompt_lookup"]
-    assert bars(axes) == [row["tokens_per_second"] for row in rows.values()]
-    assert labels(axes)[2] == "tokens per second"
-    assert texts_of(axes) == [
-        f"{row['speedup']:.2f}x\ntau {row['tau']:.2f}" for row in rows.values()
-    ]
-
-    given, written = result.sample
-    assert given in [prompt.text for prompt in result.bench.prompts]
-    tokenizer = make_tokenizer(chat=False)
-    texts = [
-        tokenizer.decode(m.rows[0], skip_special_tokens=True) for m in result.bench.measurements
-    ]
-    assert written in texts
-
-
 def test_a_difference_is_an_error(tmp_path, tiny_model, monkeypatch, capsys):
     monkeypatch.setattr(demo.DemoResult, "all_identical", False)
     arguments = ["demo", "--output", str(tmp_path), "--limit", "1"]
@@ -139,8 +117,3 @@ def test_a_missing_model_is_explained(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "the demo model is missing from" in error and "benchmarks/train_demo_model.py" in error
     assert error.count("\n") == 1
-
-
-def test_bad_options(tmp_path, capsys):
-    assert cli.main(["demo", "--dtype", "float3", "--output", str(tmp_path)]) == 2
-    assert "--dtype 'float3'" in capsys.readouterr().err

@@ -286,11 +286,6 @@ def renamed(name: str) -> Any:
             renamed("999999999.0.linear.weight"),
             "'999999999.0.linear.weight': at most 256 heads of 64",
         ),
-        (
-            renamed("0.999999999.linear.weight"),
-            "'0.999999999.linear.weight': at most 256 heads of ",
-        ),
-        (renamed("blocks.256.layers.0.weight"), "'blocks.256.layers.0.weight': at most 256 heads"),
         (renamed(f"{'9' * 5000}.1.weight"), "'9{80}': at most 256 heads of 64 blocks"),
         (
             lambda s: s["1.0.linear.weight"].fill_(torch.nan),
@@ -307,14 +302,6 @@ def test_files_that_hold_no_whole_heads(
     with pytest.raises(ValueError, match=message):
         import_adapter(tmp_path / "heads.pt", "medusa", load(checkpoint), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
-    torch.save({"0.0.linear.weight": torch.zeros(16, 16)}, tmp_path / "heads.pt")
-    model = load(checkpoint)
-    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM.*16, 16.*32, 32"):
-        import_adapter(tmp_path / "heads.pt", "medusa", model, tmp_path / "out")
-    assert not hasattr(model, "peft_config") and not hasattr(model, "spec_modules")
 
 
 # -- the commands --------------------------------------------------------------------------------
@@ -367,29 +354,21 @@ def test_a_file_that_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no tensors at all")
         with pytest.raises(ValueError, match="is no"):
             read_published(tmp_path / name, lambda name: True)
+    for name, kept in (("cut.pt", 200), ("cut.safetensors", -5)):
+        state = dict(medusa_head().state_dict())
+        torch.save(state, tmp_path / name) if kept > 0 else save_file(state, tmp_path / name)
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
+        with pytest.raises(ValueError, match="is no .*file") as caught:
+            read_published(tmp_path / name, lambda name: True)
+        assert "\n" not in str(caught.value)
     torch.save([torch.zeros(1)], tmp_path / "list.pt")
     with pytest.raises(ValueError, match="holds a list"):
         read_published(tmp_path / "list.pt", lambda name: True)
 
 
-@pytest.mark.parametrize(("new", "kept"), [(True, 0), (True, 200), (True, -5), (False, 30)])
-def test_a_file_that_was_cut_off(tmp_path: Path, new: bool, kept: int) -> None:
-    """One clear line, whatever torch's unpickler raises; the older format has no directory."""
-    path = tmp_path / "heads.pt"
-    torch.save(medusa_head().state_dict(), path, _use_new_zipfile_serialization=new)
-    assert len(read_published(path, lambda name: True)) == 9
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(
-        ValueError, match="is no file of tensors by name, was cut off, or"
-    ) as caught:
-        read_published(path, lambda name: True)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_safetensors_file_that_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "heads.safetensors"
-    save_file(dict(medusa_head().state_dict()), path)
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="is no safetensors file: .*incomplete") as caught:
-        read_published(path, lambda name: True)
-    assert "\n" not in str(caught.value)
+def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
+    torch.save({"0.0.linear.weight": torch.zeros(16, 16)}, tmp_path / "heads.pt")
+    model = load(checkpoint)
+    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM.*16, 16.*32, 32"):
+        import_adapter(tmp_path / "heads.pt", "medusa", model, tmp_path / "out")
+    assert not hasattr(model, "peft_config") and not hasattr(model, "spec_modules")

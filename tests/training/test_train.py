@@ -18,7 +18,7 @@ from two_processes import assert_same_history, run_both
 
 import hf_spec
 from hf_spec import cli
-from hf_spec.cli.train import parse_arguments, take_fields
+from hf_spec.cli.train import parse_options
 from hf_spec.methods.registry import get_method
 from hf_spec.training.served import Served
 from hf_spec.training.train import (
@@ -260,7 +260,7 @@ def test_the_commonest_tokens_are_predicted(
         (["prompt_lookup"], "nothing to train; choose one of bita, layer_skip"),
         (["bitta"], "no method 'bitta' to train; choose one of bita, layer_skip"),
         (["bita", "--num-mask-token", "3"], "no option '--num-mask-token'.*--num-mask-tokens"),
-        (["bita", "--num-mask-tokens"], "needs a value"),
+        (["bita", "--num-mask-tokens"], "num-mask-tokens: expected one argument"),
         (["bita", "--num-mask-tokens", "none"], "num_mask_tokens='none'"),
         (["bita", "--prompt-depth=medium"], "prompt_depth='medium'"),
         (["bita", "--strategy-kwargs", "{"], "--strategy-kwargs: not JSON"),
@@ -288,8 +288,7 @@ def test_options_are_fields_of_config_and_training_arguments() -> None:
     assert not {"base_facts", "num_layers", "peft_type"} & fields.keys()  # recorded, PEFT's own
     words = "--max-steps 4 --learning_rate=1e-3 --bf16 --report-to tensorboard --held-out 2 "
     words += '--lr-scheduler-kwargs {"num_cycles":1} --num-anchors 3 --num-mask-tokens 4'
-    config, rest = take_fields(words.split(), fields)
-    given = parse_arguments(rest, "bita", {})
+    config, given = parse_options(words.split(), "bita", config_fields(get_method("bita")))
     assert config == {"num_mask_tokens": 4}
     assert given == {
         "max_steps": 4, "learning_rate": 1e-3, "bf16": True, "report_to": "tensorboard",
