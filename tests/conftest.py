@@ -306,39 +306,6 @@ def spec(request: pytest.FixtureRequest) -> dict[str, Any]:
     return STRATEGIES[request.param]
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``trained("bita")``: an adapter of ``tiny_checkpoint.make_model()`` that a few steps have
-    trained to count in a circle of four; made once for all workers, and never to be changed."""
-    from datasets import Dataset
-    from filelock import FileLock
-    from method_variants import VARIANTS, Variants
-    from tiny_checkpoint import make_model
-
-    from hf_spec.training.train import TrainSettings, train
-
-    # Each worker has a folder of its own inside that of the session.
-    folder = tmp_path_factory.getbasetemp()
-    root = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "trained"
-    circle = [4 + step % 4 for step in range(24)]
-    rows = [{"prompt_ids": circle[i % 4 :][:6], "answer_ids": circle[i % 4 :][6:18]}
-            for i in range(12)]  # fmt: skip
-    settings = TrainSettings(
-        max_steps=4, eval_steps=4, held_out=2, served_prompts=1, served_tokens=4, batch_size=4,
-        num_anchors=4,
-    )  # fmt: skip
-
-    def made(name: str) -> Path:
-        root.mkdir(exist_ok=True)
-        with FileLock(root / f"{name}.lock"):
-            if not (root / name / "adapter_config.json").is_file():
-                fields = VARIANTS.get(name, Variants({})).trained
-                train(make_model(), Dataset.from_list(rows), name, root / name, fields, settings)
-        return root / name
-
-    return made
-
-
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by a strategy's name whenever our loop runs: proof that a call reached it."""

@@ -127,7 +127,7 @@ def test_saved_and_loaded(fresh: Fresh, tmp_path: Path, name: str) -> None:
     peft_model = get_peft_model(model, config_of(name, **fields))
     randomise(peft_model, methods()[name].adapter_config.type_name)
     weights(peft_model, name)[VOCABULARY].copy_(torch.arange(0, 60, 2))
-    save_adapter(peft_model, tmp_path, name, {"fallback": False})
+    save_adapter(peft_model, tmp_path, name, {"drafting": "always"})
     assert read_spec_config(tmp_path)[0].name == name
     wanted, expected = weights(model, name), tokens(model, name)
     assert expected[0] == plain[0] and {*PARTS, VOCABULARY} <= wanted.keys()

@@ -352,7 +352,7 @@ def test_a_real_engine_answers_alike(tmp_path: Path) -> None:
 
 def test_steps_without_a_call_are_made_up_for() -> None:
     """Near the longest text vLLM goes on by itself."""
-    engine = Engine({"fallback": False})
+    engine = Engine({"drafting": "always"})
     engine.admit(LOOP * 8, 8)
     engine.step()
     engine.lengths[0] += 3
