@@ -47,7 +47,8 @@ class Tree:
         q: ``(batch, tokens, vocab)`` distribution that each draft token was sampled from, after all
             logits processors; None if none was sampled. That of the root is ignored.
         host: the same trees on the host if the probabilities of their nodes are known. The policy
-            chooses how many of them are forwarded.
+            then chooses how many of them are forwarded.
+        whole: whether all nodes are forwarded anyway.
         slots: ``(batch, tokens)`` place of each node in the step's block of the KV cache; None if
             it is the node's index.
     """
@@ -64,6 +65,7 @@ class Tree:
     probe_counts: Tensor | None = None
     q: Tensor | None = None
     host: HostTree | None = None
+    whole: bool = False
     slots: Tensor | None = None
 
     # -- construction ------------------------------------------------------------------------

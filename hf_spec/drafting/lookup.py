@@ -106,7 +106,7 @@ class WithLookup(WrappedDrafter):
     def propose(self, state: DecodeState) -> Tree:
         state.lookups = found = self.lookups.lookup(state)
         tree = self.inner.propose(state)
-        if tree.host is not None:
+        if tree.host is not None and not tree.whole:
             rows = zip(tree.host.rows(tree.row_sizes), found)
             merged = [own.merge(other).likeliest_first() for own, other in rows]
             return Tree.of_rows(merged, tree.tokens.device)

@@ -154,7 +154,7 @@ class AdaptiveTrees(TreeSource):
         if self._exactly(state) is None:
             self._proposed = trust, *(part.tolist() for part in host[:4])
             return tree
-        tree = tree.changed(host=None)
+        tree = tree.changed(whole=True)
         ahead = ((host.probs > 0) * self.depth).tolist()  # padding has no probability
         return drafter.attach_probes(tree, ahead) if self.probes else tree
 

@@ -160,15 +160,15 @@ class StepPolicy:
         """Reduce the trees to the draft tokens that the step takes, and attach probes.
 
         Args:
-            tree: the proposed trees; unchanged if their probabilities are unknown, or nothing may
-                depend on time.
+            tree: the proposed trees; unchanged if they are to be forwarded whole, their
+                probabilities are unknown, or nothing may depend on time.
             drafter: attaches probes.
             active: unfinished rows.
             limits: depth of the deepest candidate that each row can use.
         """
         self._live = sum(active)
         host = tree.host
-        if host is None or not self.enabled:
+        if host is None or tree.whole or not self.enabled:
             self._plan = plan = Plan(tree.num_tokens - 1)
             self.prunes = self._prunes(drafter.prunes, plan, self._width_of(tree))
             return tree
