@@ -315,7 +315,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     from method_variants import VARIANTS, Variants
     from tiny_checkpoint import make_model
 
-    from hf_spec.training.train import TrainSettings, train
+    from hf_spec.training.train import train
 
     # Each worker has a folder of its own inside that of the session.
     folder = tmp_path_factory.getbasetemp()
@@ -323,10 +323,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     circle = [4 + step % 4 for step in range(24)]
     rows = [{"prompt_ids": circle[i % 4 :][:6], "answer_ids": circle[i % 4 :][6:18]}
             for i in range(12)]  # fmt: skip
-    settings = TrainSettings(
-        max_steps=4, eval_steps=4, held_out=2, served_prompts=1, served_tokens=4, batch_size=4,
-        num_anchors=4,
-    )  # fmt: skip
+    settings = {
+        "max_steps": 4, "eval_steps": 4, "held_out": 2, "served_prompts": 1, "served_tokens": 4,
+        "per_device_train_batch_size": 4, "num_anchors": 4,
+    }  # fmt: skip
 
     def made(name: str) -> Path:
         root.mkdir(exist_ok=True)
