@@ -312,18 +312,3 @@ def test_rows_of_a_step(
     handle.remove()
     assert out.tolist() == expected.tolist()
     assert rows[:2] == [12 + 3, nodes + 3 * nodes]  # the prompt with its probes, and a step
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("bita", {"candidates": 0}, r"candidates=0: must be a whole number from 1"),
-        ("bita", {"candidates": "all"}, r"candidates='all': must be a whole number from 1"),
-        ("ppd", {"tree": "static", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
-        ("propd", {"tree": "online", "candidates": 3}, r"candidates=3 is of tree='adaptive'"),
-        ("space", {"acceptance": "rejection", "candidates": 3}, r"tree='adaptive', whose cand"),
-    ],
-)
-def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hf_spec.SpecConfig(name, options)

@@ -656,12 +656,6 @@ def test_many_threads_share_what_is_learned() -> None:
 # -- the option --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["on", None, 1, 0, "True"])
-def test_bad_values_of_the_option(value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"fallback={value!r}: must be 'auto', True or False"):
-        get_method("prompt_lookup").parse_options({"fallback": value})
-
-
 @pytest.mark.parametrize(
     ("strategy", "options", "do_sample", "on"),
     [
