@@ -100,15 +100,7 @@ VARIANTS: dict[str, Variants] = {
         {
             "adaptive": {},
             "static": {"tree": "static"},
-            "dynamic": {
-                "tree": [
-                    {"paths": [], "probes": [3]},
-                    {"paths": [[0], [1]], "probes": [2, 1, 3]},
-                    {"paths": [[0], [2], [0, 0]], "probes": [1, 3, 0, 2]},
-                    {"paths": [[0], [0, 0], [0, 1], [0, 0, 0]], "probes": [0, 2, 1, 3, 0]},
-                ],
-                "lookup": True,
-            },
+            "paths": {"tree": [[0], [2], [0, 0], [0, 1], [0, 0, 0]], "lookup": True},
             "wide": WIDE,
         },
         hitting="wide",

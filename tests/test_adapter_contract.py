@@ -187,19 +187,21 @@ def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
     model = fresh("llama")
     base, kinds = tokens(model), [kind for method, kind in CONFIGS if method == name]
     held = {}
-    for adapter, kind, seed in (("one", kinds[0], 1), ("two", kinds[-1], 2)):
-        held[adapter] = added(model, name, kind, adapter, seed), tokens(model)
+    for seed, kind in enumerate(kinds, 1):
+        held[kind] = added(model, name, kind, kind, seed), tokens(model)
     other = copy.deepcopy(model)
     randomise(other, config_of(name).type_name, seed=3)
-    for adapter in ("one", "two", "one"):
-        model.set_adapter(adapter)
-        weights, expected = held[adapter]
-        assert active(model, name).name == adapter
+    for kind in (*kinds, kinds[0]):
+        model.set_adapter(kind)
+        weights, expected = held[kind]
+        assert active(model, name).name == kind
         assert all(torch.equal(active(model, name).weights()[k], w) for k, w in weights.items())
         assert tokens(model) == tokens(model, name) == expected
-    model.delete_adapter("one")
-    model.set_adapter("two")
-    assert tokens(model) == tokens(model, name) == held["two"][1]
+    *others, last = kinds
+    for kind in others:
+        model.delete_adapter(kind)
+    model.set_adapter(last)
+    assert tokens(model) == tokens(model, name) == held[last][1]
     assert tokens(other) == tokens(other, name)
     model.disable_adapters()
     assert tokens(model) == base
@@ -207,7 +209,7 @@ def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
         with pytest.raises(ValueError, match=f"active adapter of type {config_of(name).type_name}"):
             tokens(model, name)
     model.enable_adapters()
-    model.delete_adapter("two")
+    model.delete_adapter(last)
     assert tokens(model) == base and hooked(model) == 0
 
 

@@ -91,7 +91,7 @@ def test_commands_have_the_options_that_pages_name() -> None:
                 assert rest and rest[0] in command.commands, f"{page.name}: {words}"
                 command, rest = command.commands[rest[0]], rest[1:]
             known = {name for parameter in command.params for name in parameter.opts}
-            if command.name == "train":  # fields of config and arguments are options, too
+            if command.name == "train":  # whose fields are options, too
                 known |= {f"--{name.replace('_', '-')}" for name in fields_of(rest[0])}
             given = {word for word in rest if re.match(r"--?[a-z]", word)}
             if command.name not in ("serve", "run"):  # which hand them on
@@ -101,9 +101,9 @@ def test_commands_have_the_options_that_pages_name() -> None:
 
 
 def fields_of(method: str) -> set[str]:
+    """Of the adapter's config and of the training arguments."""
     from hf_spec.methods.registry import methods
     from hf_spec.training.train import SpecArguments
 
     config = methods()[method].adapter_config if method in methods() else None
-    own = set(config.__dataclass_fields__) if config else set()
-    return own | set(SpecArguments.__dataclass_fields__)
+    return {*SpecArguments.__dataclass_fields__, *getattr(config, "__dataclass_fields__", ())}

@@ -168,6 +168,7 @@ class Tree:
 
     @property
     def batch_size(self) -> int:
+        """Number of rows of the batch."""
         return self.tokens.shape[0]
 
     @property

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import prompt, ragged
+from conftest import prompt
 from peft import get_peft_model
-from running import drafting, every_step
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
@@ -20,11 +19,6 @@ from hf_spec.methods.bita import BitaDrafter, BitaOptions
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
-
-
-def run(model: Any, **kwargs: Any) -> list:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
-    return model.generate(**ragged(), **settings).tolist()
 
 
 # -- trees: section 3.2, figure 5 --------------------------------------------------------------
@@ -43,26 +37,6 @@ def test_trees() -> None:
     assert BitaOptions(tree="efficient", top_k=2, max_depth=1).make_tree(3).paths == ((0,), (1,))
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"tree": "round"}, "tree='round'.*adaptive, efficient, full, chain, straightforward"),
-        ({"tree": "straightforward", "lookup": True}, "lookup=True with .*tree='chain'"),
-        ({"tree": [[0, 0]]}, "parent .* missing"),
-        ({"tree": "efficient", "top_k": 0}, "top_k=0"),
-        ({"top_k": 2}, "top_k=2 is of the trees"),
-        ({"max_depth": 0}, "max_depth=0"),
-        (
-            {"tree": "efficient", "top_k": 10**7},
-            "top_k=10000000: must be a whole number from 1 to 1024",
-        ),
-    ],
-)
-def test_wrong_options(kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BitaOptions(**kwargs)
-
-
 def test_a_full_tree_is_not_made_before_it_is_refused() -> None:
     """It would have 10**24 candidates."""
     with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
@@ -79,21 +53,6 @@ def test_tokens_by_rank() -> None:
 
 
 # -- config ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_mask_tokens": 0}, "num_mask_tokens=0"),
-        ({"num_mask_tokens": "3"}, "num_mask_tokens='3'"),
-        ({"num_prompt_tokens": -1}, "num_prompt_tokens=-1"),
-        ({"num_prompt_tokens": 0}, "prompt_depth='deep' with num_prompt_tokens=0"),
-        ({"prompt_depth": "medium"}, "prompt_depth='medium'.*deep, shallow, none"),
-    ],
-)
-def test_wrong_configs(kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hf_spec.BitaConfig(**kwargs)
 
 
 def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> None:
@@ -190,22 +149,6 @@ def trained_like(model: Any, seed: int, name: str = "default", **config: Any) ->
 # -- decoding ----------------------------------------------------------------------------------
 
 
-def test_rows_per_step(fresh: Callable[..., PreTrainedModel]) -> None:
-    """M masks under every node, and under the prompt's last token."""
-    model = fresh()
-    trained_like(model, 3)
-    rows: list[int] = []
-    first: Any = model.model.layers[0]
-    handle = first.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[1]))
-    model.generate(
-        prompt(), max_new_tokens=NEW, do_sample=False,
-        **drafting("bita", tree="efficient", top_k=2),
-    )  # fmt: skip
-    handle.remove()
-    assert rows[0] == 12 + 3
-    assert set(rows[1:-3]) == {(1 + 3 * 2) * (1 + 3)}
-
-
 def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None:
     """Figure 4: one group of masks, which does not see the candidates. Where c of these were
     accepted, its first c predictions are overtaken, and the others are the next candidates."""
@@ -239,25 +182,3 @@ def test_straightforward_decoding(fresh: Callable[..., PreTrainedModel]) -> None
         known = predicted[accepted:]
     counts = {len(candidates) for _, candidates, _ in steps[:-3]}  # there the budget ends
     assert counts >= {1, 2, 3}  # some were accepted, or none
-
-
-def test_conversation_goes_on_with_and_without_the_adapter(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
-    """The returned cache has no trace of mask tokens or prompts."""
-    model = fresh("llama")
-    trained_like(model, 6)
-    first = model.generate(
-        prompt(), max_new_tokens=NEW, do_sample=False, **drafting("bita"),
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    more = torch.cat([first.sequences, prompt(5, seed=7)], dim=1)
-    expected = model.generate(more, max_new_tokens=NEW, do_sample=False).tolist()
-    for strategy in ("bita", "prompt_lookup", "bita"):
-        out = model.generate(
-            more, max_new_tokens=NEW, do_sample=False, **drafting(strategy),
-            **{CACHE: first[CACHE]}, return_dict_in_generate=True,
-        )  # fmt: skip
-        assert out.sequences.tolist() == expected
-        out[CACHE].truncate([first.sequences.shape[1] - 1])
-        first[CACHE] = out[CACHE]

@@ -24,7 +24,6 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.ppd.dynamic_tree import (
     RANKS,
     Chain,
-    _gains,
     best_trees,
     likeliest_paths,
     make_tree,
@@ -108,12 +107,6 @@ def test_dynamic_trees_against_all_there_are(table: list, size: int, each: int) 
     assert tau == pytest.approx(best_tau(accuracies, size, each), abs=1e-5)
 
 
-def test_more_step_tokens_never_hurt() -> None:
-    accuracies = np.array([[0.5 * 0.8**d * 0.4**r for r in range(12)] for d in range(4)])
-    taus = [Chain.of(best_trees(accuracies, size), accuracies).tau for size in range(1, 25)]
-    assert taus == pytest.approx(sorted(taus)) and taus[0] == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("table", TABLES)
 def test_the_chain_by_simulation(table: list) -> None:
     """Predicted R(T) beside simulated acceptance with the same probabilities.
@@ -156,10 +149,6 @@ def test_what_is_never_right_takes_no_step_token() -> None:
     assert [one.tree.num_candidates for one in states.states] == [0, 1, 1]
     assert max(max(one.probes) for one in states.states) == 1
     assert Chain.of(states, accuracies).tau == pytest.approx(1.5, abs=1e-5)
-
-
-def test_gains_are_concave() -> None:
-    np.testing.assert_allclose(_gains(np.array([0.0, 0.1, 0.5, 0.6])), [0.25, 0.25, 0.1])
 
 
 # -- measuring, and the choice of a size ---------------------------------------------------------

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -15,13 +13,12 @@ import pytest
 import torch
 from conftest import prompt, ragged
 from covering import covering
-from running import fingerprint, running
+from running import running
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.cache.convert import pack
-from hf_spec.core import memory
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
@@ -30,7 +27,6 @@ from hf_spec.drafting.lookup import with_lookup
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
-from hf_spec.methods.registry import get_method
 from hf_spec.model.target import Target
 from hf_spec.policy.step_policy import Plan, StepPolicy
 from modeling_patches.cache_name import CACHE
@@ -39,40 +35,6 @@ from modeling_patches.layer_skip import LayerSkipper
 Tiny = Callable[..., PreTrainedModel]
 
 # -- draft exit, eqs. (2)-(4) --------------------------------------------------------------------
-
-
-def test_three_stages_recomputed_by_hand() -> None:
-    """gamma0 0.6, eps 0.01, beta1 0.5 (0 at the first stage), beta2 0.9, alpha 0.85."""
-    one = DraftExit(LayerSkipOptions())
-    assert one.gamma == 0.6
-    one.update(0.5)  # AR = 0.5 <= alpha: 0.9 * 0.6 + 0.1 * 0.61
-    assert one.gamma == pytest.approx(0.601, abs=1e-12)
-    one.update(1.0)  # AR = 0.5 * 0.5 + 0.5 * 1 = 0.75 <= alpha: 0.9 * 0.601 + 0.1 * 0.611
-    assert one.gamma == pytest.approx(0.602, abs=1e-12)
-    one.update(1.0)  # AR = 0.875 > alpha: 0.9 * 0.602 + 0.1 * 0.592
-    assert one.gamma == pytest.approx(0.601, abs=1e-12)
-    assert one.acceptance == pytest.approx(0.875, abs=1e-12)
-
-
-def test_beta1_is_zero_at_the_first_stage() -> None:
-    """With beta1 0.5, AR would be 0.45 and gamma would rise; it is 0.9 and gamma falls."""
-    one = DraftExit(LayerSkipOptions())
-    one.update(0.9)
-    assert one.acceptance == 0.9
-    assert one.gamma == pytest.approx(0.599, abs=1e-12)
-
-
-def test_a_first_acceptance_rate_of_zero_is_remembered() -> None:
-    one = DraftExit(LayerSkipOptions())
-    one.update(0.0)
-    one.update(1.0)
-    assert one.acceptance == 0.5
-
-
-def test_gamma_rises_at_exactly_the_target() -> None:
-    one = DraftExit(LayerSkipOptions(target_acceptance=0.75))
-    one.update(0.75)
-    assert one.gamma > 0.6
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -84,7 +46,7 @@ def test_adaptation_equals_the_equations(seed: int) -> None:
     )
     one, smoothed = DraftExit(options), 0.0
     for stage in range(1, 20):
-        rate = rng.choice([0.0, 1.0, rng.random()])
+        rate = rng.choice([0.0, 1.0, alpha, rng.random()])
         b = 0.0 if stage == 1 else beta1
         smoothed = b * smoothed + (1 - b) * rate  # (2)
         tilde = gamma + epsilon if smoothed <= alpha else gamma - epsilon  # (3)
@@ -104,8 +66,7 @@ def test_what_each_mode_does(mode: str) -> None:
     assert (one.gamma == before) == (mode in ("threshold", "fixed"))
 
 
-@pytest.mark.parametrize("alpha", [0.7, 0.85])
-@pytest.mark.parametrize("step", [0.01, 0.1])
+@pytest.mark.parametrize(("step", "alpha"), [(0.01, 0.85), (0.1, 0.7)])
 def test_gamma_settles_where_the_target_is_the_median_rate(step: float, alpha: float) -> None:
     """Planted: a token of draft probability c is accepted with the chance c.
 
@@ -143,45 +104,9 @@ def test_defaults_are_the_papers_but_for_the_exit() -> None:
     assert options.lossless
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"draft_exit": "never"},
-            "draft_exit='never': choose one of policy, adaptive, threshold, fixed",
-        ),
-        ({"max_draft": 0}, "max_draft=0: must be a whole number from 1 to 1024"),
-        ({"max_draft": 2.0}, "max_draft=2.0: must be a whole number"),
-        ({"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
-        ({"threshold_step": -0.1}, "threshold_step=-0.1"),
-        ({"beta1": "half"}, "beta1='half'"),
-        ({"beta2": True}, "beta2=True"),
-        ({"draft_exit": "fixed", "threshold": 0.5}, "threshold=0.5 with draft_exit='fixed'"),
-        (
-            {"draft_exit": "threshold", "beta1": 0.4},
-            "beta1=0.4 with draft_exit='threshold': it belongs to 'policy' and 'adaptive'",
-        ),
-        ({"target_acceptance": float("nan")}, "target_acceptance=nan"),
-        ({"skip_attention": 3}, "skip_attention must be a list of layer indices, got 3"),
-        ({"skip_mlp": "12"}, "skip_mlp must be a list of layer indices, got '12'"),
-        ({"skip_mlp": [1, -1]}, "skip_mlp must list integers >= 0"),
-        ({"skip_attention": [1.0]}, "skip_attention must list integers >= 0 .*, got 1.0"),
-        ({"skip": [1]}, "'layer_skip' has no option 'skip'; its options are .*skip_attention"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_method("layer_skip").parse_options(options)
-
-
 def test_without_layers_to_skip_the_error_says_where_to_get_them(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=r"skip_attention.*load a LAYER_SKIP adapter.*hf-spec se"):
         LayerSkipDrafter(tiny(), LayerSkipOptions())
-
-
-def test_a_layer_that_the_model_lacks_is_named(tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match=r"skip_mlp.*got 7"):
-        LayerSkipDrafter(tiny(), LayerSkipOptions(skip_mlp=[7]))
 
 
 def test_empty_lists_skip_nothing(tiny: Tiny) -> None:
@@ -284,37 +209,6 @@ def test_drafts_are_those_of_the_skipping_model_behind_the_full_models_cache(
         assert tree.tokens[row].tolist() == [tokens[-1], *wanted]
 
 
-@pytest.mark.parametrize("skips", SKIPS)
-@pytest.mark.parametrize("lengths", [[6], [9, 4, 6]], ids=str)
-def test_after_verification_every_layer_holds_the_full_models_states(
-    setting: Callable[..., Setting], lengths: list[int], skips: str
-) -> None:
-    one = setting(lengths)
-    cache = one.state.cache
-    options = LayerSkipOptions(**SKIPS[skips], draft_exit="fixed", max_draft=4)
-    drafter = LayerSkipDrafter(one.model, options)
-    drafter.start(one.state)
-    before = list(cache.host_lengths)
-    tree = drafter.propose(one.state)
-    assert (cache.host_lengths, cache.block) == (before, None)  # drafting kept nothing
-
-    logits = one.verify(tree)
-    counts = [3, 1, 5][: len(lengths)]
-    cache.commit(counts)
-    assert cache.host_lengths == [n + count for n, count in zip(before, counts)]
-    for row, tokens in enumerate(one.rows):
-        whole = tokens + tree.tokens[row, 1:].tolist()
-        full = one.model(torch.tensor([whole]), use_cache=True)
-        # float64; forwards of other shapes sum in another order.
-        torch.testing.assert_close(
-            logits[row], full.logits[0, len(tokens) - 1 :], rtol=0, atol=1e-9
-        )
-        for index, layer in enumerate(full[CACHE].layers):
-            length = before[row] + counts[row]
-            for own, wanted in zip(cache.row(row, index), (layer.keys, layer.values)):
-                torch.testing.assert_close(own, wanted[0, :, :length], rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
 def test_each_row_stops_after_its_first_unsure_token(
     setting: Callable[..., Setting], share: float
@@ -343,19 +237,6 @@ def test_each_row_stops_after_its_first_unsure_token(
         assert len(set(tree.row_depths)) > 1
 
 
-def test_each_drafted_token_costs_a_forward_of_one_node(setting: Callable[..., Setting]) -> None:
-    one = setting([9, 4])
-    seen: list[tuple[int, ...]] = []
-    hook = one.model.lm_head.register_forward_hook(lambda m, i, out: seen.append(out.shape[:2]))
-    drafter = LayerSkipDrafter(
-        one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed", max_draft=4)
-    )
-    drafter.start(one.state)
-    drafter.propose(one.state)
-    hook.remove()
-    assert [tuple(shape) for shape in seen] == [(2, 1)] * 4
-
-
 def test_skipping_changes_the_drafts(setting: Callable[..., Setting]) -> None:
     """Otherwise the tests above would compare the full model with itself."""
     one = setting([9])
@@ -366,25 +247,13 @@ def test_skipping_changes_the_drafts(setting: Callable[..., Setting]) -> None:
     assert len(set(drafts.values())) > 2
 
 
-def test_finished_rows_are_not_drafted_for(setting: Callable[..., Setting]) -> None:
-    one = setting([5, 6])
-    one.state.active = [False, True]
-    drafter = LayerSkipDrafter(
-        one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed", max_draft=3)
-    )
-    drafter.start(one.state)
-    assert drafter.propose(one.state).row_depths == (0, 3)
-
-
 @pytest.mark.parametrize("left", [1, 2, 4])
-def test_drafts_go_no_deeper_than_the_budget(setting: Callable[..., Setting], left: int) -> None:
-    one = setting([5])
-    one.state.remaining = [left]
+def test_finished_rows_and_budgets_that_end(setting: Callable[..., Setting], left: int) -> None:
+    one = setting([5, 6])
+    one.state.active, one.state.remaining = [False, True], [50, left]
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed"))
     drafter.start(one.state)
-    tree = drafter.propose(one.state)
-    assert tree.row_depths == (left - 1,)
-    assert tree.tokens.shape == (1, left)
+    assert drafter.propose(one.state).row_depths == (0, left - 1)
 
 
 def test_sampled_drafts_carry_the_distribution_they_were_drawn_from(
@@ -729,7 +598,7 @@ def test_trees_change_nothing(
     inputs, kwargs = CALLS[call]
     model, inputs = tiny("llama"), inputs or {"input_ids": prompt()}
     common: dict[str, Any] = {
-        "max_new_tokens": 40,
+        "max_new_tokens": 24,
         "do_sample": False,
         "eos_token_id": None,
         **kwargs,
@@ -798,17 +667,6 @@ def test_adapters_have_a_gamma_of_their_own(fresh: Tiny) -> None:
     assert gammas[0] == gammas[1] > 0.6
 
 
-def test_gamma_goes_with_the_model(fresh: Tiny) -> None:
-    model = fresh("llama")
-    gc.collect()  # other tests' models
-    before = len(memory._left)
-    stages_and_gamma(model)
-    assert len(memory._left) == before + 1
-    del model
-    gc.collect()
-    assert len(memory._left) == before
-
-
 def test_gamma_comes_back_from_a_long_stretch() -> None:
     """It stays a probability: what lies beyond would have to be made up for, stage by stage."""
     for rates, end in (((1.0, 0.0), 0.0), ((0.0, 1.0), 1.0)):
@@ -833,32 +691,12 @@ def test_no_update_of_another_thread_is_lost() -> None:
     assert one.gamma == pytest.approx(0.0001 * 4000)
 
 
-def test_the_model_is_whole_outside_drafting(setting: Callable[..., Setting]) -> None:
-    one = setting([5])
-    ids = torch.tensor([one.rows[0]])
-    before, left = one.model(ids).logits, []
-    for fails in (False, False, True):
-        drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**SKIPS["first two"]))
-        drafter.start(one.state)
-        if fails:
-            one.state.process = lambda *_, drafting: 1 / 0
-        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-            drafter.propose(one.state)
-        one.state.cache.rollback()
-        assert torch.equal(one.model(ids).logits, before)
-        left.append(fingerprint(one.model))
-    assert left == left[:1] * 3
-
-
 # -- stock assisted decoding ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("skips", SKIPS)
-def test_get_candidates_appends_the_skipping_models_own_tokens(
-    tiny: Tiny, skips: str, attention: str
-) -> None:
-    model = tiny("llama", attention=attention)
+def test_get_candidates_appends_the_skipping_models_own_tokens(tiny: Tiny, skips: str) -> None:
+    model = tiny("llama")
     drafter = LayerSkipDrafter(model, LayerSkipOptions(**SKIPS[skips], max_draft=5))
     for row in rows_of(model, [4, 11]):
         ids = torch.tensor([row])

@@ -18,7 +18,6 @@ from conftest import VOCAB, prompt, ragged, shared
 from covering import covering
 from datasets import Dataset
 from method_variants import VARIANTS
-from peft import PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from running import drafting, every_step
 from tiny_checkpoint import make_model
 from transformers import DynamicCache, PreTrainedModel, TrainerCallback
@@ -31,7 +30,6 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.hub.card import write_card
-from hf_spec.methods.ppd import adapter as published
 from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
@@ -73,15 +71,11 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("mask", FIGURES)
-def test_masks_of_the_figures(mask: str) -> None:
+def test_masks_of_the_figures_and_larger_ones(mask: str) -> None:
     group = ept_group(2, 2, mask)
     assert group.offsets == (1, 1, 2, 2)
     drawn = ["".join("1" if seen else "." for seen in row) for row in group.visible]
     assert drawn == FIGURES[mask]
-
-
-@pytest.mark.parametrize("mask", FIGURES)
-def test_masks_against_a_double_loop(mask: str) -> None:
     group = ept_group(4, 3, mask)
     for query in range(12):
         for key in range(12):
@@ -233,30 +227,6 @@ def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) ->
     assert all(torch.equal(found[0], one) for one in found[1:])
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_prompt_tokens": 0}, "num_prompt_tokens=0"),
-        ({"num_ept": 0}, "num_ept=0"),
-        ({"num_exits": 0}, "num_exits=0"),
-        ({"num_prefix_tokens": -1}, "num_prefix_tokens=-1"),
-        ({"ept_mask": "causal"}, "ept_mask='causal'.*ensemble, decoder, encoder"),
-        ({"ept_aggregation": "sum"}, "ept_aggregation='sum'.*average, learned"),
-        ({"ept_aggregation": "learned"}, "ept_aggregation='learned' with num_ept=1"),
-        ({"loss": "soft"}, "loss='soft'.*distillation, hard"),
-        ({"decay": 0}, "decay=0"),
-        ({"decay": 1.1}, "decay=1.1"),
-        ({"head": "medusa"}, "head='medusa'.*none, vocabulary, residual"),
-        ({"head": "residual", "head_rank": 0}, "head_rank=0"),
-        ({"head_rank": 4}, "head_rank=4 with head='none'.*residual"),
-        ({"head_stages": 3}, "head_stages=3.*from 1 to 2"),
-    ],
-)
-def test_wrong_configs(kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hf_spec.PPDConfig(**kwargs)
-
-
 def test_more_exits_than_layers(fresh: Callable[..., PreTrainedModel]) -> None:
     with pytest.raises(ValueError, match="num_exits=4: the model has 3 layers"):
         fresh().add_adapter(hf_spec.PPDConfig(num_exits=4))
@@ -300,21 +270,6 @@ def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
     assert states(3, tree=[[0], [0, 0]]).states[3].tree == TokenTree.chain(2)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"tree": "full"}, "tree='full'.*adaptive, static, chain, dynamic"),
-        ({"tree": "tuned"}, "tree='tuned'.*adaptive, static, chain, dynamic"),
-        ({"tree": [[0, 0]]}, "parent .* missing"),
-        ({"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
-        ({"max_depth": 0}, "max_depth=0"),
-    ],
-)
-def test_wrong_options(kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PPDOptions(**kwargs)
-
-
 def test_trees_that_want_more_prompt_tokens_are_refused(
     fresh: Callable[..., PreTrainedModel],
 ) -> None:
@@ -338,9 +293,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("architecture", "kind", "options"),
     covering(
-        case
-        for case in product(["llama", "gemma3", "gpt2", "bloom"], CONFIGS, OPTIONS)
-        if case[2] != "dynamic" or CONFIGS[case[1]].get("num_prompt_tokens", 3) >= 3
+        (
+            case
+            for case in product(["llama", "gemma3", "gpt2", "bloom"], CONFIGS, OPTIONS)
+            if case[2] != "dynamic" or CONFIGS[case[1]].get("num_prompt_tokens", 3) >= 3
+        ),
+        # What is predicted has to do with the tree where some nodes have no probes.
+        lambda architecture, kind, options: [
+            (kind, options == "dynamic"),
+            (architecture, options),
+            kind,
+        ],
     ),
 )
 def test_greedy_equals_plain(
@@ -391,7 +354,7 @@ def test_drafts_are_the_oracle_s(
     assert checked > 3
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_rows_in_different_states_of_random_trees(
     fresh: Callable[..., PreTrainedModel], tuned: Callable[[TreeStates], None], seed: int
 ) -> None:
@@ -534,22 +497,3 @@ def test_a_strategy_and_a_draft_model(fresh: Callable[..., PreTrainedModel]) -> 
 
 
 # -- published checkpoints ----------------------------------------------------------------------
-
-
-def test_published_prompt_tokens() -> None:
-    """The layout in which PEFT itself saves prompt tuning; the author's code derives from it."""
-    peft_model = get_peft_model(
-        make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    )
-    stored = get_peft_model_state_dict(peft_model)
-    assert all(map(published.wants, stored)) and not published.wants("lm_head.weight")
-    fields, tensors = published.convert(stored)
-    model = make_model()
-    model.add_adapter(hf_spec.PPDConfig(**fields))
-    weights = find_active(model, "PPD").weights()
-    assert {name: value.shape for name, value in tensors.items()} == {
-        name: value.shape for name, value in weights.items()
-    }
-    assert torch.equal(tensors["prompts"], stored["prompt_embeddings"])
-    with pytest.raises(ValueError, match="no tensor 'prompt_embeddings'"):
-        published.convert({"other": torch.zeros(2, 2)})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from running import configured
 from safetensors.torch import save_file
 from tiny_checkpoint import make_model
@@ -18,10 +19,10 @@ from hf_spec.hub.transfer import import_adapter
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 def test_prompt_embeddings(tmp_path: Path, suffix: str) -> None:
-    """As PEFT's prompt tuning stores them: one tensor (prompt tokens, hidden)."""
-    embeddings = torch.randn(3, 32)
+    """The layout of PEFT's prompt tuning, from which the author's code derives."""
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    state = get_peft_model_state_dict(get_peft_model(make_model(), tuning))
     path = tmp_path / f"adapter_model{suffix}"
-    state = {"prompt_embeddings": embeddings}
     save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
     model = make_model()
     output = import_adapter(path, "ppd", model, tmp_path / "ppd")
@@ -29,7 +30,7 @@ def test_prompt_embeddings(tmp_path: Path, suffix: str) -> None:
     model.load_adapter(str(output))
     adapter = find_active(model, "PPD")
     assert adapter.config.num_prompt_tokens == 3
-    assert torch.equal(adapter.weights()["prompts"], embeddings)
+    assert torch.equal(adapter.weights()["prompts"], state["prompt_embeddings"])
     ids = torch.tensor([[5, 9, 17, 40]])
     config = hf_spec.SpecConfig.from_pretrained(output)
     plain = make_model().generate(ids, max_new_tokens=12, do_sample=False)

@@ -18,7 +18,6 @@ from hf_spec.drafting.ngram import (
     continuation_tree,
 )
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
-from hf_spec.methods.registry import get_method
 
 Matches = list[tuple[int, int]]
 Path = tuple[int, ...]
@@ -60,22 +59,6 @@ def test_matches_equal_a_rescan_while_the_sequence_grows(
         index.update(tokens)
         for limit in (1, 3, 100):
             assert index.matches(tokens, limit) == rescan(tokens, *sizes, limit)
-
-
-def test_longest_first_then_latest_and_each_place_once() -> None:
-    tokens = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3, 7, 3, 6, 1, 2, 3]
-    matches = index_of(tokens).matches(tokens, 100)
-    assert matches == [(10, 3), (3, 3), (6, 2), (12, 1)]
-
-
-def test_the_sequence_does_not_match_its_own_end() -> None:
-    assert index_of([1, 2, 3]).matches([1, 2, 3], 10) == []
-    assert index_of([]).matches([], 10) == []
-
-
-def test_matches_may_overlap_the_end() -> None:
-    tokens = [5, 5, 5]
-    assert index_of(tokens).matches(tokens, 10) == [(2, 2), (1, 1)]
 
 
 class CountingDict(dict):
@@ -172,14 +155,6 @@ def test_the_tree_holds_the_most_probable_continuations(
     assert row.probs[1:] == pytest.approx(likely[: len(paths)])
 
 
-def test_a_tree_needs_no_confidence_to_start_with() -> None:
-    tokens = [1, 2, 1, 3, 1]
-    matches = rescan(tokens, 1, 4, 8)
-    assert continuation_tree(tokens, matches, 4, 9) == continuation_tree(
-        tokens, matches, 4, 9, Confidence()
-    )
-
-
 def test_equally_probable_nodes_still_form_a_tree() -> None:
     """After a long perfect run a child is as probable as its parent, to the last bit."""
     confidence = Confidence()
@@ -212,33 +187,6 @@ def test_what_was_right_to_the_end_is_trusted_further_than_what_broke_off() -> N
     missed = Confidence()
     missed.observe(2, 0, 6)  # says nothing about going deeper
     assert missed.deeper == start
-
-
-def test_no_matches_give_the_root_alone() -> None:
-    assert continuation_tree([1, 2, 3], [], 5, 5) == Row.root(3)
-
-
-@pytest.mark.parametrize("period", [1, 2, 3])
-def test_a_loop_is_continued_at_any_depth(period: int) -> None:
-    loop = [7, 8, 9][:period]
-    tokens = [1, 2, *loop * 3]
-    matches = index_of(tokens).matches(tokens, 1)
-    row = continuation_tree(tokens, matches, 10, 10)
-    assert row.parents == list(range(-1, 10))
-    assert row.tokens[1:] == (loop * 10)[:10]
-
-
-def test_agreeing_continuations_share_their_start() -> None:
-    tokens = [5, 1, 2, 3, 5, 1, 2, 4, 5]
-    row = continuation_tree(tokens, [(5, 1), (1, 1)], 3, 10)
-    assert token_paths(row) == [(1,), (1, 2), (1, 2, 4), (1, 2, 3)]
-
-
-def test_longer_matches_weigh_more_than_several_shorter_ones() -> None:
-    tokens = [4, 3, 8, 3, 9, 6, 3, 9, 4, 3]
-    index = index_of(tokens)
-    row = continuation_tree(tokens, index.matches(tokens, 8), 1, 1)
-    assert row.tokens[1:] == [8]  # once after (4, 3), while 9 follows 3 twice
 
 
 # -- the drafter ---------------------------------------------------------------------------------
@@ -290,14 +238,6 @@ def test_rows_are_drafted_for_themselves() -> None:
             assert vars(own.confidence) == vars(confidence)
 
 
-@pytest.mark.parametrize("left", [0, 1, 2, 50])
-def test_drafts_go_no_deeper_than_the_budget(left: int) -> None:
-    one, rows = drafter(max_depth=5), [[1, 2, 1, 2, 1, 2]]
-    state = state_of(rows, [True], max_depth=left)
-    one.start(state)
-    assert one.propose(state).max_depth == min(left, 5)
-
-
 def test_min_probability_prunes_drafts() -> None:
     rows = [[1, 2, 1, 3, 1]]
     for floor, candidates in ((0.0, 12), (0.3, 1), (1.0, 0)):
@@ -323,40 +263,4 @@ def test_get_candidates_appends_the_best_chain(dtype: torch.dtype) -> None:
         tokens = tokens + sequence(rng, rng.randint(1, 3), 4)
 
 
-def test_get_candidates_without_a_match_returns_the_ids() -> None:
-    ids = torch.tensor([[1, 2, 3]])
-    candidates, logits = drafter().get_candidates(ids)
-    assert torch.equal(candidates, ids)
-    assert logits is None
-
-
 # -- options -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_ngram": 0}, "max_ngram=0: must be a whole number from 1 to 1024"),
-        ({"min_ngram": 1.5}, "min_ngram=1.5: must be a whole number"),
-        ({"max_nodes": True}, "max_nodes=True: must be a whole number"),
-        ({"max_ngram": 10**7}, "max_ngram=10000000: must be a whole number from 1 to 1024"),
-        ({"max_depth": -1}, "max_depth=-1"),
-        ({"max_matches": "8"}, "max_matches='8'"),
-        ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower it"),
-        ({"acceptance": "rejection"}, "acceptance='rejection'.*Use acceptance='match'"),
-        ({"acceptance": "greedy"}, "acceptance='greedy': choose one of match"),
-        ({"min_probability": 1.5}, r"min_probability=1.5: must be a number in \[0.0, 1.0\]"),
-        ({"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
-        ({"ngram": 2}, "'prompt_lookup' has no option 'ngram'; its options are acceptance, fallb"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_method("prompt_lookup").parse_options(options)
-
-
-def test_only_typical_acceptance_is_lossy() -> None:
-    lossless = {
-        rule: PromptLookupOptions(acceptance=rule).lossless for rule in ("match", "typical")
-    }
-    assert lossless == {"match": True, "typical": False}

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import hooked, randomise, with_updates
-from conftest import ARCHITECTURES, prompt, ragged
-from peft import LoraConfig
-from running import drafting
+from conftest import prompt, ragged
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.cache.convert import pack
 from hf_spec.cache.tree_cache import TreeCache
@@ -80,7 +76,9 @@ def masks_of(model: Any, inputs: ProbeInputs) -> Tensor:
 # -- the base's output -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma3", "gpt2", "opt", "bloom", "falcon", "gptj", "mixtral"]
+)
 def test_rows_of_tokens_are_those_of_the_base(fresh: Tiny, architecture: str) -> None:
     """Bit for bit, in plain forwards and in forwards with mask tokens; theirs are others."""
     model = fresh(architecture)
@@ -130,75 +128,6 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
         expected = out.hidden_states[-1][0]
         # fp32 with other reduction orders; values up to about 10.
         torch.testing.assert_close(ours[0, 3 * node : 3 * node + 3], expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("options", [{}, {"tree": "chain"}])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "mixtral"])
-def test_decoding_is_the_bases(fresh: Tiny, architecture: str, options: dict[str, Any]) -> None:
-    model = fresh(architecture)
-    base, identity = tokens(model), fingerprint(model)
-    added(model, transition_rank=4)
-    assert tokens(model) == base
-    assert tokens(model, **drafting("space", **options)) == base
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
-    assert fingerprint(model) == identity and hooked(model) == 0
-    model.disable_adapters()
-    assert tokens(model) == base
-
-
-def test_beside_a_lora(fresh: Tiny) -> None:
-    """The LoRA changes the model, whose output ours leaves alone; modules are found inside it."""
-    model = fresh("llama")
-    lora = LoraConfig(target_modules=["o_proj", "down_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    model.add_adapter(lora, "lora")
-    tuned = tokens(model)
-    added(model, "ours")
-    model.set_adapter(["lora", "ours"])
-    assert tokens(model) == tuned
-    assert tokens(model, **drafting("space")) == tuned
-    assert not any("base_layer" in name for name in find_active(model, "SPACE").weights())
-
-
-def test_two_adapters_are_switched_and_deleted(fresh: Tiny) -> None:
-    model = fresh("llama")
-    base = logits(model)
-    updates = []
-    for name, fields in (("one", {}), ("two", {"target_modules": ["q_proj"]}), ("lora", {})):
-        if name == "lora":
-            fields = {"update": "lora"}
-        adapter = added(model, name, **fields)
-        updates.append(mask_tokens(adapter, model).update)
-        assert torch.equal(logits(model), base) == (name != "lora")
-    assert updates[0] is not updates[1] and updates[2] is None
-    for name in ("one", "two"):
-        model.set_adapter(name)
-        assert (
-            mask_tokens(find_active(model, "SPACE"), model).update
-            is updates[("one", "two").index(name)]
-        )
-        assert torch.equal(logits(model), base)
-    assert list(updates[1].modules) == [f"model.layers.{n}.self_attn.q_proj" for n in range(3)]
-    model.delete_adapter("one")
-    model.set_adapter("two")
-    assert tokens(model, **drafting("space")) == tokens(model)
-    model.set_adapter("lora")
-    assert not torch.equal(logits(model), base)
-    model.delete_adapter("lora")
-    model.delete_adapter("two")
-    added(model, "one", update="lora")  # the name is free for another kind
-    assert not torch.equal(logits(model), base) and hooked(model) == 3 * 7
-
-
-def test_a_copy_of_the_model_has_updates_of_its_own(fresh: Tiny) -> None:
-    model = fresh("llama")
-    added(model)
-    other = copy.deepcopy(model)
-    before = masks_of(model, mask_tokens(find_active(model, "SPACE"), model))
-    randomise(other, "SPACE", std=0.3, seed=9)
-    changed = masks_of(other, mask_tokens(find_active(other, "SPACE"), other))
-    again = masks_of(model, mask_tokens(find_active(model, "SPACE"), model))
-    assert torch.equal(before, again) and not torch.equal(before, changed)
 
 
 def test_experts_are_left_out(fresh: Tiny) -> None:

@@ -118,12 +118,6 @@ def test_what_uno_cannot_read(
     assert not (tmp_path / "uno" / "adapter_config.json").exists()
 
 
-@pytest.mark.parametrize("fields", [{"update": "lora"}, {"update": "none"}, {"shared_mask": True}])
-def test_noise_needs_gated_updates(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="masks='noise' with update="):
-        hf_spec.SpaceConfig(masks="noise", **fields)
-
-
 def test_noise_has_no_embeddings_and_changes_no_output(fresh: Tiny) -> None:
     model = fresh("llama")
     plain = model.generate(**ragged(), max_new_tokens=16, do_sample=False)

@@ -657,12 +657,6 @@ def test_many_threads_share_what_is_learned() -> None:
 # -- the option --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["on", None, True, False])
-def test_bad_values_of_the_option(value: Any) -> None:
-    with pytest.raises(ValueError, match=f"drafting={value!r}: choose one of auto, always"):
-        get_method("prompt_lookup").parse_options({"drafting": value})
-
-
 @pytest.mark.parametrize(
     ("strategy", "options", "do_sample", "on"),
     [
