@@ -96,9 +96,8 @@ def decode(
         if getattr(config, "_warms_up", False):
             shapes = policy.shapes(drafter.num_probes, drafter.uses_lookup)
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
-        shrinks = not handover.keeps_rows and may_shrink(
-            model, target.model_kwargs, state.batch_size
-        )
+        rows_stay = handover.keeps_rows or state.batch_size == 1
+        shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)
         watch.step()
 
         while model._has_unfinished_sequences(

@@ -23,9 +23,8 @@ from test_shrinking import StopRowAt
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
-from hf_spec.cache.buffers import BUCKET
+from hf_spec.cache.buffers import BUCKET, AttentionStates
 from hf_spec.cache.convert import pack
-from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
 from hf_spec.decoding.compiling import STATIC
 from hf_spec.methods.registry import methods
@@ -424,14 +423,14 @@ def test_a_warm_up(shallow: Any, name: str, sampled: bool) -> None:
 def test_buffers_are_used_again(shallow: Any, monkeypatch: Any) -> None:
     """CUDA graphs are for places in memory; a cache that the caller has is his."""
     places, caches = [], []
-    release = TreeCache.release
+    release = AttentionStates.release
 
-    def note(cache: TreeCache) -> Any:
+    def note(cache: AttentionStates) -> Any:
         buffers = release(cache)
         places.append([buffer.data_ptr() for buffer in buffers])
         return buffers
 
-    monkeypatch.setattr(TreeCache, "release", note)
+    monkeypatch.setattr(AttentionStates, "release", note)
     model = shallow()
     plain = generate(model, prompt()).sequences
     for _ in range(3):
@@ -609,10 +608,10 @@ def test_buffers_have_few_sizes() -> None:
     source.update(torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), 0)
     keys = source.layers[0].keys.clone()
     cache = pack(source, None, 40, "cpu")
-    cache.use_buckets()
+    cache.states.use_buckets()
     assert cache.capacity == BUCKET
-    cache.reserve(BUCKET + 1)
+    cache.states.reserve(BUCKET + 1)
     assert cache.capacity == 2 * BUCKET
-    cache.reserve(5 * BUCKET)
+    cache.states.reserve(5 * BUCKET)
     assert cache.capacity == 8 * BUCKET
     assert torch.equal(cache.row(0, 0)[0], keys[0])

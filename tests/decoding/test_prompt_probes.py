@@ -156,7 +156,9 @@ def test_the_callers_cache_is_as_after_a_stock_prefill(
                 torch.testing.assert_close(mine.values, theirs.values, **CLOSE)
             assert our_tree.tokens == stock_tree.tokens
             assert our_tree.host_lengths == stock_tree.host_lengths
-            assert len(our_tree._groups) == len(stock_tree._groups)  # layers share buffers
+            assert len(our_tree.states._groups) == len(
+                stock_tree.states._groups
+            )  # layers share buffers
             seen = 0 if architecture in ("llama", "gpt2", "bloom") else 8  # windows dropped others
             for row, length in enumerate(our_tree.host_lengths):
                 for layer in range(len(our_tree.layers)):

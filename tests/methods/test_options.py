@@ -32,12 +32,20 @@ from hf_spec.methods.registry import get_method
         ("medusa", {"tree": None}, "tree=None: choose one of adaptive, sparse, chain, or give ra"),
         ("ppd", {"tree": "full"}, "tree='full'.*adaptive, static, chain, dynamic"),
         ("ppd", {"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
-        ("ppd", {"tree": "static", "candidates": 3}, "candidates=3 is of tree='adaptive'"),
+        (
+            "ppd",
+            {"tree": "static", "num_draft_tokens": 3},
+            "num_draft_tokens=3 is of tree='adaptive'",
+        ),
         ("prompt_lookup", {"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2"),
         ("prompt_lookup", {"max_ngram": 10**7}, "max_ngram=10000000.* from 1 to 1024"),
         ("prompt_lookup", {"acceptance": "rejection"}, "'rejection'.*Use acceptance='match'"),
         ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
-        ("propd", {"tree": "online", "candidates": 4}, "candidates=4 is of tree='adaptive'"),
+        (
+            "propd",
+            {"tree": "online", "num_draft_tokens": 4},
+            "num_draft_tokens=4 is of tree='adaptive'",
+        ),
         ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
         ("propd", {"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.* 'typical'"),
         ("propd", {"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
@@ -48,7 +56,11 @@ from hf_spec.methods.registry import get_method
         ("propd", {"drafter": "bita", "drafter_kwargs": {"depth": 1}}, "'bita' has no option 'de"),
         ("propd", {"drafter": "bita", "drafter_kwargs": {"lookup": True}}, "'lookup' is an"),
         ("propd", {"acceptance": "rejection"}, "acceptance='rejection'"),
-        ("space", {"acceptance": "rejection", "candidates": 3}, "tree='adaptive', whose cand"),
+        (
+            "space",
+            {"acceptance": "rejection", "num_draft_tokens": 3},
+            "tree='adaptive', whose cand",
+        ),
     ],
 )
 def test_options(name: str, options: dict[str, Any], message: str) -> None:
