@@ -35,7 +35,7 @@ from hf_spec.methods.registry import get_method
         (
             "ppd",
             {"tree": "static", "num_draft_tokens": 3},
-            "num_draft_tokens=3 is of tree='adaptive'",
+            "=3 is of tree='adaptive'",
         ),
         ("prompt_lookup", {"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2"),
         ("prompt_lookup", {"max_ngram": 10**7}, "max_ngram=10000000.* from 1 to 1024"),
@@ -44,7 +44,7 @@ from hf_spec.methods.registry import get_method
         (
             "propd",
             {"tree": "online", "num_draft_tokens": 4},
-            "num_draft_tokens=4 is of tree='adaptive'",
+            "=4 is of tree='adaptive'",
         ),
         ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
         ("propd", {"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.* 'typical'"),
@@ -59,7 +59,7 @@ from hf_spec.methods.registry import get_method
         (
             "space",
             {"acceptance": "rejection", "num_draft_tokens": 3},
-            "tree='adaptive', whose cand",
+            "tree='adaptive', whose",
         ),
     ],
 )
