@@ -202,22 +202,14 @@ MODULES = {
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("modeling_patches.alibi", "import hf_spec"),
         ("modeling_patches.alibi", "from hf_spec.core.tree import TokenTree"),
         ("hf_spec.core.tree", "from modeling_patches.alibi import bias"),
-        ("hf_spec.core.tree", "from ..methods import registry"),
         ("hf_spec.core.tree", "def f():\n    from hf_spec.decoding import loop"),
         ("hf_spec.methods.registry", "from hf_spec.methods import one"),
-        ("hf_spec.methods.registry", "from hf_spec.methods.one.drafter import D"),
-        ("hf_spec.methods.registry", "import hf_spec.methods.two as two"),
-        ("hf_spec.methods.one.drafter", "from hf_spec.methods.two import METHOD"),
         ("hf_spec.methods.one.drafter", "from ..two import D"),
-        ("hf_spec.methods.two", "from hf_spec.methods.one.drafter import D"),
         ("hf_spec.methods.one.drafter", "from hf_spec.decoding.loop import decode"),
         ("hf_spec.methods.one.drafter", "import hf_spec"),
-        ("hf_spec.methods.one.drafter", "from hf_spec import TokenTree"),
         ("hf_spec.decoding.loop", "if TYPE_CHECKING:\n    from hf_spec.bench.runner import run"),
-        ("hf_spec.bench.runner", "from hf_spec.cli import main"),
         ("hf_spec", "from hf_spec import cli"),
     ],
 )
@@ -230,12 +222,8 @@ def test_a_backward_import_is_detected(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("hf_spec.methods.one.drafter", "from hf_spec.methods.registry import Method"),
-        ("hf_spec.methods.one.drafter", "from .drafter import D"),
         ("hf_spec.methods.one.drafter", "from ..registry import Method"),
-        ("hf_spec.methods.registry", "import hf_spec.methods as package"),
-        ("hf_spec.decoding.loop", "from hf_spec.methods.registry import get_method"),
         ("hf_spec.bench.runner", "import hf_spec\nfrom hf_spec.core.tree import TokenTree"),
-        ("hf_spec.demo.demo", "from hf_spec.bench.runner import run"),
         ("hf_spec.cli", "from hf_spec.demo.demo import run_demo\nimport torch"),
     ],
 )
@@ -264,15 +252,11 @@ def test_a_circle_within_a_layer_is_detected() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import transformers",
         "from transformers import PreTrainedModel",
         "from transformers.cache_utils import Cache",  # in cache.py only
-        "import peft",
-        "import os",
         "from pathlib import Path",
         "def f():\n    import subprocess",
         "text = open('file').read()",
-        "import torch\ntree = torch.load('file')",
         "import torch\nlayer = torch.nn.Linear(1, 1)",
         "from modeling_patches import alibi",
     ],

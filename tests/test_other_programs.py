@@ -143,28 +143,9 @@ def test_outlines(demo: tuple[Any, Any], backend: str) -> None:
         assert all(re.fullmatch(REGEX, text) for text in samples if text.endswith("!"))
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {"drafting": "always"}},
-        {
-            "assistant_strategy": "layer_skip",
-            "assistant_kwargs": {"skip_attention": [1], "skip_mlp": [], "drafting": "always"},
-        },
-        {"assistant_strategy": "medusa", "assistant_kwargs": {"drafting": "always"}},
-    ],
-    ids=lambda strategy: strategy["assistant_strategy"],
-)
-def test_rollouts_of_trl(strategy: dict[str, Any], tmp_path: Path) -> None:
-    """Each rollout is what plain generate gives with the weights of that moment."""
-    trl = pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
-    from datasets import Dataset
-
-    model, tokenizer = make_model(), make_tokenizer()
-    if strategy["assistant_strategy"] == "medusa":
-        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=4, draft_vocab_size=64)
-        model.add_adapter(config)
-        model.requires_grad_(True)  # the base learns, under an adapter that drafts
+def compared(model: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """Compare each call of ``generate`` with a plain one; gives the head's weights and the numbers
+    of drafted tokens at each."""
     generate, rollouts, drafted = model.generate, [], []
 
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -180,6 +161,21 @@ def test_rollouts_of_trl(strategy: dict[str, Any], tmp_path: Path) -> None:
         return ours
 
     model.generate = both
+    return rollouts, drafted
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_rollouts_of_trl(name: str, tmp_path: Path) -> None:
+    """Each rollout is what plain generate gives with the weights of that moment."""
+    trl = pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
+    from datasets import Dataset
+
+    model, tokenizer = make_model(), make_tokenizer()
+    if name == "medusa":
+        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=4, draft_vocab_size=64)
+        model.add_adapter(config)
+        model.requires_grad_(True)  # the base learns, under an adapter that drafts
+    rollouts, drafted = compared(model)
     trainer = trl.GRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -188,7 +184,10 @@ def test_rollouts_of_trl(strategy: dict[str, Any], tmp_path: Path) -> None:
         args=trl.GRPOConfig(
             output_dir=str(tmp_path), max_steps=3, learning_rate=0.05, num_generations=2,
             per_device_train_batch_size=2, max_completion_length=12, use_cpu=True, bf16=False,
-            generation_kwargs={"do_sample": False, **strategy}, report_to="none", beta=0.0,
+            generation_kwargs={
+                "do_sample": False, "assistant_strategy": name, "assistant_kwargs": GUIDED[name]
+            },
+            report_to="none", beta=0.0,
             save_strategy="no", gradient_checkpointing=False, disable_tqdm=True,
         ),
     )  # fmt: skip
@@ -217,20 +216,7 @@ def test_rollouts_of_trl_with_its_defaults(name: str, tmp_path: Path) -> None:
     if name == "medusa":
         model.add_adapter(hf_spec.MedusaConfig(num_heads=2, transition_rank=4))
         model.requires_grad_(True)
-    generate, drafted = model.generate, []
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        ours = generate(*args, **kwargs)
-        stats = hf_spec.last_stats(model)
-        assert stats is not None
-        drafted.append(stats.num_drafted_tokens)
-        settings = kwargs["generation_config"]
-        strategy, settings.assistant_strategy = settings.assistant_strategy, None
-        assert torch.equal(generate(*args, **kwargs), ours)
-        settings.assistant_strategy = strategy
-        return ours
-
-    model.generate = both
+    _, drafted = compared(model)
     trainer = trl.GRPOTrainer(
         model=model,
         processing_class=tokenizer,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
+from covering import covering
 from random_trees import path_to, random_tree
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -162,9 +164,8 @@ def uniform(batch: int = 2, length: int = 5, capacity: int = 64, seed: int = 0) 
 
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("lengths", [[3], [5, 5], [1, 6, 4], [0, 2]], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_hold_exactly_their_accepted_tokens(specs: str, lengths: list[int], seed: int) -> None:
-    pair = Pair(SPECS[specs], lengths, capacity=128, seed=seed)
+def test_rows_hold_exactly_their_accepted_tokens(specs: str, lengths: list[int]) -> None:
+    pair = Pair(SPECS[specs], lengths, capacity=128, seed=len(lengths))
     before = buffers(pair.cache)
     pair.check()
     for _ in range(12):
@@ -173,7 +174,7 @@ def test_rows_hold_exactly_their_accepted_tokens(specs: str, lengths: list[int],
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_rows_of_one_length_stay_together(rows: int, seed: int) -> None:
     pair = Pair(SPECS["layers differ"], [4] * rows, capacity=128, seed=seed)
     for _ in range(12):
@@ -181,31 +182,15 @@ def test_rows_of_one_length_stay_together(rows: int, seed: int) -> None:
         assert pair.cache.uniform_length() == pair.naive.lengths[0]
 
 
-def test_rows_may_part_and_meet_again() -> None:
-    pair = uniform()
-    states = pair.forward(3)
-    pair.cache.commit([3, 1])
-    pair.naive.accept(states, 0, [0, 1, 2])
-    pair.naive.accept(states, 1, [0])
-    states = pair.forward(4)
-    pair.cache.commit([1, 3], torch.tensor([[0, 0, 0], [0, 2, 3]]))
-    pair.naive.accept(states, 0, [0])
-    pair.naive.accept(states, 1, [0, 2, 3])
-    assert pair.naive.lengths == [9, 9]
-    pair.check()
-    pair.step()
-
-
-@pytest.mark.parametrize("lengths", [[3], [5, 5], [1, 6, 4]], ids=str)
+@pytest.mark.parametrize("lengths", [[5, 5], [1, 6, 4]], ids=str)
 def test_growth_beyond_the_capacity_keeps_everything(lengths: list[int]) -> None:
     pair = Pair(SPECS["layers differ"], lengths, capacity=1, seed=3)
     assert pair.cache.capacity == ALIGNMENT
     capacities = {pair.cache.capacity}
-    for _ in range(40):
+    while max(pair.naive.lengths) <= 2 * ALIGNMENT:
         pair.step(idle=False)
         capacities.add(pair.cache.capacity)
         assert all(layer.keys.shape[2] == pair.cache.capacity for layer in pair.cache.layers)
-    assert max(pair.naive.lengths) > 2 * ALIGNMENT
     # Doubling: few sizes, each at least twice the one before.
     sizes = sorted(capacities)
     assert all(large >= 2 * small for small, large in zip(sizes, sizes[1:]))
@@ -247,14 +232,6 @@ def test_a_block_may_be_written_in_two_parts(lengths: list[int]) -> None:
     pair.naive.accept(states, 0, [0, 2, 4])
     pair.naive.accept(states, 1, [0, 1, 3])
     pair.check()
-
-
-def test_rollback_keeps_nothing_of_the_block() -> None:
-    pair = uniform()
-    pair.forward(5)
-    pair.cache.rollback()
-    pair.check()
-    pair.step()
 
 
 def test_layers_of_equal_shape_share_one_buffer() -> None:
@@ -360,11 +337,19 @@ def assert_same_dynamic(own: DynamicCache, wanted: DynamicCache, mask: Tensor | 
             assert torch.equal(tensor, full)
 
 
-@pytest.mark.parametrize("windows", [[None, None], [None, 4], [3, None], [4, 50]], ids=str)
-@pytest.mark.parametrize("padding", ["no padding", "left", "middle"])
-@pytest.mark.parametrize("accepted", [[0, 0], [1, 1], [5, 5], [4, 2], [0, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("windows", "padding", "accepted"),
+    covering(
+        product(
+            [(None, None), (None, 4), (3, None), (4, 50)],
+            ["no padding", "left", "middle"],
+            [(0, 0), (1, 1), (5, 5), (4, 2), (0, 3)],
+        )
+    ),
+    ids=str,
+)
 def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
-    windows: list[int | None], padding: str, accepted: list[int]
+    windows: tuple[int | None, ...], padding: str, accepted: tuple[int, ...]
 ) -> None:
     specs = [(2, 4, 4), (1, 6, 4)]
     prompt, new = random_states(specs, 2, 6), random_states(specs, 2, 5)
@@ -450,8 +435,8 @@ def test_appending_grows_the_buffers() -> None:
     for layer, (keys, values) in enumerate(states):
         pair.cache.update(keys, values, layer)
     for row in range(2):
-        pair.naive.accept(states, row, range(40))
-    pair.cache.crop(0)
+        pair.naive.accept(states, row, range(38))
+    pair.cache.crop(-2)
     pair.check()
 
 
@@ -508,17 +493,6 @@ def test_crop_forgets_the_last_tokens_of_every_row(lengths: list[int]) -> None:
     pair.cache.crop(0)
     pair.check()
     pair.step()
-
-
-def test_crop_counts_what_was_appended() -> None:
-    pair = uniform(length=4)
-    states = pair.states(2, 3)
-    for layer, both in enumerate(states):
-        pair.cache.update(*both, layer)
-    pair.cache.crop(-1)
-    for row in range(2):
-        pair.naive.accept(states, row, [0, 1])
-    pair.check()
 
 
 @pytest.mark.parametrize("number", [1, 5, -4])
@@ -784,11 +758,10 @@ def test_learned_numbers_are_bounded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("lengths", [[5, 5, 5, 5], [2, 7, 1, 3, 6, 4]], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_that_are_selected_go_on(specs: str, lengths: list[int], seed: int) -> None:
+def test_rows_that_are_selected_go_on(specs: str, lengths: list[int]) -> None:
     """Rows leave in several goes, the others take steps and outgrow the buffers meanwhile."""
-    pair = Pair(SPECS[specs], lengths, ALIGNMENT, seed)
-    cache, rng = pair.cache, random.Random(seed)
+    pair = Pair(SPECS[specs], lengths, ALIGNMENT, seed=0)
+    cache, rng = pair.cache, random.Random(0)
     pair.step()
     while cache.batch_size > 1:
         rows = rng.sample(range(cache.batch_size), rng.randint(1, cache.batch_size - 1))

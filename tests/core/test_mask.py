@@ -11,7 +11,6 @@ from random_trees import path_to, random_tree
 from torch import Tensor
 
 from hf_spec.core import mask as masks
-from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 
 
@@ -22,7 +21,7 @@ def double_loop(
     return torch.tensor(table, dtype=torch.bool).reshape(batch, queries, keys)[:, None]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 100])
 def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None:
     rng = random.Random(seed)
@@ -59,32 +58,6 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
     assert torch.equal(built, double_loop(*shape, rule))
 
 
-def test_padding_nodes_see_the_prefix_and_themselves() -> None:
-    tree = Tree.of_shapes([TokenTree.chain(0), TokenTree.chain(2)])
-    lengths = torch.tensor([2, 3])
-    visible = masks.or_(masks.prefix(lengths), masks.tree_ancestors(tree.ancestors, lengths))
-    built = masks.build(visible, 2, 3, 6, "cpu")
-    assert built[0, 0].int().tolist() == [
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0],
-    ]
-    assert built[1, 0].int().tolist() == [
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 1],
-    ]
-
-
-def test_slots_behind_the_tree_are_never_seen() -> None:
-    lengths = torch.tensor([4])
-    nodes = masks.tree_ancestors(torch.ones(1, 3, 3, dtype=torch.bool), lengths)
-    built = masks.build(nodes, 1, 3, 12, "cpu")[0, 0]
-    assert built[:, 4:7].all()
-    assert not built[:, 7:].any()
-    assert not built[:, :4].any()
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_and_is_all_and_or_is_any(count: int, seed: int) -> None:
@@ -103,15 +76,3 @@ def test_and_is_all_and_or_is_any(count: int, seed: int) -> None:
     assert torch.equal(
         some, double_loop(2, 3, 4, lambda b, q, k: any(bool(t[b, q, k]) for t in tables))
     )
-
-
-def test_a_predicate_that_ignores_the_query_is_expanded() -> None:
-    built = masks.build(masks.prefix(torch.tensor([1, 3])), 2, 5, 4, "cpu")
-    assert built.shape == (2, 1, 5, 4)
-    assert torch.equal(built, double_loop(2, 5, 4, lambda b, q, k: k < (1, 3)[b]))
-
-
-def test_window_counts_the_query_itself() -> None:
-    positions = torch.arange(6)[None]
-    built = masks.build(masks.window(3, positions, positions), 1, 6, 6, "cpu")
-    assert torch.equal(built, double_loop(1, 6, 6, lambda b, q, k: q - k < 3))

@@ -15,16 +15,6 @@ OTHER = TokenTree.chain(2)
 
 
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
-def test_all_probes_of_every_node(group: ProbeGroup) -> None:
-    tree = Tree.of_shapes([SHAPE] * 2).attach_probes(group)
-    depths = [depth + offset for depth in SHAPE.depths for offset in group.offsets]
-    for row in range(2):
-        assert tree.depths[row].tolist() == [*SHAPE.depths, *depths]
-        assert tree.tokens[row, len(SHAPE) :].tolist() == list(range(len(group))) * len(SHAPE)
-    assert tree.num_probes == len(group) * len(SHAPE)
-
-
-@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_some_probes_of_some_nodes_of_different_trees(group: ProbeGroup) -> None:
     counts = [[3, 0, 1, 2, 0, 0, 3], [1, 0, 2]]
     tree = Tree.of_shapes([SHAPE, OTHER]).attach_probes(group, counts)

@@ -31,12 +31,6 @@ def test_from_paths_orders_nodes_by_depth_and_keeps_ranks() -> None:
     assert (len(tree), tree.num_candidates, tree.max_depth) == (7, 6, 3)
 
 
-def test_no_paths_is_the_root_alone() -> None:
-    tree = TokenTree.from_paths([])
-    assert (len(tree), tree.num_candidates, tree.max_depth, tree.paths) == (1, 0, 0, ())
-    assert tree == TokenTree.chain(0)
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
@@ -84,18 +78,10 @@ def test_trees_have_a_limit() -> None:
             make()
 
 
-def test_siblings_are_ranked_in_order_when_ranks_are_left_out() -> None:
-    assert TokenTree((-1, 0, 0, 1, 0, 1)).ranks == (0, 0, 1, 0, 2, 1)
-
-
-def test_chains_of_one_length_are_one_object() -> None:
-    assert TokenTree.chain(3) is TokenTree.chain(3)
-
-
 # -- JSON ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_json_round_trip(seed: int) -> None:
     rng = random.Random(seed)
     grown = random_tree(rng, rng.randint(1, 12))
@@ -104,7 +90,7 @@ def test_json_round_trip(seed: int) -> None:
     assert json.loads(tree.to_json())["version"] == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_json_keeps_the_paths_of_a_tree_in_any_node_order(seed: int) -> None:
     rng = random.Random(seed)
     tree = random_tree(rng, rng.randint(1, 12))
@@ -157,7 +143,7 @@ def test_branching_trees_are_no_chains(parents: tuple[int, ...]) -> None:
     assert not TokenTree(parents).is_chain
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_truncate_keeps_exactly_the_shallow_nodes(seed: int) -> None:
     rng = random.Random(seed)
     paths = random_tree(rng, rng.randint(1, 14)).paths

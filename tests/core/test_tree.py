@@ -59,7 +59,7 @@ def paths_of(row: Row) -> dict[tuple[int, ...], float]:
 # -- construction --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_trees_of_different_shapes_are_padded_at_the_end(seed: int) -> None:
     rng = random.Random(seed)
     shapes = [random_tree(rng, rng.randint(1, 8)) for _ in range(rng.randint(1, 5))]
@@ -95,7 +95,7 @@ def test_chains_and_roots() -> None:
         check_row(roots, row, [-1])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_trees_of_the_host(seed: int) -> None:
     rows = random_rows(random.Random(seed))
     tree = Tree.of_rows(rows, "cpu")
@@ -109,7 +109,7 @@ def test_trees_of_the_host(seed: int) -> None:
         assert not tree.host.probs[row, n:].any() and not tree.host.parents[row, n:].any()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
     """Whatever stands on the padding."""
     rows = random_rows(random.Random(seed))
@@ -143,7 +143,7 @@ def test_numbers_on_the_host_are_not_transferred_again() -> None:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     rng = random.Random(seed)
     one, two = (random_row(rng, rng.randint(1, 8), vocab=4) for _ in range(2))
@@ -166,7 +166,7 @@ def test_of_twins_in_a_tree_the_first_takes_what_is_merged() -> None:
     assert merged == Row([-1, 0, 0, 1], [1, 5, 5, 7], [1.0, 0.6, 0.5, 0.3])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
     rng = random.Random(seed)
     row = random_row(rng, rng.randint(1, 6)).merge(random_row(rng, rng.randint(1, 6)))
@@ -185,7 +185,7 @@ def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> None:
     """Also when the tree without them knew its own already."""
     rng, probes = random.Random(seed), GROUPS[group]
@@ -227,7 +227,7 @@ def accepted(tree: Tree, targets: Tensor) -> list[list[int]]:
     return verify.match(tree, targets).to_host()[0].path
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_what_must_not_be_accepted(seed: int) -> None:
     """``within`` and ``without`` end the accepted path; probes and roots keep their places."""
     rng = random.Random(seed)
@@ -265,11 +265,6 @@ def test_the_likeliest_draft_tokens(seed: int, count: int) -> None:
             assert left.tokens[row, : len(own.tokens)].tolist() == own.tokens
         for row, own in zip(left.host.rows(left.row_sizes), cut):
             assert (row.parents, row.tokens) == (own.parents, own.tokens)
-
-
-def test_trees_without_probabilities_are_forwarded_whole() -> None:
-    tree = Tree.chain(torch.zeros(1, 4, dtype=torch.long))
-    assert tree.likeliest(1) is tree
 
 
 def test_with_tokens_keeps_the_shape_and_the_probes() -> None:

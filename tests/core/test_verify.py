@@ -220,7 +220,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 6])
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_match_and_match_along_equal_a_walk(seed: int, vocab: int) -> None:
     tree = random_case(seed, vocab)
     tokens = tree.tokens
@@ -243,19 +243,6 @@ def test_random_cases_accept_now_little_now_much() -> None:
     targets = torch.randint(2, tree.tokens.shape, generator=torch.Generator().manual_seed(99))
     counts = verify.match(tree, targets).counts.tolist()
     assert {1, 2, 3} <= set(counts)
-
-
-@pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.parametrize("agree", range(5))
-def test_a_chain_accepts_its_agreeing_start(length: int, agree: int) -> None:
-    tokens = torch.arange(length + 1)[None]
-    targets = tokens + 1  # after node i the target says i + 1, as the chain does
-    if agree < length:
-        targets[0, agree] = 50
-    accepted = verify.match(Tree.chain(tokens), targets)
-    kept = min(agree, length)
-    assert accepted.counts.tolist() == [kept + 1]
-    assert emitted_rows(accepted) == [(*range(1, kept + 1), int(targets[0, kept]))]
 
 
 def test_of_siblings_with_one_token_only_the_first_is_entered() -> None:

@@ -3,12 +3,14 @@
 import copy
 import re
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from conftest import ARCHITECTURES as KNOWN
 from conftest import VOCAB
+from covering import covering
 from running import fingerprint, running
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -104,8 +106,13 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "choice"),
+    covering(
+        product(ARCHITECTURES, CHOICES),
+        lambda architecture, choice: [(architecture, choice == "mixed"), choice],
+    ),
+)
 @torch.inference_mode()
 def test_equals_zeroed_outputs(architecture, choice):
     model = build(architecture)

@@ -73,13 +73,6 @@ def test_a_prediction_counts_where_the_tokens_before_it_came(
     assert seen == [(distance, pytest.approx(share), hit) for distance, share, hit in expected]
 
 
-def test_padding_alone_says_nothing() -> None:
-    one = Calibration(2)
-    walk(one, [0, 0], [9, 5], [1.0, 0.0], [0.0] * 2, [5])
-    walk(one, [0, 0], [9, 5], [0.0, 0.0], [0.0] * 2, [5])
-    assert one.promised.tolist() == one.came.tolist() == [GUESSED] * 2
-
-
 def test_what_was_promised_before_it_was_calibrated() -> None:
     """Else factors would settle halfway: at the root of what comes per promise."""
     rng, one = random.Random(0), Calibration(1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hf_spec.policy.guard import ALLOWANCE, DEBT, FRESH, FULL, PATIENCE, RETRY, START, Guard
+from hf_spec.policy.guard import ALLOWANCE, DEBT, FRESH, FULL, PATIENCE, RETRY, Guard
 
 
 def pause(guard: Guard) -> int:
@@ -25,14 +25,6 @@ def pause(guard: Guard) -> int:
 
 
 # -- step by step ------------------------------------------------------------------------------
-
-
-def test_a_step_earns_its_tokens_and_pays_its_cost() -> None:
-    guard = Guard()
-    guard.book(2.5, 1.25)
-    assert guard.balance == START + 1.25 and not guard.paused
-    guard.book(100.0, 1.0)
-    assert guard.balance == FULL
 
 
 def test_losses_are_paused_for_and_pauses_grow() -> None:
@@ -49,14 +41,6 @@ def test_losses_are_paused_for_and_pauses_grow() -> None:
         assert guard.balance == pytest.approx(-0.5)
     owed = (RETRY + 0.5) / ALLOWANCE
     assert pauses == [owed, 2 * owed, 4 * owed, 8 * owed, 8 * owed, 8 * owed]
-
-
-def test_gains_end_the_setbacks() -> None:
-    guard = Guard(balance=RETRY, setbacks=4)
-    guard.book(2.0, 1.75)
-    assert guard.setbacks == 4
-    guard.book(2.0, 1.75)
-    assert guard.balance == START and guard.setbacks == 0
 
 
 def test_what_has_paid_comes_back_soon() -> None:

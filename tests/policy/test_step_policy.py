@@ -159,7 +159,7 @@ def worths(
 def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
     """Against all sizes; with probes, sizes are weighed with those that pay at once."""
     rng, kinds, shares = np.random.default_rng(0), set(), []
-    for _ in range(150):
+    for _ in range(80):
         rows = [found(random_table(rng)) for _ in range(batch)]
         seconds, plain = line(10 ** rng.uniform(-3, -0.5)), rng.uniform(0.5, 1)
         rate, worth = batch * rng.uniform(0.5, 2.5), rng.uniform(0, 3)
@@ -283,25 +283,17 @@ def best_speed(table: Array, seconds: Seconds, batch: int = 1, group: int = 0) -
     return max(speeds)
 
 
-@pytest.mark.parametrize("group", [0, 1, 3])
-@pytest.mark.parametrize("slope", [0.001, 0.01, 0.03, 0.1])
-def test_the_speed_of_the_best_size_is_reached(slope: float, group: int) -> None:
+@pytest.mark.parametrize(
+    ("slope", "group", "batch"),
+    [(0.001, 0, 1), (0.01, 3, 1), (0.03, 1, 1), (0.1, 3, 1), (0.05, 0, 4)],
+)
+def test_the_speed_of_the_best_size_is_reached(slope: float, group: int, batch: int) -> None:
     """All but a few per cent: noise hides what rows cost, and both sizes are tried now and then."""
-    tokens = spent = 0.0
-    for seed in range(2):
-        learned = Learned()
-        simulate(learned, CHANCES, line(slope), 200, group=group, seed=seed)
-        _, came, took, _ = simulate(learned, CHANCES, line(slope), 500, group=group, seed=seed + 50)
-        tokens, spent = tokens + came, spent + took
-    share = tokens / spent / best_speed(CHANCES, line(slope), 1, group)
+    args, more = (Learned(), CHANCES, line(slope)), {"group": group, "batch": batch}
+    simulate(*args, 200, **more)
+    _, tokens, spent, _ = simulate(*args, 600, **more, seed=50)
+    share = tokens / spent / best_speed(CHANCES, line(slope), batch, group)
     assert share > (0.96 if slope == 0.01 else 0.93)
-
-
-def test_a_batch_reaches_it_too() -> None:
-    learned = Learned()
-    simulate(learned, CHANCES, line(0.05), 200, batch=4)
-    _, tokens, spent, _ = simulate(learned, CHANCES, line(0.05), 400, batch=4, seed=1)
-    assert tokens / spent > 0.96 * best_speed(CHANCES, line(0.05), 4)
 
 
 @pytest.mark.parametrize("slope", [0.01, 0.1])
@@ -351,18 +343,18 @@ def test_calibration_makes_promises_harmless() -> None:
     for calibration in (Calibration(len(CHANCES)), None):
         learned, settings = Learned(), {"real": CHANCES / 4, "calibration": calibration}
         simulate(learned, told, line(0.02), 600, **settings)
-        _, tokens, spent, _ = simulate(learned, told, line(0.02), 800, seed=1, **settings)
+        _, tokens, spent, _ = simulate(learned, told, line(0.02), 600, seed=1, **settings)
         speeds.append(tokens / spent)
     assert speeds[0] > 0.92 * best_speed(CHANCES / 4, line(0.02))
     assert speeds[0] > 1.05 * speeds[1]
 
 
-@pytest.mark.parametrize(("slope", "later"), [(0.01, 0.04), (0.04, 0.01), (0.02, 0.16)])
+@pytest.mark.parametrize(("slope", "later"), [(0.04, 0.01), (0.02, 0.16)])
 def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
     tokens = spent = 0.0
-    for seed in range(8):
+    for seed in range(3):
         learned = Learned()
-        simulate(learned, CHANCES, line(slope), 400, seed=seed)
+        simulate(learned, CHANCES, line(slope), 300, seed=seed)
         simulate(learned, CHANCES, line(later), 300, seed=seed + 50)
         _, came, took, _ = simulate(learned, CHANCES, line(later), 300, seed=seed + 100)
         tokens, spent = tokens + came, spent + took
@@ -373,13 +365,12 @@ def test_a_machine_that_changes_is_followed(slope: float, later: float) -> None:
 def test_sizes_differ_from_machine_to_machine() -> None:
     taken = []
     for slope in (0.002, 0.02, 0.2):
-        runs = [simulate(Learned(), CHANCES, line(slope), 300, seed=seed)[0] for seed in range(8)]
-        taken.append(float(np.mean([np.median(sizes[100:]) for sizes in runs])))
+        runs = [simulate(Learned(), CHANCES, line(slope), 200, seed=seed)[0] for seed in range(3)]
+        taken.append(float(np.mean([np.median(sizes[80:]) for sizes in runs])))
     assert taken[0] >= 2 * taken[1] >= 4 * taken[2], taken
 
 
-@pytest.mark.parametrize("better", [True, False])
-@pytest.mark.parametrize("chances", [True, False])
+@pytest.mark.parametrize(("better", "chances"), [(True, True), (False, True), (True, False)])
 def test_pruning_where_it_pays(better: bool, chances: bool, monkeypatch: Any) -> None:
     """Both ways are tried; also where nothing says how likely candidates are."""
     if not chances:
@@ -473,32 +464,6 @@ def test_finished_rows_and_limits_count_for_nothing() -> None:
     assert used[-1] and used.sum() == 10 == len(CHANCES[0])
 
 
-def best_of(table: Array, seconds: Seconds, details: dict[str, Any]) -> int:
-    """Candidates of the largest worth at the rate so far."""
-    row = found(table)
-    rate = details["history"][-1]["tokens"] / details["history"][-1]["seconds"]
-    values = worths([row], seconds, rate, 0.0, 0)
-    return max(values, key=lambda plan: values[plan])[0]
-
-
-def test_the_first_steps() -> None:
-    """Two sizes are tried, and two plain steps timed among them; then steps go by their worth."""
-    policy, sizes = StepPolicy(SpecStats(), Learned(), HERE), []
-    whole = Tree.of_rows([found(CHANCES)], "cpu")
-    for _ in range(12):
-        tree = PLAIN
-        if policy.drafts():
-            tree = policy.choose(whole, Probing(), [True], [9])
-        sizes.append(tree.num_nodes - 1)
-        policy.observe(tree, [2], line(0.03)(tree.num_nodes))
-    first = [candidates for candidates, _ in Learned().first_sizes(1)]
-    assert [size for size in sizes[:6] if size] == first
-    assert sizes.count(0) == policy.stats.num_fallback_steps == 2
-    details = policy.details()["policy"]
-    assert details["b1"] == pytest.approx(0.03) and details["plain_seconds"] == pytest.approx(1.0)
-    assert set(sizes[6:]) == {best_of(CHANCES, line(0.03), details)}
-
-
 def test_plain_steps_are_looked_at_less_and_less() -> None:
     learned, gaps, since = knowing(line(0.03)), [], 0
     policy = StepPolicy(SpecStats(), learned, HERE)
@@ -511,16 +476,6 @@ def test_plain_steps_are_looked_at_less_and_less() -> None:
             gaps, since = [*gaps, since], 0
             policy.observe(PLAIN, [1], 1.0)
     assert gaps == [min(LOOKS[0] * 2**n, LOOKS[1]) for n in range(7)]
-
-
-def test_a_stall_is_not_held_against_a_strategy() -> None:
-    learned = knowing(line(0.03))
-    policy = StepPolicy(SpecStats(), learned, HERE)
-    whole = Tree.of_rows([found(CHANCES)], "cpu")
-    before = learned.guard.balance
-    assert policy.drafts()
-    policy.observe(policy.choose(whole, Probing(), [True], [9]), [1], 500.0)
-    assert -2 < learned.guard.balance - before < 0
 
 
 def test_tokens_of_a_batch_are_counted_per_unfinished_row() -> None:
@@ -586,16 +541,6 @@ def test_packed_candidates_are_taken_while_they_pay() -> None:
     assert [one["candidates"] for one in policy.history] == [3, 0, 4, 0]
 
 
-def test_saved_times_stand_for_those_to_come() -> None:
-    """Those of a setting, and of the settings near it."""
-    learned = Learned()
-    learned.settings[1, 4, "cpu"] = Setting(StepTimes.guessed({1: 1.0, 9: 1.4}))
-    for key in ((1, 4, "cpu"), (1, 9, "cpu")):
-        setting = learned.setting(key)
-        assert setting.times.line == pytest.approx((0.95, 0.05)) and not setting.tries
-    assert learned.setting((2, 4, "cpu")).times.line[1] == pytest.approx(0.1)  # of two rows
-
-
 def test_what_is_remembered_goes_with_the_model() -> None:
     class Model:
         """Something that can be remembered."""
@@ -631,27 +576,6 @@ def test_threads_wait_for_each_other() -> None:
     leave.set()
     one.join(10), two.join(10)
     assert order == ["first", 0]
-
-
-def test_many_threads_share_what_is_learned() -> None:
-    learned, failed = Learned(), []
-
-    def calls(seed: int) -> None:
-        try:
-            for n in range(3):
-                setting = (1, 8 + (seed + n) % 3, "cpu")
-                simulate(learned, CHANCES, line(0.03), 40, seed=seed, setting=setting)
-        except Exception as error:  # told below, in the test's own thread
-            failed.append(error)
-
-    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not failed and len(learned.settings) == 3
-    assert sum(one.times.steps for one in learned.settings.values()) == 8 * 3 * 40
-    json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
 
 
 # -- the option --------------------------------------------------------------------------------
@@ -730,7 +654,11 @@ GREEDY = {"max_new_tokens": 100, "do_sample": False, "return_dict_in_generate": 
 
 
 @pytest.mark.parametrize(
-    ("name", "lookup", "inputs"), covering(product(methods(), (False, True), INPUTS))
+    ("name", "retrieval", "inputs"),
+    covering(
+        product(methods(), (False, True), INPUTS),
+        lambda name, retrieval, inputs: [name, (retrieval, inputs)],
+    ),
 )
 def test_expensive_drafts_are_given_up(
     timed: Callable[[float], tuple[Any, Timed]], name: str, lookup: bool, inputs: str
@@ -807,16 +735,7 @@ def test_it_is_off_without_being_asked_for_off(
     assert hf_spec.last_stats(model) is on
 
 
-def test_a_second_call_knows_the_costs(timed: Callable[[float], tuple[Any, Timed]]) -> None:
-    model, _ = timed(30.0)
-    call = {"input_ids": prompt(), **GREEDY, **as_it_pays("layer_skip")}
-    first = model.generate(**call).spec_stats
-    second = model.generate(**call).spec_stats
-    assert second.num_draft_forwards < first.num_draft_forwards
-    assert second.details["policy"]["plain_seconds"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("name", ["medusa", "layer_skip", "prompt_lookup"])
+@pytest.mark.parametrize("name", ["medusa", "prompt_lookup"])
 def test_greedy_and_sampled_calls_learn_apart(
     timed: Callable[[float], tuple[Any, Timed]], name: str
 ) -> None:
@@ -837,14 +756,6 @@ def test_greedy_and_sampled_calls_learn_apart(
     assert first == after_sampled != after_greedy
 
 
-def test_cheap_drafts_are_kept(timed: Callable[[float], tuple[Any, Timed]]) -> None:
-    """Candidates that cost nothing: only the looks at a plain step are without drafts."""
-    model, _ = timed(1.0)
-    out = model.generate(input_ids=prompt(), **GREEDY, **as_it_pays("prompt_lookup"))
-    assert out.spec_stats.num_fallback_steps <= 3
-    assert not out.spec_stats.details["policy"]["paused"]
-
-
 def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]]) -> None:
     """One draw per emitted token at batch 1 under the match rule, whichever steps draft."""
     for name in STRATEGIES:
@@ -857,12 +768,6 @@ def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]
         assert ours.tolist() == plain.tolist()
         stats = hf_spec.last_stats(model)
         assert 0 < stats.num_fallback_steps < stats.num_steps - 1
-
-
-def test_merged_statistics_add_up() -> None:
-    one, two = SpecStats(num_fallback_steps=3), SpecStats(num_fallback_steps=4)
-    one.merge(two)
-    assert one.num_fallback_steps == one.to_dict()["num_fallback_steps"] == 7
 
 
 @pytest.mark.parametrize("comes", [True, False])

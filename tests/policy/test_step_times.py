@@ -100,17 +100,6 @@ def test_the_pace_by_hand() -> None:
     assert times.means[8] == pytest.approx(4.0, rel=1e-3)
 
 
-def test_old_sizes_count_less() -> None:
-    times = StepTimes()
-    for rows, seconds in ((4, 1.0), (8, 2.0), (16, 1.5)):
-        for _ in range(3):
-            times.observe(rows, seconds)
-    ages = np.array([6, 3, 0])
-    expected = fit_line(np.array([4.0, 8, 16]), np.array([1.0, 2, 1.5]), np.exp(-DECAY * ages))
-    assert times.line == pytest.approx(expected)
-    assert times.seconds(10) == pytest.approx(expected[0] + 10 * expected[1])
-
-
 def test_nothing_is_known_of_a_line_through_one_size() -> None:
     times = StepTimes()
     for _ in range(5):
@@ -128,18 +117,6 @@ def test_a_fast_way_for_single_rows_does_not_bend_the_line() -> None:
         for _ in range(3):
             times.observe(rows, seconds)
     assert times.line == pytest.approx((1.0, 0.1)) and times.plain_seconds() == 0.5
-
-
-def test_errors_are_those_of_predictions() -> None:
-    """Made before the step was seen, drafting included."""
-    times = StepTimes()
-    for rows, seconds in ((2, 1.0), (10, 2.0)):
-        for _ in range(3):
-            times.observe(rows, seconds, 0.5)
-    assert list(times.errors) == [0.0]  # the third step of ten rows: both sizes are known
-    times.observe(10, 3.5, 0.5)
-    assert times.errors[-1] == pytest.approx(1.5 / 4.0)
-    assert times.median_error == pytest.approx(0.75 / 4.0)
 
 
 def test_few_sizes_are_kept() -> None:

@@ -128,7 +128,7 @@ def test_tempered_predictions(with_transition: bool) -> None:
 
 #: Layer whose MLP is left out of drafts.
 SKIPPED = 1
-CASES = {"medusa": {}, "space": {}, "ppd": {"draft_vocab_size": VOCAB // 2}, "bita": {}}
+CASES = {"medusa": {}, "ppd": {"draft_vocab_size": VOCAB // 2}}
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_what_is_learned_from(ids: Sequence[int] | None) -> None:
 # -- calls -----------------------------------------------------------------------------------------
 
 SAMPLED: dict[str, Any] = {
-    "do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 60, "eos_token_id": None,
+    "do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 40, "eos_token_id": None,
 }  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def test_sampled_calls_teach_it(drafting: tuple[Any, str]) -> None:
     assert tempering(model) == Tempering()
     call(model, name, SAMPLED)
     after = tempering(model).updates
-    assert 0 < after <= 60 // OFTEN
+    assert 0 < after <= SAMPLED["max_new_tokens"] // OFTEN
     exact = call(model, name, SAMPLED, num_draft_tokens=4)
     assert tempering(model).updates == after  # ... nor is it used
     assert torch.equal(exact, call(model, name, SAMPLED, num_draft_tokens=4))
