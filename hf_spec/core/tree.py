@@ -133,7 +133,9 @@ class Tree:
         float32 represents integers below 2 ** 24, and so all tokens, exactly.
 
         Args:
-            parents, depths, tokens: ``(batch, nodes)`` int64, likeliest nodes first.
+            parents: ``(batch, nodes)`` int64, likeliest nodes first.
+            depths: ``(batch, nodes)`` int64.
+            tokens: ``(batch, nodes)`` int64.
             log_probs: ``(batch, nodes)`` float32, of the path down to each node; 0 for the root,
                 -inf for padding, which comes last.
         """
