@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
     CARD,
@@ -69,7 +70,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         peft_type=adapter.get("peft_type"),
         base_model=base_model,
         base_is_repository=public,
-        lossless=parsed.lossless,
+        lossless=ACCEPTANCE_RULES[parsed.acceptance],
         acceptance=parsed.acceptance,
         repository=repository,
         strategy=method.name,

@@ -169,20 +169,6 @@ def test_sampling_at_batch_size_1_equals_plain(fresh: Callable[..., PreTrainedMo
         assert ours.tolist() == model.generate(prompt(), **settings).tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
-        ("propd", {"tree": "online", "num_draft_tokens": 4}, "num_draft_tokens=4 is of tree="),
-        ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
-        ("bita", {"tree": "online"}, "tree='online': choose one of adaptive, efficient"),
-        ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),
-    ],
-)
-def test_wrong_options(name: str, kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hf_spec.SpecConfig(name, kwargs)
-
-
 def test_the_next_call_goes_on(fresh: Callable[..., PreTrainedModel]) -> None:
     """From the hits of those before; another adapter has its own."""
 

@@ -289,7 +289,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[TreeStates], None]:
 def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
     def states(distances: int, **options: Any) -> TreeStates:
         none: Any = None  # static trees need no adapter
-        return tree_source(PPDOptions(**options), tiny("llama"), none, distances, probes=1)._states
+        given, trees = PPDOptions(**options), PPDDrafter.trees
+        source = tree_source(given, trees, tiny("llama"), none, distances, probes=1)
+        return source._states
 
     static = states(3, tree="static")
     assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}
@@ -298,21 +300,6 @@ def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
     assert states(3, tree="static", max_depth=1) == TreeStates.uniform(flat, 1)
     assert states(3, tree="chain").states[3].tree == TokenTree.chain(3)
     assert states(3, tree=[[0], [0, 0]]).states[3].tree == TokenTree.chain(2)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"tree": "full"}, "tree='full'.*adaptive, static, chain, dynamic"),
-        ({"tree": "tuned"}, "tree='tuned'.*adaptive, static, chain, dynamic"),
-        ({"tree": [[0, 0]]}, "parent .* missing"),
-        ({"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
-        ({"max_depth": 0}, "max_depth=0"),
-    ],
-)
-def test_wrong_options(kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PPDOptions(**kwargs)
 
 
 def test_trees_that_want_more_prompt_tokens_are_refused(

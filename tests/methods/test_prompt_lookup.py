@@ -18,7 +18,6 @@ from hf_spec.drafting.ngram import (
     continuation_tree,
 )
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
-from hf_spec.methods.registry import get_method
 
 Matches = list[tuple[int, int]]
 Path = tuple[int, ...]
@@ -328,35 +327,3 @@ def test_get_candidates_without_a_match_returns_the_ids() -> None:
     candidates, logits = drafter().get_candidates(ids)
     assert torch.equal(candidates, ids)
     assert logits is None
-
-
-# -- options -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_ngram": 0}, "max_ngram=0: must be a whole number from 1 to 1024"),
-        ({"min_ngram": 1.5}, "min_ngram=1.5: must be a whole number"),
-        ({"max_nodes": True}, "max_nodes=True: must be a whole number"),
-        ({"max_ngram": 10**7}, "max_ngram=10000000: must be a whole number from 1 to 1024"),
-        ({"max_depth": -1}, "max_depth=-1"),
-        ({"max_matches": "8"}, "max_matches='8'"),
-        ({"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower it"),
-        ({"acceptance": "rejection"}, "acceptance='rejection'.*Use acceptance='match'"),
-        ({"acceptance": "greedy"}, "acceptance='greedy': choose one of match"),
-        ({"min_probability": 1.5}, r"min_probability=1.5: must be a number in \[0.0, 1.0\]"),
-        ({"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
-        ({"ngram": 2}, "'prompt_lookup' has no option 'ngram'; its options are acceptance, fallb"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_method("prompt_lookup").parse_options(options)
-
-
-def test_only_typical_acceptance_is_lossy() -> None:
-    lossless = {
-        rule: PromptLookupOptions(acceptance=rule).lossless for rule in ("match", "typical")
-    }
-    assert lossless == {"match": True, "typical": False}

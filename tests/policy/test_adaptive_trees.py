@@ -312,18 +312,3 @@ def test_rows_of_a_step(
     handle.remove()
     assert out.tolist() == expected.tolist()
     assert rows[:2] == [12 + 3, nodes + 3 * nodes]  # the prompt with its probes, and a step
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("bita", {"num_draft_tokens": 0}, "num_draft_tokens=0: must be a whole number from 1"),
-        ("bita", {"num_draft_tokens": "all"}, "num_draft_tokens='all': must be a whole number"),
-        ("ppd", {"tree": "static", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree='adap"),
-        ("propd", {"tree": "online", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree='ad"),
-        ("space", {"acceptance": "rejection", "num_draft_tokens": 3}, "tree='adaptive', whose"),
-    ],
-)
-def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hf_spec.SpecConfig(name, options)

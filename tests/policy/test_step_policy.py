@@ -37,7 +37,7 @@ from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy
 from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
-from hf_spec.policy.step_policy import SIZES, StepPolicy, switched_on
+from hf_spec.policy.step_policy import SIZES, StepPolicy
 from hf_spec.policy.step_times import StepTimes
 
 Tiny = Callable[..., PreTrainedModel]
@@ -651,38 +651,6 @@ def test_many_threads_share_what_is_learned() -> None:
     assert not failed and len(learned.settings) == 3
     assert sum(one.times.steps for one in learned.settings.values()) == 8 * 3 * 40
     json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
-
-
-# -- the option --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", ["on", None, True, False])
-def test_bad_values_of_the_option(value: Any) -> None:
-    with pytest.raises(ValueError, match=f"drafting={value!r}: choose one of auto, always"):
-        get_method("prompt_lookup").parse_options({"drafting": value})
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "do_sample", "on"),
-    [
-        ("prompt_lookup", {}, False, True),
-        ("prompt_lookup", {}, True, True),  # candidates are not sampled
-        ("prompt_lookup", {"acceptance": "typical"}, False, False),
-        ("layer_skip", {}, False, True),
-        ("layer_skip", {}, True, True),
-        ("layer_skip", {"acceptance": "rejection"}, True, False),
-        ("space", {"acceptance": "rejection"}, True, False),
-        ("space", {}, True, True),
-        ("layer_skip", {"acceptance": "rejection"}, False, True),  # greedy: no random numbers
-    ],
-)
-def test_auto_is_on_where_the_output_cannot_depend_on_it(
-    strategy: str, options: dict[str, Any], do_sample: bool, on: bool
-) -> None:
-    parse = get_method(strategy).parse_options
-    assert switched_on(parse(options), do_sample) == on
-    assert switched_on(parse({**options, "drafting": "auto"}), do_sample) == on
-    assert not switched_on(parse({**options, "drafting": "always"}), do_sample)
 
 
 # -- the loop ----------------------------------------------------------------------------------

@@ -136,6 +136,16 @@ def test_served_tau_is_that_of_decoding(tmp_path: Path) -> None:
     assert (stats.num_row_steps, stats.num_generated_tokens) == (steps, tokens)
 
 
+def test_measurements_do_not_depend_on_those_before() -> None:
+    model, prompts = make_model(), [row["prompt_ids"] for row in answers()][:3]
+    served = Served(prompts, "layer_skip", {"skip_mlp": [1], "draft_exit": "adaptive"}, 10)
+    found = []
+    for _ in range(2):
+        stats = served.measure(model)
+        found.append((stats.num_row_steps, hf_spec.last_stats(model).details["threshold"]))
+    assert found[0] == found[1] and found[0][1] != 0.6, "the threshold has to move"
+
+
 class Stop(TrainerCallback):
     """Breaks off after a checkpoint, as a crash would."""
 
