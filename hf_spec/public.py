@@ -13,7 +13,7 @@ from hf_spec.decoding.loop import decode as _decode
 from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
 from hf_spec.decoding.validate import validate_call as _validate_call
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.bita import BitaConfig
 from hf_spec.methods.layer_skip import LayerSkipConfig
 from hf_spec.methods.medusa import MedusaConfig
@@ -53,7 +53,7 @@ __all__ = [
     "SpecConfig",
     "SpecGenerateOutput",
     "SpecStats",
-    "StrategyOptions",
+    "DraftOptions",
     "TokenTree",
     "Tree",
     "last_stats",

@@ -11,7 +11,7 @@ from transformers import CompileConfig
 
 import hf_spec
 from hf_spec.core.checks import first_line
-from hf_spec.methods.registry import get_method
+from hf_spec.methods.registry import get_method, methods
 from hf_spec.model.loading import is_path
 
 PLAIN_NAME = "plain"
@@ -204,20 +204,22 @@ def _of(strategy: str, adapters: Iterable[Adapter]) -> list[Adapter]:
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
-    """The adapters of other strategies that a contender uses besides its own.
+    """The adapter of another strategy that a contender drafts with, if it does.
 
     Raises:
-        ValueError: for one of these strategies there is no adapter, or more than one.
+        ValueError: there is no such adapter, or more than one.
     """
-    name, found = kwargs["assistant_strategy"], []
-    for strategy in get_method(name).parse_options(kwargs.get("assistant_kwargs")).other_adapters:
-        own = _of(strategy, adapters)
-        if len(own) != 1:
-            raise ValueError(
-                f"{name} drafts with {strategy!r} here, for which {len(own)} adapters are given: "
-                "give one with --adapter"
-            )
-        found += own
+    method = get_method(kwargs["assistant_strategy"])
+    options = method.parse_options(kwargs.get("assistant_kwargs"))
+    wrapped = methods().get(getattr(options, method.wraps)) if method.wraps else None
+    if wrapped is None or not wrapped.needs_adapter:
+        return []
+    found = _of(wrapped.name, adapters)
+    if len(found) != 1:
+        raise ValueError(
+            f"{method.name} drafts with {wrapped.name!r} here, for which {len(found)} adapters are "
+            "given: give one with --adapter"
+        )
     return found
 
 

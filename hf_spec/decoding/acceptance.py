@@ -13,12 +13,12 @@ from hf_spec.core import verify
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.noise import SamplingNoise
-from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import Process
 
 
 def noise_of(
-    config: GenerationConfig, options: StrategyOptions, batch_size: int, device: torch.device
+    config: GenerationConfig, options: DraftOptions, batch_size: int, device: torch.device
 ) -> SamplingNoise | None:  # fmt: skip
     """What a call's tokens are sampled with, for drafters to see.
 
@@ -45,7 +45,7 @@ class Acceptance:
     """
 
     def __init__(
-        self, options: StrategyOptions, scorer: Process, do_sample: bool, record: bool,
+        self, options: DraftOptions, scorer: Process, do_sample: bool, record: bool,
         noise: SamplingNoise | None = None,
     ):  # fmt: skip
         if options.acceptance == "typical" and scorer.stateful:

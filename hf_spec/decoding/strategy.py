@@ -15,12 +15,12 @@ from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.lookup import with_lookup
-from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.policy.learned import Learned
 from hf_spec.policy.saved import saved_for
-from hf_spec.policy.step_policy import StepPolicy, switched_on
+from hf_spec.policy.step_policy import StepPolicy
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Strategy:
 
     model: Any
     method: Method
-    options: StrategyOptions
+    options: DraftOptions
     drafter: Drafter
     timed: bool
     adapter: ActiveAdapter | None
@@ -61,8 +61,8 @@ class Strategy:
         drafter = method.drafter(model, options)
         check_tree_forward(model, method.name, drafter, unsure)
         samples = bool(config.do_sample)
-        timed = switched_on(options, samples)
-        if options.looks_up(timed):
+        timed, looks_up = resolve(options, drafter, samples)
+        if looks_up:
             drafter = with_lookup(drafter)
         adapter = _adapter(method, model)
         found = cls(model, method, options, drafter, timed, adapter, None, samples)
@@ -72,7 +72,7 @@ class Strategy:
     @property
     def kind(self) -> tuple[str, str, str | None]:
         """What compiled code and what is learned are kept by."""
-        return self.method.name, repr(self.options), self.adapter and self.adapter.name
+        return self.method.name, key_of(self.options), self.adapter and self.adapter.name
 
     def policy(self, stats: SpecStats, setting: tuple[int, int, str], width: Any) -> StepPolicy:
         """The policy that decides how much to draft, with what earlier calls have learned.
@@ -94,6 +94,21 @@ class Strategy:
             return Learned()
         saved = saved_for(self.adapter, self.model, self.options)
         return Learned() if saved is None else saved.learned(str(self.model.device))
+
+
+def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:
+    """What is chosen for a call where options leave it open.
+
+    Returns:
+        Whether the amount of drafting may depend on step times: not if the output depends on which
+        steps draft, as sampled draft tokens take random numbers of their own, and typical
+        acceptance is lossy in drafting steps. And whether look-ups are merged into the draft.
+    """
+    exact = options.acceptance != "typical" and not samples_drafts(options, do_sample)
+    timed = options.drafting == AUTO and exact
+    if options.lookup == AUTO:
+        return timed, timed and drafter.policy_chooses
+    return timed, bool(options.lookup)
 
 
 def _adapter(method: Method, model: Any) -> ActiveAdapter | None:

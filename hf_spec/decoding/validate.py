@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
+from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.methods.registry import get_method
 from modeling_patches.support import check_cache_stays, check_model
 
@@ -37,7 +38,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     strategy = config.assistant_strategy
     method = get_method(strategy)
     options = method.parse_options(config.assistant_kwargs)
-    warn_if_lossy(config.assistant_kwargs, options.lossless)
+    warn_if_lossy(config.assistant_kwargs, ACCEPTANCE_RULES[options.acceptance])
     check_model(model)
     check_cache_stays(model)
 

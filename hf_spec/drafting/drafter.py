@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,11 +13,16 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.pruning import Pruning
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.options import TREE_OPTIONS
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.per_call import Changes
+
+#: Makes a static tree from the options and the number of distances that are drafted.
+MakeTree = Callable[[Any, int], TokenTree]
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,12 @@ class Drafter(CandidateGenerator):
     """Proposes draft trees. One instance serves one ``generate()`` call.
 
     Attributes:
+        trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
+            first; None for one that the drafter makes in a way of its own.
+        unused: options of all strategies that it has no use for.
+        can_sample: whether draft tokens can be sampled; they then carry the distribution that they
+            were sampled from.
+        policy_chooses: whether the policy chooses among its draft tokens by their probabilities.
         reads: the target's hidden states that :meth:`advance` gets.
         single_forward: whether a step is one forward pass; False if drafting runs the model, too.
         runs_modules: whether drafting runs modules of the model, such as its output embeddings.
@@ -50,6 +61,10 @@ class Drafter(CandidateGenerator):
         uses_lookup: whether :meth:`lookup` can return part of its trees without running the model.
     """
 
+    trees: ClassVar[Mapping[str, MakeTree | None]] = {}
+    unused: ClassVar[Sequence[str]] = TREE_OPTIONS
+    can_sample: ClassVar[bool] = False
+    policy_chooses: bool = False
     reads: Reads = Reads()
     single_forward: ClassVar[bool] = True
     runs_modules: ClassVar[bool] = False

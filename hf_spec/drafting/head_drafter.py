@@ -7,13 +7,27 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Reads
 from hf_spec.drafting.heads import HEAD_WEIGHTS, PROJECTION, WEIGHTS, head_logits, head_states
+from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
+from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.weights import placement
+
+#: ``tree="sparse"``: rank paths, the likeliest first. On held-out answers of a 22M model they are
+#: worth 0.3 % less than the 15 best nodes there (docs/methods/medusa.md).
+SPARSE: tuple[tuple[int, ...], ...] = (
+    (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
+    (2, 0), (1, 0, 0), (0, 1, 0), (4,),
+)  # fmt: skip
+
+
+def sparse_tree(_: Any, depth: int) -> TokenTree:
+    """15 candidates, most of them under likely ones."""
+    return TokenTree.from_paths(SPARSE).truncate(depth)
 
 
 class HeadDrafter(TreeDrafter):
@@ -27,6 +41,7 @@ class HeadDrafter(TreeDrafter):
             are not used.
     """
 
+    trees = {"sparse": sparse_tree, CHAIN: chain_tree}
     reads = Reads("last")
 
     def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], source: TreeSource):

@@ -20,6 +20,7 @@ from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.root_correction import RootCorrection
 from hf_spec.drafting.state import DecodeState
@@ -32,6 +33,11 @@ AT_ONCE = 384
 KEPT_STEPS = 256
 
 
+def chain_tree(_: Any, depth: int) -> TokenTree:
+    """The likeliest token of each distance."""
+    return TokenTree.chain(depth)
+
+
 class TreeSource:
     """Provides the trees of a call's steps; this class uses the same trees throughout.
 
@@ -41,6 +47,8 @@ class TreeSource:
 
     #: Whether it uses probabilities; otherwise only the order of tokens.
     weighs: ClassVar[bool] = False
+    #: Whether the policy chooses how many of its draft tokens are taken.
+    policy_chooses: bool = False
 
     def __init__(self, states: TreeStates):
         self._states = states
@@ -112,12 +120,15 @@ class TreeDrafter(Drafter):
         num_predicted: distances that each row has predictions for.
     """
 
+    trees = {CHAIN: chain_tree}
+    unused = ()
     runs_modules: ClassVar[bool] = True
     per_distance: int = 0
 
     def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
         super().__init__(model, options)
         self.source = source
+        self.policy_chooses = source.policy_chooses
         self.transition = Transition.of(weights, model)
         self.correction = RootCorrection.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)

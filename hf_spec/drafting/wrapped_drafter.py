@@ -29,6 +29,7 @@ class WrappedDrafter(Drafter):
         self.prunes, self.distances = inner.prunes, inner.distances
         self.num_probes, self.group = inner.num_probes, inner.group
         self.uses_lookup = inner.uses_lookup
+        self.policy_chooses = inner.policy_chooses
 
     @property
     def pruning(self) -> Pruning | None:

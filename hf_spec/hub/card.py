@@ -14,6 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.files import write_atomically
 from hf_spec.hub.folder import (
     CARD,
@@ -66,17 +67,19 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
         source = files("hub_cards") / "training.md"
         trained = _render(source, training=training, distances=list(distances))
+    acceptance = method.parse_options(options).acceptance
     card = ModelCard.from_template(
         data,
         template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
         title=repository.rpartition("/")[2],
         base_model=base_model,
         base_is_repository=public,
+        lossless=ACCEPTANCE_RULES[acceptance],
+        acceptance=acceptance,
         repository=repository,
         method=method,
         adapter=adapter,
         options=options,
-        parsed=method.parse_options(options),
         figures=_figures(folder, method, search),
         section=section,
         training=trained,

@@ -24,8 +24,9 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.losses import future_losses, wanted_mean
-from hf_spec.drafting.options import CHAIN, TreeOptions
+from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.drafting.tree_drafter import chain_tree
 from hf_spec.methods.registry import Method
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -148,7 +149,7 @@ STRAIGHTFORWARD = "straightforward"
 
 
 @dataclass(frozen=True)
-class BitaOptions(TreeOptions):
+class BitaOptions(DraftOptions):
     """Options of ``bita`` (BiTA, section 3.2).
 
     Attributes:
@@ -156,15 +157,12 @@ class BitaOptions(TreeOptions):
             level above (figure 5). ``full``: ``top_k`` candidates under every candidate. ``chain``:
             the likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
             with one group of mask tokens, which do not attend to the candidates (figure 4). All
-            values in :class:`TreeOptions` are allowed, too.
+            values in :class:`DraftOptions` are allowed, too.
         top_k: k, candidates per mask token of ``efficient`` and ``full`` trees; None for 5.
         max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
     top_k: int | None = None
-
-    trees: ClassVar[tuple[str, ...]] = ("efficient", "full", CHAIN, STRAIGHTFORWARD)
-    shape: ClassVar[tuple[str, ...]] = (*TreeOptions.shape, "top_k")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,39 +171,42 @@ class BitaOptions(TreeOptions):
                 "lookup=True with tree='straightforward', whose one group of mask tokens is for "
                 "its own chain. Use tree='chain'."
             )
-        if self.top_k is None:
-            return
-        check_count("top_k", self.top_k, high=MAX_CANDIDATES)
+        if self.top_k is not None:
+            check_count("top_k", self.top_k, high=MAX_CANDIDATES)
         if self.tree not in ("efficient", "full"):
-            raise ValueError(
-                f"top_k={self.top_k} is of the trees 'efficient' and 'full'; leave it out with "
-                "another one."
-            )
+            refuse(
+                self, ["top_k"],
+                "is of the trees 'efficient' and 'full'; leave it out with another one.",
+            )  # fmt: skip
 
-    def named_tree(self, depth: int) -> TokenTree:
-        if self.tree == STRAIGHTFORWARD:
-            return TokenTree.chain(depth)
-        width = self.top_k or TOP_K
-        paths: list[list[int]] = []
-        level: list[list[int]] = [[]]
-        for _ in range(depth):
-            parents = level if self.tree == "full" else level[:1]
-            level = [[*parent, rank] for parent in parents for rank in range(width)]
-            paths += level
-            if len(paths) > MAX_CANDIDATES:  # refused below; deeper levels may not fit in memory
-                break
-        return TokenTree.from_paths(paths)
+
+def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:
+    """``top_k`` candidates per level: under all of the level above, or under its likeliest."""
+    width = options.top_k or TOP_K
+    paths: list[list[int]] = []
+    level: list[list[int]] = [[]]
+    for _ in range(depth):
+        parents = level if options.tree == "full" else level[:1]
+        level = [[*parent, rank] for parent in parents for rank in range(width)]
+        paths += level
+        if len(paths) > MAX_CANDIDATES:  # refused below; deeper levels may not fit in memory
+            break
+    return TokenTree.from_paths(paths)
 
 
 class BitaDrafter(ProbeDrafter):
     """Trees of the mask tokens' likeliest tokens."""
 
+    trees = {
+        "efficient": top_k_tree, "full": top_k_tree, CHAIN: chain_tree,
+        STRAIGHTFORWARD: chain_tree,
+    }  # fmt: skip
     options: BitaOptions
 
     def __init__(self, model: Any, options: BitaOptions):
         adapter = require_active(model, "BITA", "bita")
         weights: Mapping[str, Tensor] = adapter.weights()
-        source = tree_source(options, model, adapter, len(weights["masks"]), probes=1)
+        source = tree_source(options, self.trees, model, adapter, len(weights["masks"]), probes=1)
         used = {**weights, "masks": weights["masks"][: source.max_depth]}
         super().__init__(model, options, probe_inputs(model, used), source, weights)
 

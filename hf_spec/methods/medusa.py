@@ -42,7 +42,7 @@ from hf_spec.drafting.heads import (
     HeadsConfig,
     heads_loss,
 )
-from hf_spec.drafting.options import HeadOptions
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import Method, Published
 from hf_spec.policy.tree_source import tree_source
 
@@ -59,11 +59,13 @@ class MedusaConfig(HeadsConfig):
 
 
 @dataclass(frozen=True)
-class MedusaOptions(HeadOptions):
-    """Options of ``medusa`` (Medusa, sections 2.1.2 and 2.3.3), those of all strategies with heads.
+class MedusaOptions(DraftOptions):
+    """Options of ``medusa`` (Medusa, sections 2.1.2 and 2.3.3), which are those of all strategies.
 
     Attributes:
-        tree: ``sparse``, ``chain``, ``tuned``, ``online``, rank paths or states.
+        tree: ``sparse``: 15 candidates, most of them under likely ones. ``chain``: each head's
+            likeliest token only, as in blockwise parallel decoding. Or what :class:`DraftOptions`
+            says; rank paths are Medusa's choices.
         max_depth: number of heads used; None for all that the adapter has.
     """
 
@@ -76,7 +78,7 @@ class MedusaDrafter(HeadDrafter):
     def __init__(self, model: Any, options: MedusaOptions):
         adapter = require_active(model, "MEDUSA", "medusa")
         weights = adapter.weights()
-        source = tree_source(options, model, adapter, len(weights[WEIGHTS]))
+        source = tree_source(options, self.trees, model, adapter, len(weights[WEIGHTS]))
         super().__init__(model, options, weights, source)
 
 

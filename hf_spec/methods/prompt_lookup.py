@@ -15,13 +15,13 @@ from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.ngram import Limits, NgramIndex, continuation_tree
-from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import Method
 
 
 @dataclass(frozen=True)
-class PromptLookupOptions(StrategyOptions):
+class PromptLookupOptions(DraftOptions):
     """Options of ``prompt_lookup``.
 
     Attributes:
@@ -45,11 +45,6 @@ class PromptLookupOptions(StrategyOptions):
         for name in ("max_ngram", "min_ngram", "max_matches", "max_depth", "max_nodes"):
             check_count(name, getattr(self, name), high=MAX_CANDIDATES)
         check_range("min_probability", self.min_probability, 0.0, 1.0)
-        if self.lookup is True:
-            raise ValueError(
-                "lookup=True with prompt_lookup: looking up is all that prompt_lookup does. "
-                "Leave it out."
-            )
         if self.min_ngram > self.max_ngram:
             raise ValueError(
                 f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}: lower it."
@@ -59,6 +54,7 @@ class PromptLookupOptions(StrategyOptions):
 class PromptLookupDrafter(Drafter):
     """Looks the sequence's last tokens up in the sequence itself."""
 
+    unused = ("tree", "num_draft_tokens", "lookup")
     options: PromptLookupOptions
 
     def start(self, state: DecodeState) -> None:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.adapters.tuner import Objective, register_type
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.options import ADAPTIVE, DraftOptions
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Method:
     Attributes:
         name: value of ``assistant_strategy``, and name of the module.
         summary: one line for listings.
-        options: dataclass of ``assistant_kwargs``, derived from :class:`StrategyOptions`.
+        options: dataclass of ``assistant_kwargs``, derived from :class:`DraftOptions`.
         drafter: builds the drafter.
         adapter_config: config class of its PEFT adapter; None if it has none.
         adapter_layer: the layer that holds the adapter's parameters.
@@ -94,11 +95,13 @@ class Method:
         published: reads published checkpoints, for ``hf-spec import``; None if there are none.
         exports: exporters by the name of their format, for ``hf-spec export``.
         tuned_tree: the tree that ``hf-spec tune`` makes; None if the method has none.
+        wraps: its option that may name another strategy, with whose adapter it then drafts; None if
+            there is none.
     """
 
     name: str
     summary: str
-    options: type[StrategyOptions]
+    options: type[DraftOptions]
     drafter: type[Drafter]
     adapter_config: type[Any] | None = None
     adapter_layer: type[SpecAdapterLayer] | None = None
@@ -110,6 +113,7 @@ class Method:
     published: Published | None = None
     exports: Mapping[str, Export] = field(default_factory=dict)
     tuned_tree: TunedTree | None = None
+    wraps: str | None = None
 
     @property
     def peft_type(self) -> str | None:
@@ -122,11 +126,12 @@ class Method:
         package = sys.modules[self.options.__module__].__package__ or ""
         return files(package) / f"{self.name}.md"
 
-    def parse_options(self, kwargs: dict[str, Any] | None) -> StrategyOptions:
+    def parse_options(self, kwargs: dict[str, Any] | None) -> DraftOptions:
         """Build and validate the options.
 
         Raises:
-            ValueError: an option is unknown or invalid; the message lists the options.
+            ValueError: an option is unknown or invalid, or of no use to the method; the message
+                lists the options.
         """
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ValueError(
@@ -134,14 +139,28 @@ class Method:
                 f"{self.name!r}."
             )
         kwargs = kwargs or {}
-        known = [item.name for item in dataclasses.fields(self.options)]
+        names = [item.name for item in dataclasses.fields(self.options)]
+        known = [name for name in names if name not in self.drafter.unused]
         for key in kwargs:
             if key not in known:
                 raise ValueError(
                     f"assistant_kwargs: strategy {self.name!r} has no option {key!r}; its options "
                     f"are {', '.join(sorted(known))}."
                 )
-        return self.options(**kwargs)
+        options = self.options(**kwargs)
+        if options.acceptance == "rejection" and not self.drafter.can_sample:
+            raise ValueError(
+                f"acceptance='rejection': draft tokens of {self.name!r} are not sampled from a "
+                "distribution. Use acceptance='match', which is exact for them."
+            )
+        tree, trees = options.tree, (ADAPTIVE, *self.drafter.trees)
+        if isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
+            TokenTree.from_paths(tree)
+        elif tree not in trees:
+            raise ValueError(
+                f"tree={tree!r}: choose one of {', '.join(trees)}, or give rank paths."
+            )
+        return options
 
 
 _registered: dict[str, Method] = {}

@@ -60,6 +60,7 @@ class AdaptiveTrees(TreeSource):
     ):  # fmt: skip
         self.depth, self.probes = depth, probes
         self.candidates, self.calibrations = candidates, calibrations
+        self.policy_chooses = candidates is None
         self.calibration = None if calibrations is None else calibrations[False]
         self.tempering = tempering or Tempering()
         self._most = FEWEST

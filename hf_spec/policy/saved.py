@@ -7,7 +7,6 @@ other conditions is ignored: everything in it would be learned anew within some 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -23,7 +22,7 @@ import torch
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_FUTURE, MAX_JSON, MAX_SECONDS, MAX_SIZE
-from hf_spec.drafting.options import StrategyOptions
+from hf_spec.drafting.options import DraftOptions, changed
 from hf_spec.files import write_atomically
 from hf_spec.policy.calibration import Calibration
 from hf_spec.policy.devices import device_name
@@ -51,16 +50,9 @@ def same_device(entry: dict[str, Any], model: Any) -> bool:
     return all(entry.get(name) == value for name, value in device_of(model).items())
 
 
-def conditions(model: Any, strategy: str | None, options: StrategyOptions) -> dict[str, Any]:
+def conditions(model: Any, strategy: str | None, options: DraftOptions) -> dict[str, Any]:
     """What an entry holds for: device, strategy, and options that are not the default."""
-    default = type(options)()
-    changed = {
-        one.name: value
-        for one in dataclasses.fields(options)
-        if (value := getattr(options, one.name)) != getattr(default, one.name)
-    }
-    plain = json.loads(json.dumps(changed, default=repr))  # as it is read back: tuples are lists
-    return {**device_of(model), "strategy": strategy, "options": plain}
+    return {**device_of(model), "strategy": strategy, "options": changed(options)}
 
 
 # -- the file ------------------------------------------------------------------------------------
@@ -156,7 +148,7 @@ class Saved:
             return found
 
 
-def saved_for(adapter: ActiveAdapter | None, model: Any, options: StrategyOptions) -> Saved | None:
+def saved_for(adapter: ActiveAdapter | None, model: Any, options: DraftOptions) -> Saved | None:
     """The entry beside an adapter for these conditions; None if there is none.
 
     The Hub is not contacted: what is saved there is of other devices.

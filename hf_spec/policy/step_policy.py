@@ -30,7 +30,6 @@ from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import StrategyOptions
 from hf_spec.policy.adaptive_trees import best_ends, ends
 from hf_spec.policy.calibration import Array
 from hf_spec.policy.learned import ALPHA, WARM_UP, Learned, Setting
@@ -49,17 +48,6 @@ AFRESH = 64
 TICK = 1e-9
 #: Number of recent decisions kept for reports.
 HISTORY = 128
-
-
-def switched_on(options: StrategyOptions, do_sample: bool) -> bool:
-    """Whether the amount of drafting may depend on step times in a call.
-
-    Not if the output depends on which steps draft: sampled candidates draw random numbers of their
-    own, and typical acceptance is lossy in drafting steps.
-    """
-    if options.drafting == "always" or options.acceptance == "typical":
-        return False
-    return not (do_sample and options.samples)
 
 
 @dataclass(frozen=True)

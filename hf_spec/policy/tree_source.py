@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.core.memory import recall
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
-from hf_spec.drafting.options import ADAPTIVE, AUTO, TreeOptions
+from hf_spec.drafting.drafter import MakeTree
+from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.policy.adaptive_trees import AdaptiveTrees
 from hf_spec.policy.calibration import Calibration
@@ -16,12 +19,14 @@ from hf_spec.policy.tempering import Tempering
 
 
 def tree_source(
-    options: TreeOptions, model: Any, adapter: ActiveAdapter, distances: int, probes: int = 0
-) -> TreeSource:
-    """The tree source that the option ``tree`` names, if it is no tree of the method's own.
+    options: DraftOptions, trees: Mapping[str, MakeTree | None], model: Any,
+    adapter: ActiveAdapter, distances: int, probes: int = 0,
+) -> TreeSource:  # fmt: skip
+    """The tree source that the option ``tree`` names, unless the drafter makes it.
 
     Args:
         options: the strategy's options.
+        trees: see :class:`Drafter`.
         model: the model that decodes.
         adapter: the adapter that drafts.
         distances: number of future tokens that it predicts.
@@ -31,10 +36,10 @@ def tree_source(
         ValueError: if trees are deeper than the adapter predicts or have a rank beyond the
             vocabulary, or if what ``hf-spec tune`` has saved cannot be read.
     """
-    depth = options.depth(distances)
+    depth = drafted_depth(options, distances)
     if options.tree != ADAPTIVE:
         states = (TreeStates.uniform if probes else TreeStates.bare)(
-            options.make_tree(distances), depth
+            static_tree(options, trees, depth), depth
         )
         check_states(states, "tree", model, distances)
         return TreeSource(states)
@@ -52,6 +57,43 @@ def tree_source(
         depth, bool(probes), calibrations=recall(model, (Calibration, key), calibrations),
         tempering=recall(model, (Tempering, key), Tempering),
     )  # fmt: skip
+
+
+def drafted_depth(options: DraftOptions, distances: int) -> int:
+    """Number of distances that are drafted.
+
+    Args:
+        distances: future tokens that the adapter predicts.
+
+    Raises:
+        ValueError: if ``max_depth`` is larger.
+    """
+    if options.max_depth is not None and options.max_depth > distances:
+        raise ValueError(
+            f"max_depth={options.max_depth}: the adapter predicts {distances} future tokens."
+        )
+    return options.max_depth or distances
+
+
+def static_tree(
+    options: DraftOptions, trees: Mapping[str, MakeTree | None], depth: int
+) -> TokenTree:
+    """The static tree of the options, over predictions of ``depth`` future tokens.
+
+    Raises:
+        ValueError: if the given paths are deeper.
+    """
+    if isinstance(options.tree, str):
+        make = trees[options.tree]
+        assert make is not None
+        return make(options, depth)
+    tree = TokenTree.from_paths(options.tree)
+    if tree.max_depth > depth:
+        raise ValueError(
+            f"tree has paths of {tree.max_depth} ranks, {depth} future tokens are drafted: give "
+            "shorter paths."
+        )
+    return tree
 
 
 def check_states(states: TreeStates, where: str, model: Any, distances: int) -> None:

@@ -12,8 +12,8 @@ from transformers import EvalPrediction
 
 import hf_spec
 from hf_spec.bench.session import pad_left
+from hf_spec.core.memory import forget
 from hf_spec.core.stats import SpecStats
-from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import IGNORED
 
 #: Values of k of the top-k accuracies.
@@ -46,8 +46,7 @@ class Served:
             share: the part of the prompts to decode (of one process among several).
         """
         total = SpecStats()
-        # Accepted lengths are measured, not whether drafting pays on this machine.
-        untimed = get_method(self.strategy).parse_options(self.options).untimed()
+        forget(model)  # a checkpoint's figures must not depend on those before
         prompts = sorted(list(self.prompts)[share], key=len)
         training = model.training
         model.eval()
@@ -56,7 +55,8 @@ class Served:
             model.generate(
                 **pad_left(rows, 0, model.device), do_sample=False, num_beams=1,
                 max_new_tokens=self.max_new_tokens, assistant_strategy=self.strategy,
-                assistant_kwargs={**self.options, **untimed},
+                # Accepted lengths are measured, not whether drafting pays on this machine.
+                assistant_kwargs={**self.options, "drafting": "always"},
                 synced_gpus=False,  # sharded models decode the same prompts in all processes
             )  # fmt: skip
             stats = hf_spec.last_stats(model)

@@ -41,7 +41,7 @@ def config_of(name: str, **fields: Any) -> Any:
 def tokens(model: Any, name: str | None = None) -> tuple[list[list[int]], int]:
     """Greedy output, and how many candidates were accepted on the way."""
     # What is drafted must not depend on step times.
-    more = {} if name is None else drafting(name, **methods()[name].parse_options({}).untimed())
+    more = {} if name is None else drafting(name)
     out = model.generate(**ragged(), max_new_tokens=20, do_sample=False, **more)
     if name is None:
         return out.tolist(), 0

@@ -15,7 +15,6 @@ from hf_spec.drafting.ngram import (
     continuation_chain,
     continuation_tree,
 )
-from hf_spec.methods.registry import get_method
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,10 +135,3 @@ def exact_law(model, ids, length: int, temperature: float, top_k: int) -> dict:
                 grown[(*path, token)] = probability * p
         law = grown
     return law
-
-
-def test_retrieval_is_refused_where_it_says_nothing() -> None:
-    with pytest.raises(ValueError, match="lookup=True with prompt_lookup"):
-        get_method("prompt_lookup").parse_options({"lookup": True})
-    with pytest.raises(ValueError, match="lookup='yes'"):
-        get_method("layer_skip").parse_options({"lookup": "yes"})

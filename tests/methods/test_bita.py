@@ -15,32 +15,13 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.predictions import Predictions
-from hf_spec.methods.bita import BitaDrafter, BitaOptions
+from hf_spec.methods.bita import BitaDrafter
 from modeling_patches.cache_name import CACHE
 
 NEW = 16
 
 
 # -- trees: section 3.2, figure 5 --------------------------------------------------------------
-
-
-def test_trees() -> None:
-    efficient = BitaOptions(tree="efficient", top_k=3).make_tree(4)
-    assert len(efficient) == 1 + 4 * 3  # figure 5: four mask tokens, top three
-    # Only the likeliest of a level has children.
-    assert {path[:-1] for path in efficient.paths} == {(), (0,), (0, 0), (0, 0, 0)}
-    full = BitaOptions(tree="full", top_k=2).make_tree(3)
-    assert full.num_candidates == 2 + 4 + 8
-    assert BitaOptions(tree="chain").make_tree(3) == TokenTree.chain(3)
-    own = BitaOptions(tree=[[0], [1], [1, 0]]).make_tree(3)
-    assert own.paths == ((0,), (1,), (1, 0))
-    assert BitaOptions(tree="efficient", top_k=2, max_depth=1).make_tree(3).paths == ((0,), (1,))
-
-
-def test_a_full_tree_is_not_made_before_it_is_refused() -> None:
-    """It would have 10**24 candidates."""
-    with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
-        BitaOptions(tree="full", top_k=1000).make_tree(8)
 
 
 def test_tokens_by_rank() -> None:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
-from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.medusa import MedusaOptions
@@ -48,19 +47,6 @@ def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor
     for weight, bias in zip(weights["weights"][head], weights["biases"][head]):
         hidden = hidden + functional.silu(hidden @ weight.T + bias)
     return hidden
-
-
-# -- options -----------------------------------------------------------------------------------
-
-
-def test_trees() -> None:
-    assert MedusaOptions(tree="chain").make_tree(3) == TokenTree.chain(3)  # BPD
-    sparse = MedusaOptions(tree="sparse").make_tree(4)
-    assert sparse.max_depth == 4 and sparse.num_candidates == 15
-    assert MedusaOptions(tree="sparse", max_depth=2).make_tree(4) == sparse.truncate(2)
-    assert MedusaOptions(tree="sparse").make_tree(1).max_depth == 1
-    paths = [[0], [1], [1, 0]]
-    assert MedusaOptions(tree=paths).make_tree(2) == TokenTree.from_paths(paths)
 
 
 # -- config ------------------------------------------------------------------------------------

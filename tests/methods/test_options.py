@@ -1,100 +1,200 @@
-"""Options and fields of configs that do not go together, or that are too large.
-
-That wrong values are refused one by one is for ``tests/test_method_contract.py``.
-"""
+"""Options of all strategies: what is refused, and what is chosen where they leave it open."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hf_spec.methods.registry import get_method
+import hf_spec
+from hf_spec.core.token_tree import TokenTree
+from hf_spec.decoding.strategy import resolve
+from hf_spec.drafting.options import ACCEPTANCE_RULES, DraftOptions, changed, key_of
+from hf_spec.methods.registry import get_method, methods
+from hf_spec.policy.tree_source import drafted_depth, static_tree
+
+WHOLE = "must be a whole number"
+FIXED, THRESHOLD = {"draft_exit": "fixed"}, {"draft_exit": "threshold"}
+STRAIGHT = {"tree": "straightforward"}
+#: Strategy, options, and what the error says.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # names
+    ("medusa", {"candidates": 8}, "'medusa' has no option 'candidates'; .* num_draft_tokens"),
+    ("medusa", {"retrieval": True}, "'medusa' has no option 'retrieval'; .* lookup"),
+    ("medusa", {"fallback": False}, "'medusa' has no option 'fallback'; .* drafting"),
+    ("layer_skip", {"skip": [1]}, "'layer_skip' has no option 'skip'; .*skip_attention"),
+    ("prompt_lookup", {"ngram": 2}, "has no option 'ngram'; its options are acceptance, drafting"),
+    # of no use
+    ("prompt_lookup", {"tree": "adaptive"}, "'prompt_lookup' has no option 'tree'"),
+    ("prompt_lookup", {"num_draft_tokens": 8}, "has no option 'num_draft_tokens'; .* max_nodes"),
+    ("prompt_lookup", {"lookup": True}, "'prompt_lookup' has no option 'lookup'"),
+    ("layer_skip", {"tree": "chain"}, "'layer_skip' has no option 'tree'"),
+    ("layer_skip", {"num_draft_tokens": 8}, "'layer_skip' has no option 'num_draft_tokens'"),
+    ("layer_skip", {"max_depth": 8}, "'layer_skip' has no option 'max_depth'; .* max_draft"),
+    # tree
+    ("medusa", {"tree": "round"}, "tree='round': choose one of adaptive, sparse, chain, or give"),
+    ("medusa", {"tree": "tuned"}, "tree='tuned': choose one of adaptive, sparse, chain, or"),
+    ("medusa", {"tree": "online"}, "tree='online': choose one of adaptive, sparse, chain, or"),
+    ("medusa", {"tree": [[0, 0]]}, "parent .* missing"),
+    ("medusa", {"tree": []}, r"tree=\[\]: choose one of adaptive, sparse"),
+    ("medusa", {"tree": None}, "tree=None: choose one of"),
+    ("medusa", {"tree": 3}, "tree=3: choose one of"),
+    ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
+    ("bita", {"tree": "round"}, "one of adaptive, efficient, full, chain, straightforward, or"),
+    ("ppd", {"tree": "full"}, "tree='full': choose one of adaptive, static, chain, dynamic, or"),
+    ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),
+    # size
+    ("medusa", {"max_depth": 0}, "max_depth=0"),
+    ("bita", {"num_draft_tokens": 0}, f"num_draft_tokens=0: {WHOLE} from 1 to 1024"),
+    ("bita", {"num_draft_tokens": "all"}, f"num_draft_tokens='all': {WHOLE}"),
+    ("medusa", {"num_draft_tokens": None}, f"num_draft_tokens=None: {WHOLE}"),
+    ("ppd", {"tree": "static", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree='adaptive'"),
+    ("propd", {"tree": "online", "num_draft_tokens": 3}, "num_draft_tokens=3 is of tree="),
+    ("ppd", {"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
+    ("bita", {"tree": "efficient", "top_k": 0}, "top_k=0"),
+    ("bita", {"tree": "efficient", "top_k": 10**7}, f"top_k=10000000: {WHOLE} from 1 to 1024"),
+    ("bita", {"top_k": 2}, "top_k=2 is of the trees"),
+    # lookup, drafting
+    ("layer_skip", {"lookup": "yes"}, "lookup='yes': must be 'auto', True or False"),
+    ("bita", {**STRAIGHT, "lookup": True}, "lookup=True with .*tree='chain'"),
+    ("prompt_lookup", {"drafting": "on"}, "drafting='on': choose one of auto, always"),
+    ("medusa", {"drafting": True}, "drafting=True: choose one of auto, always"),
+    ("medusa", {"drafting": None}, "drafting=None: choose one of auto, always"),
+    # acceptance
+    ("medusa", {"acceptance": "greedy"}, "acceptance='greedy': choose one of match"),
+    ("prompt_lookup", {"acceptance": "rejection"}, "='rejection': .*Use acceptance='match'"),
+    ("propd", {"acceptance": "rejection"}, "='rejection': draft tokens of 'propd' are not sampled"),
+    ("space", {"acceptance": "rejection", "num_draft_tokens": 3}, "tree='adaptive', whose"),
+    ("space", {"acceptance": "rejection", "tree": [[0]]}, r"tree=\[\[0\]\], whose"),
+    ("medusa", {"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
+    ("medusa", {"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.* 'typical'"),
+    # prompt_lookup
+    ("prompt_lookup", {"max_ngram": 0}, f"max_ngram=0: {WHOLE} from 1 to 1024"),
+    ("prompt_lookup", {"min_ngram": 1.5}, f"min_ngram=1.5: {WHOLE}"),
+    ("prompt_lookup", {"max_nodes": True}, f"max_nodes=True: {WHOLE}"),
+    ("prompt_lookup", {"max_ngram": 10**7}, f"max_ngram=10000000: {WHOLE} from 1 to 1024"),
+    ("prompt_lookup", {"max_depth": -1}, "max_depth=-1"),
+    ("prompt_lookup", {"max_matches": "8"}, "max_matches='8'"),
+    ("prompt_lookup", {"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower"),
+    ("prompt_lookup", {"min_probability": 1.5}, r"min_probability=1.5: must be a number in \[0.0"),
+    # layer_skip
+    ("layer_skip", {"draft_exit": "never"}, "draft_exit='never': choose one of policy, adaptive,"),
+    ("layer_skip", {"max_draft": 0}, f"max_draft=0: {WHOLE} from 1 to 1024"),
+    ("layer_skip", {"max_draft": 2.0}, f"max_draft=2.0: {WHOLE}"),
+    ("layer_skip", {"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
+    ("layer_skip", {"threshold_step": -0.1}, "threshold_step=-0.1"),
+    ("layer_skip", {"beta1": "half"}, "beta1='half'"),
+    ("layer_skip", {"beta2": True}, "beta2=True"),
+    ("layer_skip", {**FIXED, "threshold": 0.5}, "threshold=0.5 with draft_exit='fixed'"),
+    ("layer_skip", {**FIXED, "beta2": 0.5}, "beta2=0.5 with draft_exit='fixed'"),
+    ("layer_skip", {**THRESHOLD, "beta1": 0.4}, "beta1=0.4 with draft_exit='threshold'"),
+    ("layer_skip", {"target_acceptance": float("nan")}, "target_acceptance=nan"),
+    ("layer_skip", {"skip_attention": 3}, "skip_attention must be a list of layer indices, got 3"),
+    ("layer_skip", {"skip_mlp": "12"}, "skip_mlp must be a list of layer indices, got '12'"),
+    ("layer_skip", {"skip_mlp": [1, -1]}, "skip_mlp must list integers >= 0"),
+    ("layer_skip", {"skip_attention": [1.0]}, "skip_attention must list integers >= 0 .*, got 1.0"),
+    # propd
+    ("propd", {"prune": 1}, "prune=1"),
+    ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
+    ("propd", {"prune_top_k": 0}, "prune_top_k=0"),
+    ("propd", {"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
+    ("propd", {"drafter": "medusas"}, "'medusas' is unknown"),
+    ("propd", {"drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
+    ("propd", {"drafter_kwargs": {"tree": "chain"}}, "with the adapter's own heads"),
+    ("propd", {"drafter": "bita", "tree": "chain"}, "tree='chain' with drafter='bita'"),
+    ("propd", {"drafter": "bita", "drafter_kwargs": {"depth": 1}}, "'bita' has no option 'depth'"),
+    ("propd", {"drafter": "bita", "drafter_kwargs": {"lookup": True}}, "'lookup' is an option of"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "message"), REFUSED)
+def test_refused(strategy: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.SpecConfig(strategy, options)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("strategy", "options", "depth", "paths"),
     [
-        ("bita", {"tree": "round"}, "tree='round'.*adaptive, efficient, full, chain, straightf"),
-        ("bita", {"tree": "online"}, "tree='online': choose one of adaptive, efficient"),
-        ("bita", {"tree": "straightforward", "lookup": True}, "lookup=True with .*='chain'"),
-        ("bita", {"tree": [[0, 0]]}, "parent .* missing"),
-        ("bita", {"tree": "efficient", "top_k": 10**7}, "top_k=10000000.* from 1 to 1024"),
-        ("bita", {"top_k": 2}, "top_k=2 is of the trees"),
-        ("bita", {"drafting": "on"}, "drafting='on'"),
-        ("layer_skip", {"draft_exit": "never"}, "'never': choose one of policy, adaptive, thresh"),
-        ("layer_skip", {"draft_exit": "fixed", "threshold": 0.5}, "threshold=0.5 with draft_exit"),
-        ("layer_skip", {"draft_exit": "threshold", "beta1": 0.4}, "belongs to 'policy' and 'ad"),
-        ("layer_skip", {"skip_mlp": "12"}, "skip_mlp must be a list of layer indices, got '12'"),
-        ("layer_skip", {"skip_mlp": [1, -1]}, "skip_mlp must list integers >= 0"),
-        ("layer_skip", {"skip_attention": [1.0]}, "skip_attention must list integers .*, got 1.0"),
-        ("medusa", {"tree": []}, r"tree=\[\]: choose one of adaptive, sparse"),
-        ("medusa", {"tree": None}, "tree=None: choose one of adaptive, sparse, chain, or give ra"),
-        ("ppd", {"tree": "full"}, "tree='full'.*adaptive, static, chain, dynamic"),
-        ("ppd", {"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
-        (
-            "ppd",
-            {"tree": "static", "num_draft_tokens": 3},
-            "=3 is of tree='adaptive'",
-        ),
-        ("prompt_lookup", {"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2"),
-        ("prompt_lookup", {"max_ngram": 10**7}, "max_ngram=10000000.* from 1 to 1024"),
-        ("prompt_lookup", {"acceptance": "rejection"}, "'rejection'.*Use acceptance='match'"),
-        ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
-        (
-            "propd",
-            {"tree": "online", "num_draft_tokens": 4},
-            "=4 is of tree='adaptive'",
-        ),
-        ("propd", {"prune": "always"}, "prune='always'.*'auto', True or False"),
-        ("propd", {"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.* 'typical'"),
-        ("propd", {"drafter": "propd"}, "drafter='propd': give 'heads', or the name of another"),
-        ("propd", {"drafter": "medusas"}, "'medusas' is unknown"),
-        ("propd", {"drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
-        ("propd", {"drafter_kwargs": {"tree": "chain"}}, "with the adapter's own heads"),
-        ("propd", {"drafter": "bita", "tree": "chain"}, "tree='chain' with drafter='bita'"),
-        ("propd", {"drafter": "bita", "drafter_kwargs": {"depth": 1}}, "'bita' has no option 'de"),
-        ("propd", {"drafter": "bita", "drafter_kwargs": {"lookup": True}}, "'lookup' is an"),
-        ("propd", {"acceptance": "rejection"}, "acceptance='rejection'"),
-        (
-            "space",
-            {"acceptance": "rejection", "num_draft_tokens": 3},
-            "tree='adaptive', whose",
-        ),
+        ("medusa", {"tree": "chain"}, 3, TokenTree.chain(3).paths),  # BPD
+        ("medusa", {"tree": [[0], [1], [1, 0]]}, 2, ((0,), (1,), (1, 0))),
+        ("medusa", {"tree": "sparse"}, 1, ((0,), (1,), (2,), (3,), (4,))),
+        ("medusa", {"tree": "sparse", "max_depth": 1}, 4, ((0,), (1,), (2,), (3,), (4,))),
+        ("bita", {"tree": "chain"}, 3, TokenTree.chain(3).paths),
+        ("bita", {"tree": "straightforward"}, 3, TokenTree.chain(3).paths),
+        ("bita", {"tree": "efficient", "top_k": 2, "max_depth": 1}, 3, ((0,), (1,))),
+        ("bita", {"tree": [[0], [1], [1, 0]]}, 3, ((0,), (1,), (1, 0))),
+        ("space", {"tree": "chain"}, 2, TokenTree.chain(2).paths),
+        ("ppd", {"tree": "static", "max_depth": 1}, 3, ((0,), (1,), (2,), (3,), (4,))),
     ],
 )
-def test_options(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_method(name).parse_options(options)
+def test_static_trees(
+    strategy: str, options: dict[str, Any], depth: int, paths: tuple[tuple[int, ...], ...]
+) -> None:
+    assert tree_of(strategy, depth, **options).paths == paths
+
+
+def tree_of(strategy: str, distances: int, **given: Any) -> TokenTree:
+    method = get_method(strategy)
+    options = method.parse_options(given)
+    return static_tree(options, method.drafter.trees, drafted_depth(options, distances))
+
+
+def test_the_papers_trees() -> None:
+    efficient = tree_of("bita", 4, tree="efficient", top_k=3)
+    assert len(efficient) == 1 + 4 * 3  # figure 5: four mask tokens, top three
+    # Only the likeliest of a level has children.
+    assert {path[:-1] for path in efficient.paths} == {(), (0,), (0, 0), (0, 0, 0)}
+    assert tree_of("bita", 3, tree="full", top_k=2).num_candidates == 2 + 4 + 8
+    sparse = tree_of("medusa", 4, tree="sparse")
+    assert sparse.max_depth == 4 and sparse.num_candidates == 15
+    with pytest.raises(ValueError, match="a tree with more than 1024 candidates"):
+        tree_of("bita", 8, tree="full", top_k=1000)  # it would have 10**24: it is never made
+    with pytest.raises(ValueError, match="max_depth=4: the adapter predicts 3 future tokens"):
+        tree_of("medusa", 3, tree="chain", max_depth=4)
+    with pytest.raises(ValueError, match="paths of 2 ranks, 1 future tokens are drafted"):
+        tree_of("medusa", 1, tree=[[0], [0, 0]])
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "message"),
+    ("options", "do_sample", "timed"),
     [
-        ("bita", {"num_prompt_tokens": 0}, "prompt_depth='deep' with num_prompt_tokens=0"),
-        ("bita", {"prompt_depth": "medium"}, "prompt_depth='medium'.*deep, shallow, none"),
-        ("layer_skip", {"draft_rank": 2, "draft_alpha": 0}, r"draft_alpha=0: .* number in \(0"),
-        ("layer_skip", {"draft_target_modules": []}, r"draft_target_modules=\[\]: give a list"),
-        ("medusa", {"decay": 0}, "decay=0"),
-        ("ppd", {"ept_aggregation": "learned"}, "ept_aggregation='learned' with num_ept=1"),
-        ("ppd", {"head": "residual", "head_rank": 0}, "head_rank=0"),
-        ("ppd", {"head_rank": 4}, "head_rank=4 with head='none'.*residual"),
-        ("ppd", {"head_stages": 3}, "head_stages=3.*from 1 to 2"),
-        ("propd", {"prune_layer": 0}, "prune_layer=0"),
-        ("space", {"update": "adapter"}, "update='adapter': choose one of gated, lora, full, none"),
-        ("space", {"rank": 0}, "rank=0: must be a whole number from 1 to 16384"),
-        ("space", {"target_modules": []}, r"target_modules=\[\]: give a list of names"),
-        ("space", {"masks": "noise", "update": "lora"}, "masks='noise' with update='lora'"),
-        ("space", {"masks": "noise", "shared_mask": True}, "masks='noise' with update="),
+        ({}, False, True),
+        ({}, True, True),  # draft tokens are not sampled
+        ({"acceptance": "typical"}, False, False),
+        ({"acceptance": "rejection"}, True, False),
+        ({"acceptance": "rejection"}, False, True),  # greedy: no random numbers
     ],
 )
-def test_configs(name: str, fields: dict[str, Any], message: str) -> None:
-    config: Any = get_method(name).adapter_config
-    with pytest.raises(ValueError, match=message):
-        config(**fields)
+def test_time_counts_where_the_output_cannot_depend_on_it(
+    options: dict[str, Any], do_sample: bool, timed: bool
+) -> None:
+    def resolved(chooses: bool, **more: Any) -> tuple[bool, bool]:
+        drafter: Any = SimpleNamespace(policy_chooses=chooses)
+        return resolve(DraftOptions(**options, **more), drafter, do_sample)
+
+    assert resolved(True) == (timed, timed) and resolved(False) == (timed, False)
+    assert resolved(True, drafting="always") == (False, False)
+    for chosen in (True, False):
+        assert resolved(True, lookup=chosen) == resolved(False, lookup=chosen) == (timed, chosen)
 
 
 def test_only_typical_acceptance_is_lossy() -> None:
-    for rule in ("match", "typical"):
-        options = get_method("prompt_lookup").parse_options({"acceptance": rule})
-        assert options.lossless == (rule == "match")
+    assert [rule for rule, lossless in ACCEPTANCE_RULES.items() if not lossless] == ["typical"]
+
+
+def test_options_that_ask_for_the_same_have_one_key() -> None:
+    parse = get_method("medusa").parse_options
+    assert parse({}) == parse({"tree": "adaptive", "lookup": "auto"})
+    assert key_of(parse({"tree": [[0], [1]]})) == key_of(parse({"tree": ((0,), (1,))}))
+    assert changed(parse({"tree": ((0,), (1,)), "max_depth": None})) == {"tree": [[0], [1]]}
+    keys = {key_of(parse(one)) for one in ({}, {"lookup": False}, {"tree": "chain"})}
+    assert len(keys) == 3
+    around = get_method("propd").parse_options({"drafter": "bita", "drafter_kwargs": {}})
+    assert changed(around) == {"drafter": "bita"}
+
+
+@pytest.mark.parametrize("name", methods())
+def test_defaults_are_valid(name: str) -> None:
+    assert changed(get_method(name).parse_options(None)) == {}

@@ -259,7 +259,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[TreeStates], None]:
 def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
     def states(distances: int, **options: Any) -> TreeStates:
         none: Any = None  # static trees need no adapter
-        return tree_source(PPDOptions(**options), tiny("llama"), none, distances, probes=1)._states
+        given, trees = PPDOptions(**options), PPDDrafter.trees
+        source = tree_source(given, trees, tiny("llama"), none, distances, probes=1)
+        return source._states
 
     static = states(3, tree="static")
     assert static.states[3].tree.num_candidates == 10 and set(static.states[3].probes) == {3}

@@ -25,7 +25,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.adapter import early_states
 from hf_spec.methods.propd.drafter import EarlyPruning, ProPDOptions
-from hf_spec.methods.registry import methods
+from hf_spec.policy.guard import Guard
 
 NEW = 16
 
@@ -68,6 +68,19 @@ def test_the_layer_is_recorded(fresh: Callable[..., PreTrainedModel]) -> None:
     assert find_active(model, "PROPD").config.prune_layer == 2  # 4 in deeper models; this has 3
     with pytest.raises(ValueError, match="prune_layer=3: the model has 3 layers.* 1 to 2"):
         fresh().add_adapter(hf_spec.ProPDConfig(prune_layer=3))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"prune_layer": 0}, "prune_layer=0"),
+        ({"prune_top_k": 0}, "prune_top_k=0"),
+        ({"num_heads": 0}, "num_heads=0"),
+    ],
+)
+def test_wrong_configs(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.ProPDConfig(**kwargs)
 
 
 # -- training ----------------------------------------------------------------------------------
@@ -267,38 +280,38 @@ def test_exits_before_the_layer_are_refused(fresh: Callable[..., PreTrainedModel
 # -- whether it pays ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"tree": "sparse"}, {"lookup": True}])
+@pytest.mark.parametrize("options", [{"tree": "sparse"}, {}, {"lookup": True}])
+@pytest.mark.parametrize(("chosen", "tried"), [("auto", {True, False}), ("always", {True})])
 def test_auto_tries_steps_with_and_without(
-    fresh: Callable[..., PreTrainedModel], options: dict[str, Any]
-) -> None:
+    fresh: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, chosen: str,
+    tried: set[bool], options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Unless nothing may depend on time: then every step prunes."""
+    never = property(lambda guard: False, lambda guard, value: None)
+    monkeypatch.setattr(Guard, "paused", never)  # whatever steps take
     model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
     plain = model.generate(prompt(), **settings)
     trained_like(model)
     kinds, dropped = set(), 0
     for _ in range(3):
-        out = model.generate(prompt(), **settings, **propd(prune="auto", **options))
+        out = model.generate(
+            prompt(), **settings, **propd(prune="auto", drafting=chosen, **options)
+        )
         assert torch.equal(out, plain)
         stats = hf_spec.last_stats(model)
         steps = stats.details["policy"]["history"]
         kinds |= {one["pruned"] for one in steps if one["candidates"]}
         dropped += stats.num_pruned_tokens
-    assert kinds == {True, False} and dropped > 0
+    assert kinds == tried and dropped > 0
 
 
-def test_checkpoints_are_compared_without_a_clock() -> None:
-    """Whatever steps take where they are trained."""
-    always = {"drafting": "always"}
-    assert ProPDOptions().untimed() == {"prune": True, **always}
-    assert ProPDOptions(num_draft_tokens=5).untimed() == {"prune": True, "drafting": "always"}
-    assert ProPDOptions(tree="online").untimed() == {
-        "tree": "sparse", "prune": True, "drafting": "always",
-    }  # fmt: skip
-    assert ProPDOptions(tree="chain", prune=False).untimed() == {"drafting": "always"}
-    around = ProPDOptions(drafter="bita", drafter_kwargs={"tree": "full"})
-    assert around.untimed() == {
-        "prune": True, "drafting": "always", "drafter_kwargs": {"tree": "full"},
-    }  # fmt: skip
-    for name, method in methods().items():
-        options = {"skip_mlp": [1]} if name == "layer_skip" else {}
-        parsed = method.parse_options(options)
-        method.parse_options({**options, **parsed.untimed()})
+@pytest.mark.parametrize("options", [{"tree": "sparse"}, {}])
+@pytest.mark.parametrize("prune", [True, False])
+def test_what_is_asked_for_is_done_in_every_step(
+    fresh: Callable[..., PreTrainedModel], prune: bool, options: dict[str, Any]
+) -> None:
+    model = fresh("llama")
+    trained_like(model)
+    run(model, **propd(prune=prune, **options))
+    steps = hf_spec.last_stats(model).details["policy"]["history"]
+    assert {one["pruned"] for one in steps if one["candidates"]} == {prune}

@@ -38,7 +38,7 @@ from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy
 from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.learned import LOOKS, TRIED, Average, Learned, Setting
-from hf_spec.policy.step_policy import SIZES, StepPolicy, switched_on
+from hf_spec.policy.step_policy import SIZES, StepPolicy
 from hf_spec.policy.step_times import StepTimes
 
 Tiny = Callable[..., PreTrainedModel]
@@ -578,30 +578,25 @@ def test_threads_wait_for_each_other() -> None:
     assert order == ["first", 0]
 
 
-# -- the option --------------------------------------------------------------------------------
+def test_many_threads_share_what_is_learned() -> None:
+    learned, failed = Learned(), []
 
+    def calls(seed: int) -> None:
+        try:
+            for n in range(3):
+                setting = (1, 8 + (seed + n) % 3, "cpu")
+                simulate(learned, CHANCES, line(0.03), 40, seed=seed, setting=setting)
+        except Exception as error:  # told below, in the test's own thread
+            failed.append(error)
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "do_sample", "on"),
-    [
-        ("prompt_lookup", {}, False, True),
-        ("prompt_lookup", {}, True, True),  # candidates are not sampled
-        ("prompt_lookup", {"acceptance": "typical"}, False, False),
-        ("layer_skip", {}, False, True),
-        ("layer_skip", {}, True, True),
-        ("layer_skip", {"acceptance": "rejection"}, True, False),
-        ("space", {"acceptance": "rejection"}, True, False),
-        ("space", {}, True, True),
-        ("layer_skip", {"acceptance": "rejection"}, False, True),  # greedy: no random numbers
-    ],
-)
-def test_auto_is_on_where_the_output_cannot_depend_on_it(
-    strategy: str, options: dict[str, Any], do_sample: bool, on: bool
-) -> None:
-    parse = get_method(strategy).parse_options
-    assert switched_on(parse(options), do_sample) == on
-    assert switched_on(parse({**options, "drafting": "auto"}), do_sample) == on
-    assert not switched_on(parse({**options, "drafting": "always"}), do_sample)
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failed and len(learned.settings) == 3
+    assert sum(one.times.steps for one in learned.settings.values()) == 8 * 3 * 40
+    json.dumps(StepPolicy(SpecStats(), learned, HERE).details())
 
 
 # -- the loop ----------------------------------------------------------------------------------

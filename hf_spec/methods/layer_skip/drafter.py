@@ -22,6 +22,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.options import POLICY, DraftExit, LayerSkipOptions
@@ -37,6 +38,7 @@ RANKS = 3
 class LayerSkipDrafter(Drafter):
     """Drafts token by token with the chosen sublayers left out."""
 
+    can_sample = True
     single_forward: ClassVar[bool] = False
     runs_modules: ClassVar[bool] = True
     options: LayerSkipOptions
@@ -50,12 +52,13 @@ class LayerSkipDrafter(Drafter):
         update = None if adapter is None else layer.updates.get(adapter.name)
         self.learned = None if update is None else MergedCopies(update, self.drafting)
         name = None if adapter is None else adapter.name
-        self._key = "layer_skip", name, tuple(attention), tuple(mlp), repr(options)
+        self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, self._key, lambda: DraftExit(options))
         #: Trees proposed in this step, if any. Look-ups may be merged into the forwarded ones.
         self._trees: tuple[list[float], list[Row]] | None = None
         self._lengths: list[int] | None = None
+        self.policy_chooses = options.draft_exit == POLICY
         self.tempering = Tempering()
         #: Logits and noise of each drafted token of this step, where tokens are sampled.
         self._samples: list[tuple[Tensor, Tensor]] = []
@@ -77,7 +80,7 @@ class LayerSkipDrafter(Drafter):
 
     def propose(self, state: DecodeState) -> Tree:
         depth = min(self.options.max_draft, state.max_depth)
-        samples = self.options.samples and state.do_sample
+        samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit == POLICY and state.timed and not samples:
             return self._tree(state, depth)
         return self._chain(state, depth, samples)

@@ -2,25 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from hf_spec.core.checks import check_choices, check_count, check_range
 from hf_spec.core.host_tree import Row
 from hf_spec.core.limits import MAX_CANDIDATES
 from hf_spec.core.memory import locked
-from hf_spec.drafting.options import AUTO, StrategyOptions
+from hf_spec.drafting.options import DraftOptions, refuse
 from hf_spec.methods.layer_skip.adapter import layer_indices
 from hf_spec.policy.calibration import Calibration, walk
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
 POLICY = "policy"
 EXITS = (POLICY, "adaptive", "threshold", "fixed")
+#: Options of the adaptive threshold.
+ADAPTING = ("threshold_step", "beta1", "beta2", "target_acceptance")
 #: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
 AGAIN = 64
 
 
 @dataclass(frozen=True)
-class LayerSkipOptions(StrategyOptions):
+class LayerSkipOptions(DraftOptions):
     """Options of ``layer_skip`` (Draft & Verify, section 3.4; defaults of its table 6).
 
     Drafts are greedy, or sampled if the call samples and ``acceptance="rejection"`` (algorithm 4).
@@ -51,37 +52,21 @@ class LayerSkipOptions(StrategyOptions):
     beta2: float = 0.9
     target_acceptance: float = 0.85
 
-    can_sample: ClassVar[bool] = True
-    #: Options of the adaptive threshold.
-    adapting: ClassVar[tuple[str, ...]] = ("threshold_step", "beta1", "beta2", "target_acceptance")
-    belongs: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
-        **StrategyOptions.belongs,
-        "threshold": ("draft_exit", (POLICY, "adaptive", "threshold")),
-        **dict.fromkeys(adapting, ("draft_exit", (POLICY, "adaptive"))),
-    }
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, draft_exit=EXITS)
         check_count("max_draft", self.max_draft, high=MAX_CANDIDATES)
-        for name in ("threshold", *self.adapting):
+        for name in ("threshold", *ADAPTING):
             check_range(name, getattr(self, name), 0.0, 1.0)
+        unused = f"with draft_exit={self.draft_exit!r}, which does not use it. Leave one out."
+        if self.draft_exit == "threshold":
+            refuse(self, ADAPTING, unused)
+        if self.draft_exit == "fixed":
+            refuse(self, ("threshold", *ADAPTING), unused)
         for name in ("skip_attention", "skip_mlp"):
             layers = getattr(self, name)
             if layers is not None:
                 object.__setattr__(self, name, layer_indices(name, layers))
-
-    def looks_up(self, timed: bool) -> bool:
-        if self.lookup != AUTO:
-            return bool(self.lookup)
-        return timed and self.draft_exit == POLICY and not self.samples
-
-    def untimed(self) -> dict[str, Any]:
-        if self.draft_exit == "fixed":
-            return super().untimed()
-        defaults = {name: getattr(type(self), name) for name in self.adapting}
-        unused = {name: value for name, value in defaults.items() if value != getattr(self, name)}
-        return {**super().untimed(), "draft_exit": "threshold", **unused}
 
 
 class DraftExit:

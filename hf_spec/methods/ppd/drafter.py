@@ -6,14 +6,15 @@ state may have its own tree.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.options import CHAIN, TreeOptions
+from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
+from hf_spec.drafting.tree_drafter import chain_tree
 from hf_spec.methods.ppd.adapter import PromptTokens
 from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, dynamic_source
 from hf_spec.policy.tree_source import tree_source
@@ -25,35 +26,37 @@ STATIC: tuple[tuple[int, ...], ...] = (
 
 
 @dataclass(frozen=True)
-class PPDOptions(TreeOptions):
+class PPDOptions(DraftOptions):
     """Options of ``ppd`` (PPD, chapters 4 and 5).
 
     Attributes:
         tree: ``static``: ten candidates, all prompt tokens under each node (section 5.3).
             ``chain``: the likeliest ones only. ``dynamic``: the dynamic sparse tree of section
-            5.4, which ``hf-spec tune`` has made. All values in :class:`TreeOptions` are allowed,
+            5.4, which ``hf-spec tune`` has made. All values in :class:`DraftOptions` are allowed,
             too.
         max_depth: number of prompt tokens used; None for all that the adapter has.
     """
 
-    trees: ClassVar[tuple[str, ...]] = ("static", CHAIN, DYNAMIC)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree == DYNAMIC and self.max_depth is not None:
-            raise ValueError(
-                f"max_depth={self.max_depth} with tree={DYNAMIC!r}, which says itself how deep it "
-                "is. Leave one of the two out."
-            )
+        if self.tree == DYNAMIC:
+            refuse(
+                self, ["max_depth"],
+                f"with tree={DYNAMIC!r}, which says itself how deep it is. Leave one of the two "
+                "out.",
+            )  # fmt: skip
 
-    def named_tree(self, depth: int) -> TokenTree:
-        chain = {(0,) * length for length in range(1, depth + 1)}
-        return TokenTree.from_paths(sorted(chain.union(STATIC))).truncate(depth)
+
+def static_tree(_: PPDOptions, depth: int) -> TokenTree:
+    """The paths of `STATIC`, with the likeliest one as deep as predictions go."""
+    chain = {(0,) * length for length in range(1, depth + 1)}
+    return TokenTree.from_paths(sorted(chain.union(STATIC))).truncate(depth)
 
 
 class PPDDrafter(ProbeDrafter):
     """Static or dynamic trees of the prompt tokens' likeliest tokens."""
 
+    trees = {"static": static_tree, CHAIN: chain_tree, DYNAMIC: None}
     options: PPDOptions
 
     def __init__(self, model: Any, options: PPDOptions):
@@ -62,7 +65,9 @@ class PPDDrafter(ProbeDrafter):
         if options.tree == DYNAMIC:
             source = dynamic_source(model, adapter)
         else:
-            source = tree_source(options, model, adapter, config.num_prompt_tokens, config.num_ept)
+            source = tree_source(
+                options, self.trees, model, adapter, config.num_prompt_tokens, config.num_ept
+            )
         self.prompts = PromptTokens(adapter, source.max_depth)
         super().__init__(
             model, options, self.prompts.inputs, source, adapter.weights(), self.prompts.group

@@ -1,7 +1,7 @@
 """Drafts with a tree whose unlikely nodes are pruned after the first layers: ProPD, section 4."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -15,24 +15,23 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.head_drafter import HeadDrafter
 from hf_spec.drafting.heads import WEIGHTS
-from hf_spec.drafting.options import HeadOptions
+from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
+from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeSource
 from hf_spec.drafting.wrapped_drafter import WrappedDrafter
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
 from hf_spec.methods.propd.online_tree import ONLINE, HitRates, OnlineTrees
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import model_logits, states_at
-from hf_spec.policy.tree_source import tree_source
+from hf_spec.policy.tree_source import drafted_depth, tree_source
 from modeling_patches.weights import placement
 
 #: Value of ``drafter`` for the adapter's own heads.
 HEADS = "heads"
-#: Options that apply to the strategy as a whole, for any drafter.
-SHARED = ("acceptance", "lookup", "drafting", "typical_epsilon", "typical_delta")
 
 
 @dataclass(frozen=True)
-class ProPDOptions(HeadOptions):
+class ProPDOptions(DraftOptions):
     """Options of ``propd`` (ProPD, section 4).
 
     Attributes:
@@ -43,14 +42,11 @@ class ProPDOptions(HeadOptions):
         drafter_kwargs: options of that strategy.
         prune: whether to drop unlikely candidates after the adapter's ``prune_layer``. ``auto``
             tries steps with and without pruning, and continues with those that emit more tokens per
-            second.
+            second; where nothing may depend on time, it always prunes.
         prune_top_k: k, from 1: candidates that are not among the k likeliest tokens after their
             parent are dropped; None for the adapter's value. In a batch all rows keep equally many:
             as many as are among them in all rows together.
     """
-
-    trees: ClassVar[tuple[str, ...]] = (*HeadOptions.trees, ONLINE)
-    grown: ClassVar[tuple[str, ...]] = (*HeadOptions.grown, ONLINE)
 
     drafter: str = HEADS
     drafter_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -66,70 +62,43 @@ class ProPDOptions(HeadOptions):
         if not isinstance(self.drafter_kwargs, dict):
             raise ValueError(f"drafter_kwargs={self.drafter_kwargs!r}: give a dict of options.")
         if self.drafter != HEADS:
-            self.drafting_method()
+            drafting_method(self)
         elif self.drafter_kwargs:
             raise ValueError(
                 f"drafter_kwargs={self.drafter_kwargs!r} with the adapter's own heads: their "
                 "options are propd's own (tree, max_depth)."
             )
 
-    def untimed(self) -> dict[str, Any]:
-        found = super().untimed()
-        if self.prune == "auto":
-            found["prune"] = True
-        if self.tree == ONLINE:
-            found["tree"] = self.trees[0]
-        if self.drafter != HEADS:
-            inner = self.drafting_method().parse_options(self.drafter_kwargs).untimed()
-            own = {name: value for name, value in inner.items() if name not in SHARED}
-            found["drafter_kwargs"] = {**self.drafter_kwargs, **own}
-            for name in self.shape:  # options of the heads, which do not draft
-                found.pop(name, None)
-        return found
 
-    def looks_up(self, timed: bool) -> bool:
-        if self.drafter == HEADS or self.lookup is True:
-            return super().looks_up(timed)
-        inner = {**self.drafter_kwargs, "lookup": self.lookup}
-        return self.drafting_method().parse_options(inner).looks_up(timed)
+def drafting_method(options: ProPDOptions) -> Method:
+    """The strategy that the option ``drafter`` names.
 
-    @property
-    def other_adapters(self) -> tuple[str, ...]:
-        drafts = self.drafter != HEADS and self.drafting_method().needs_adapter
-        return (self.drafter,) if drafts else ()
-
-    def drafting_method(self) -> Method:
-        """The strategy that ``drafter`` names.
-
-        Raises:
-            ValueError: there is no such strategy, its trees cannot be pruned, or its options are
-                invalid.
-        """
-        method = get_method(self.drafter) if isinstance(self.drafter, str) else None
-        if method is None or method.options is type(self):
+    Raises:
+        ValueError: there is no such strategy, its trees cannot be pruned, or its options are
+            invalid.
+    """
+    name = options.drafter
+    method = get_method(name) if isinstance(name, str) else None
+    if method is None or method.wraps is not None:
+        raise ValueError(f"drafter={name!r}: give {HEADS!r}, or the name of another strategy.")
+    if not method.drafter.single_forward:
+        raise ValueError(
+            f"drafter={name!r} runs the model to draft: only the trees of strategies with one "
+            "forward per step are pruned."
+        )
+    refuse(
+        options, TREE_OPTIONS,
+        f"with drafter={name!r}: it is an option of the adapter's heads. Put the drafter's own "
+        "into drafter_kwargs.",
+    )  # fmt: skip
+    for one in fields(DraftOptions):
+        if one.name in options.drafter_kwargs and one.name not in TREE_OPTIONS:
             raise ValueError(
-                f"drafter={self.drafter!r}: give {HEADS!r}, or the name of another strategy."
-            )
-        if not method.drafter.single_forward:
-            raise ValueError(
-                f"drafter={self.drafter!r} runs the model to draft: only the trees of strategies "
-                "with one forward per step are pruned."
-            )
-        defaults = type(self)
-        own = [name for name in self.shape if getattr(self, name) != getattr(defaults, name)]
-        if own:
-            raise ValueError(
-                f"{own[0]}={getattr(self, own[0])!r} with drafter={self.drafter!r}: it is an "
-                "option of the adapter's heads. Put the drafter's own into drafter_kwargs."
-            )
-        shared = [name for name in SHARED if name in self.drafter_kwargs]
-        if shared:
-            raise ValueError(
-                f"drafter_kwargs: {shared[0]!r} is an option of the whole strategy; give it to "
+                f"drafter_kwargs: {one.name!r} is an option of the whole strategy; give it to "
                 "propd itself."
             )
-        method.parse_options(self.drafter_kwargs)
-        return method
+    method.parse_options(options.drafter_kwargs)
+    return method
 
 
 class EarlyPruning:
@@ -195,6 +164,8 @@ class ProPDDrafter(WrappedDrafter):
     Candidates are never sampled, as pruning depends on their tokens.
     """
 
+    trees = {**HeadDrafter.trees, ONLINE: None}
+    unused = ()
     runs_modules: ClassVar[bool] = True
 
     def __init__(self, model: Any, options: ProPDOptions):
@@ -205,7 +176,7 @@ class ProPDDrafter(WrappedDrafter):
             source = _source(options, model, adapter, len(weights[WEIGHTS]))
             inner = HeadDrafter(model, options, weights, source)
         else:
-            method = options.drafting_method()
+            method = drafting_method(options)
             inner = method.drafter(model, method.parse_options(options.drafter_kwargs))
         super().__init__(inner)
         self.options = options
@@ -229,6 +200,11 @@ class ProPDDrafter(WrappedDrafter):
                 "head for fewer layers."
             )
 
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        if self.prunes is None and not state.timed:
+            self.prunes = True
+
     @property
     def pruning(self) -> EarlyPruning | None:
         return self._early
@@ -236,6 +212,6 @@ class ProPDDrafter(WrappedDrafter):
 
 def _source(options: ProPDOptions, model: Any, adapter: ActiveAdapter, heads: int) -> TreeSource:
     if options.tree != ONLINE:
-        return tree_source(options, model, adapter, heads)
-    depth = options.depth(heads)
+        return tree_source(options, HeadDrafter.trees, model, adapter, heads)
+    depth = drafted_depth(options, heads)
     return OnlineTrees(recall(model, (HitRates, adapter.name, depth), lambda: HitRates(depth)))

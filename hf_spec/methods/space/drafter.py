@@ -5,14 +5,14 @@ candidate, eqs. (5)-(7). The group after the last accepted token gives the next 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, TreeOptions
+from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.state import DecodeState
@@ -22,43 +22,40 @@ from hf_spec.policy.tree_source import tree_source
 
 
 @dataclass(frozen=True)
-class SpaceOptions(TreeOptions):
+class SpaceOptions(DraftOptions):
     """Options of ``space`` (SPACE, section 3.2).
 
     Attributes:
         tree: ``chain``: one candidate for each mask token, as in the paper. All values in
-            :class:`TreeOptions` are allowed, too. Only the candidates of a chain can be sampled, so
+            :class:`DraftOptions` are allowed, too. Only candidates of a chain can be sampled, so
             ``acceptance="rejection"`` uses a chain instead of an adaptive tree.
         max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
-    can_sample: ClassVar[bool] = True
-    trees: ClassVar[tuple[str, ...]] = (CHAIN,)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.acceptance != "rejection" or self.is_chain:
+        if self.acceptance != "rejection" or self.tree == CHAIN:
             return
         if self.tree != ADAPTIVE or self.num_draft_tokens != AUTO:
             raise ValueError(
                 f"acceptance='rejection' with tree={self.tree!r}, whose candidates are not "
                 "sampled. Use tree='chain', or acceptance='match', which is exact for them."
             )
-        object.__setattr__(self, "tree", CHAIN)
-
-    @property
-    def is_chain(self) -> bool:
-        return isinstance(self.tree, str) and self.tree == CHAIN
 
 
 class SpaceDrafter(ProbeDrafter):
     """Trees of the mask tokens' predictions, or chains of likeliest or sampled tokens."""
 
+    can_sample = True
     options: SpaceOptions
 
     def __init__(self, model: Any, options: SpaceOptions):
+        if options.acceptance == "rejection":
+            options = replace(options, tree=CHAIN)
         adapter = require_active(model, "SPACE", "space")
-        source = tree_source(options, model, adapter, adapter.config.num_mask_tokens, probes=1)
+        source = tree_source(
+            options, self.trees, model, adapter, adapter.config.num_mask_tokens, probes=1
+        )
         inputs = mask_tokens(adapter, model)
         used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
         super().__init__(model, options, used, source, adapter.weights())
@@ -75,8 +72,8 @@ class SpaceDrafter(ProbeDrafter):
 
         q is the whole distribution after the call's processors, which see the earlier candidates.
         """
-        samples = state.do_sample and self.options.samples
-        if not self.options.is_chain or (not samples and state.process.trivial):
+        samples = samples_drafts(self.options, state.do_sample)
+        if self.options.tree != CHAIN or (not samples and state.process.trivial):
             return super().candidates(state, trees, depth)
         assert self.hidden is not None
         states = self.corrected(self.hidden[:, :depth], state.root)
