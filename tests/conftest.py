@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -141,8 +140,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # In the environment, so that workers of pytest-xdist choose the same tests.
-    os.environ.setdefault("HF_SPEC_SEED", str(random.randrange(10**6)))
     if config.getoption("--every-case"):
         os.environ[EVERY_CASE] = "1"
 
@@ -170,13 +167,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if outcome is not None and report.when == "call":
             model_type, _, name = report.nodeid.partition("[")[2].rstrip("]").rpartition("-")
             outcomes.setdefault(model_type, {}).setdefault(outcome, []).append(name)
-    if not outcomes:
+    if not config.getoption("--every-architecture"):
         return
     terminalreporter.section("architectures")
-    if not config.getoption("--every-architecture"):
-        seed = os.environ["HF_SPEC_SEED"]
-        terminalreporter.line(f"{len(outcomes)} at random; HF_SPEC_SEED={seed} takes them again")
-        return
     for model_type, found in sorted(outcomes.items()):
         for outcome, names in found.items():
             terminalreporter.line(f"{model_type}: {', '.join(sorted(names))}: {outcome}")

@@ -102,6 +102,7 @@ def test_when_registration_takes_place(program: str, expected: list[str], tmp_pa
     assert done.stdout.split() == expected, done.stderr
 
 
+@pytest.mark.environment
 def test_a_module_of_ours_that_is_imported_first_registers_when_it_is_complete() -> None:
     program = """
 from hf_spec.drafting.drafter import Drafter
@@ -196,6 +197,7 @@ def test_generation_without_a_strategy_is_stock(
     assert len(calls) == 4
 
 
+@pytest.mark.environment
 def test_plain_results_do_not_depend_on_the_import(
     tiny: Callable[..., PreTrainedModel], tmp_path: object
 ) -> None:

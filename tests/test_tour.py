@@ -21,6 +21,7 @@ def notebook() -> Any:
     return nbformat.read(DOCS / "tour.ipynb", as_version=4)
 
 
+@pytest.mark.environment
 def test_every_strategy_writes_what_plain_generation_writes(
     notebook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,17 +196,6 @@ def test_growth_beyond_the_capacity_keeps_everything(lengths: list[int]) -> None
     assert all(large >= 2 * small for small, large in zip(sizes, sizes[1:]))
 
 
-def test_reserve_within_the_capacity_does_nothing() -> None:
-    pair = uniform(capacity=60)
-    before = buffers(pair.cache)
-    assert pair.cache.capacity == 64
-    pair.cache.states.reserve(64)
-    assert buffers(pair.cache) == before
-    pair.cache.states.reserve(65)
-    assert pair.cache.capacity == 128
-    pair.check()
-
-
 @pytest.mark.parametrize("lengths", [[5], [5, 5], [2, 7]], ids=str)
 def test_nodes_drafted_one_by_one_are_overwritten_by_the_verifying_forward(
     lengths: list[int],
@@ -232,15 +221,6 @@ def test_a_block_may_be_written_in_two_parts(lengths: list[int]) -> None:
     pair.naive.accept(states, 0, [0, 2, 4])
     pair.naive.accept(states, 1, [0, 1, 3])
     pair.check()
-
-
-def test_layers_of_equal_shape_share_one_buffer() -> None:
-    cache = Pair(SPECS["layers differ"], [3, 3], capacity=32, seed=0).cache
-    storages = {layer.keys.untyped_storage().data_ptr() for layer in cache.layers}
-    assert len(storages) == 3  # layers 0 and 2 are alike
-    same = cache.layers[0].keys.untyped_storage().data_ptr()
-    assert cache.layers[0].values.untyped_storage().data_ptr() == same
-    assert cache.layers[2].keys.untyped_storage().data_ptr() == same
 
 
 def test_unwritten_slots_are_zero_not_rubbish() -> None:
@@ -614,12 +594,6 @@ def test_a_deep_copy_lives_on_its_own() -> None:
 # -- what can be packed --------------------------------------------------------------------------
 
 
-def test_dynamic_and_sliding_layers_can_be_packed(tiny: Callable[..., PreTrainedModel]) -> None:
-    check_packable(DynamicCache())
-    check_packable(dynamic(random_states([(1, 2, 2)] * 2, 1, 3), [None, 4]))
-    check_packable(DynamicCache(config=tiny("gemma3").config))
-
-
 def test_other_caches_are_refused_by_name(tiny: Callable[..., PreTrainedModel]) -> None:
     class IndexedLayer(DynamicLayer):
         pass
@@ -772,17 +746,6 @@ def test_rows_that_are_selected_go_on(specs: str, lengths: list[int]) -> None:
         for _ in range(3):
             pair.step()
     cache.repair()
-    pair.check()
-
-
-def test_selecting_allocates_nothing() -> None:
-    pair = uniform(batch=4)
-    before = buffers(pair.cache)
-    pair.cache.select([3, 1])
-    assert buffers(pair.cache) == before
-    pair.naive.map_rows(lambda layer: [layer[3], layer[1]])
-    pair.cache.batch_select_indices(torch.tensor([1, 0, 1]))
-    pair.naive.map_rows(lambda layer: [layer[1], layer[0], layer[1]])
     pair.check()
 
 

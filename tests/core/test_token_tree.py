@@ -121,11 +121,6 @@ def test_paths_of_the_wrong_type_are_refused(paths: str) -> None:
         TokenTree.from_json(f'{{"version": 1, "paths": {paths}}}')
 
 
-def test_json_keeps_the_order_of_nodes() -> None:
-    tree = TokenTree((-1, 0, 1, 0))
-    assert TokenTree.from_json(tree.to_json()) == tree
-
-
 # -- shape ---------------------------------------------------------------------------------------
 
 
@@ -136,11 +131,6 @@ def test_a_chain_has_one_node_per_depth(length: int) -> None:
     assert tree.depths == tuple(range(length + 1))
     assert tree.is_chain
     assert tree.paths == tuple((0,) * depth for depth in range(1, length + 1))
-
-
-@pytest.mark.parametrize("parents", [(-1, 0, 0), (-1, 0, 1, 1), (-1, 0, 0, 2)])
-def test_branching_trees_are_no_chains(parents: tuple[int, ...]) -> None:
-    assert not TokenTree(parents).is_chain
 
 
 @pytest.mark.parametrize("seed", range(10))

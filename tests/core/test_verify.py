@@ -245,22 +245,6 @@ def test_random_cases_accept_now_little_now_much() -> None:
     assert {1, 2, 3} <= set(counts)
 
 
-def test_of_siblings_with_one_token_only_the_first_is_entered() -> None:
-    tree = trees_of((-1, 0, 0, 2), torch.tensor([[0, 5, 5, 7]]))  # 7 follows the second 5
-    targets = torch.tensor([[5, 1, 7, 2]])
-    assert emitted_rows(verify.match(tree, targets)) == [(5, 1)]
-
-
-def test_an_invalid_sibling_does_not_hide_its_twin() -> None:
-    tree = trees_of((-1, 0, 0), torch.tensor([[0, 5, 5]]))
-    tree = tree.changed(valid=torch.tensor([[True, False, True]]))
-    targets = torch.tensor([[5, 1, 2]])
-    accepted = verify.match(tree, targets)
-    assert accepted.path.tolist() == [[0, 2]]
-    along = verify.match_along(tree, known(targets, 6), argmax)
-    assert along.path.tolist() == [[0, 2]]
-
-
 def nothing_hidden(tree: Tree, targets: Tensor) -> StepResult:
     """``match`` as it must not be: of twins it takes the one whose subtree agrees further."""
     paths = []
@@ -476,15 +460,6 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     assert (accepted.counts == 4).all()
 
 
-def test_a_draft_that_the_target_excludes_is_never_accepted() -> None:
-    tree = trees_of((-1, 0, 0), torch.zeros(500, 3, dtype=torch.long))
-    draft = torch.tensor([1.0, 0.0, 0.0]).expand(500, 3, 3)
-    scores = torch.tensor([0.0, 0.5, 0.5]).log().expand(500, 3, 3)
-    accepted = verify.rejection(tree.changed(q=draft), Scores(scores))
-    assert (accepted.counts == 1).all()
-    assert set(accepted.tokens[:, 0].tolist()) == {1, 2}
-
-
 def test_rejection_takes_its_random_numbers_from_the_generator() -> None:
     p, q = LANGUAGES["near"]
     tree = Tree.of_shapes([TokenTree(SHAPES["two branches"])] * 50)
@@ -542,36 +517,6 @@ def test_typical_equals_its_definition(seed: int, epsilon: float, delta: float) 
     assert len(set(accepted.counts.tolist())) > 1
     # Rows are asked side by side, whichever nodes they are at, and once more where paths end.
     assert scores.calls <= max(map(len, scores.asked)) + 1
-
-
-def test_typical_uses_the_entropy_at_the_parent() -> None:
-    """A flat parent lets an unlikely child pass that a peaked one of equal chance does not."""
-    flat = [0.3, 0.35, 0.35]  # exp(-H) = 0.334, limit 0.3 * 0.334 = 0.1002
-    peaked = [0.3, 0.7, 0.0]  # exp(-H) = 0.543, limit 0.3 * 0.543 = 0.163
-    tree = Tree.chain(torch.tensor([[9, 0], [9, 0]]))
-    for delta, counts in ((0.3, [2, 2]), (0.6, [2, 1]), (1.0, [1, 1])):
-        scores = Scores(torch.tensor([[flat, flat], [peaked, flat]]).log())
-        accepted = verify.typical(tree, scores, argmax, epsilon=1.0, delta=delta)
-        assert accepted.counts.tolist() == counts
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "path"),
-    [
-        ([0.6, 0.4], [0.5, 0.9], [0, 2, 4]),  # 0.30 against 0.36: the likelier child loses
-        ([0.7, 0.3], [0.5, 0.9], [0, 1, 3]),  # 0.35 against 0.27: the likelier grandchild loses
-        ([0.5, 0.5], [0.8, 0.8], [0, 1, 3]),  # equal: the first in the tree
-    ],
-)
-def test_typical_breaks_ties_by_likelihood_of_the_whole_path(
-    first: list[float], second: list[float], path: list[int]
-) -> None:
-    tree = trees_of(SHAPES["two branches"], torch.tensor([[9, 0, 1, 0, 0]]))
-    after = [[chance, 1 - chance] for chance in second]
-    p = torch.tensor([[first, *after, [0.2, 0.8], [0.7, 0.3]]])
-    accepted = verify.typical(tree, Scores(p.log()), argmax, epsilon=0.09, delta=0.3)
-    assert accepted.path.tolist() == [path]
-    assert emitted_rows(accepted) == [(path[1] - 1, 0, 1 if path[2] == 3 else 0)]
 
 
 def test_typical_samples_its_bonus_from_the_target_at_the_last_node() -> None:

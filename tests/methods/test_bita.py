@@ -18,9 +18,6 @@ from hf_spec.drafting.predictions import Predictions
 from hf_spec.methods.bita import BitaDrafter
 from modeling_patches.cache_name import CACHE
 
-NEW = 16
-
-
 # -- trees: section 3.2, figure 5 --------------------------------------------------------------
 
 
@@ -34,19 +31,6 @@ def test_tokens_by_rank() -> None:
 
 
 # -- config ------------------------------------------------------------------------------------
-
-
-def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> None:
-    shapes = {
-        "deep": {"masks": (3, 32), "prompt_keys": (3, 2, 5, 8), "prompt_values": (3, 2, 5, 8)},
-        "shallow": {"masks": (3, 32), "prompts": (5, 32)},
-        "none": {"masks": (3, 32)},
-    }
-    for depth, expected in shapes.items():
-        model = fresh()
-        model.add_adapter(hf_spec.BitaConfig(num_prompt_tokens=5, prompt_depth=depth))
-        weights = find_active(model, "BITA").weights()
-        assert {name: tuple(value.shape) for name, value in weights.items()} == expected
 
 
 # -- loss: eq. (1) -----------------------------------------------------------------------------

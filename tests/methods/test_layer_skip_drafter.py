@@ -566,7 +566,6 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "processors": (ragged(), {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}),
     "sampled": ({}, {"do_sample": True, "temperature": 0.8, "top_k": 12}),
     "compiled": (ragged(), COMPILED),
-    "compiled alone": ({}, COMPILED),
 }
 
 
@@ -575,10 +574,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ("call", "lookup"),
     covering(
         product(CALLS, (False, True)),
-        # Code takes its time: alone without look-ups, or the other way round.
-        lambda call, lookup: (
-            [call, ("compiled", lookup)] if "compiled" in call else [(call, lookup)]
-        ),
+        # Code takes its time.
+        lambda call, retrieval: [call if call == "compiled" else (call, retrieval)],
     ),
 )
 def test_trees_change_nothing(

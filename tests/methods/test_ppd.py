@@ -195,28 +195,6 @@ def test_prompts_start_from_text(fresh: Callable[..., PreTrainedModel]) -> None:
         assert (prompts[:, None] == every).all(-1).any(-1).all()
 
 
-def test_parameters_follow_the_config(fresh: Callable[..., PreTrainedModel]) -> None:
-    deep = (3, 2, 6, 8)
-    shapes = {
-        "plain": {"prompts": (3, 32)},
-        "learned": {"prompts": (6, 32), "weights": (3, 2)},
-        "prefix": {"prompts": (3, 32), "prefix_keys": deep, "prefix_values": deep},
-        "vocabulary": {"prompts": (3, 32), "head": (VOCAB, 32)},
-        "residual": {"prompts": (3, 32), "head": (32, 32), "head_bias": (32,)},
-        "low rank": {
-            "prompts": (3, 32),
-            "head_down": (2, 32),
-            "head_up": (32, 2),
-            "head_bias": (32,),
-        },
-    }
-    for name, expected in shapes.items():
-        model = fresh()
-        model.add_adapter(hf_spec.PPDConfig(**CONFIGS[name]))
-        weights = find_active(model, "PPD").weights()
-        assert {key: tuple(value.shape) for key, value in weights.items()} == expected
-
-
 def test_heads_start_as_the_base_s_own(fresh: Callable[..., PreTrainedModel]) -> None:
     found = []
     for name in ("plain", "vocabulary", "residual", "low rank"):
@@ -270,15 +248,6 @@ def test_trees(tiny: Callable[..., PreTrainedModel]) -> None:
     assert states(3, tree="static", max_depth=1) == TreeStates.uniform(flat, 1)
     assert states(3, tree="chain").states[3].tree == TokenTree.chain(3)
     assert states(3, tree=[[0], [0, 0]]).states[3].tree == TokenTree.chain(2)
-
-
-def test_trees_that_want_more_prompt_tokens_are_refused(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
-    model = with_adapter(fresh(), {"num_prompt_tokens": 2})
-    for options in ({"tree": [[0], [0, 0], [0, 0, 0]]}, {"max_depth": 3}):
-        with pytest.raises(ValueError, match="2"):
-            run(model, assistant_strategy="ppd", assistant_kwargs=options)
 
 
 # -- decoding -----------------------------------------------------------------------------------
@@ -372,18 +341,6 @@ def test_rows_in_different_states_of_random_trees(
     assert out.tolist() == plain.tolist()
     stats = hf_spec.last_stats(model)
     assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
-
-
-def test_a_state_without_prompt_tokens(
-    fresh: Callable[..., PreTrainedModel], tuned: Callable[[TreeStates], None]
-) -> None:
-    """Nothing is asked in it, so that the next step knows nothing."""
-    model = fresh("llama")
-    plain = run(model)
-    with_adapter(model, {"num_prefix_tokens": 1})
-    root = TreeState(TokenTree.chain(0), (1,))
-    tuned(TreeStates((root, TreeState(TokenTree.from_paths([[0], [1]]), (0, 0, 0)))))
-    assert run(model, assistant_strategy="ppd", assistant_kwargs={"tree": "dynamic"}) == plain
 
 
 def states_of(generator: random.Random, most: int) -> TreeStates:

@@ -13,7 +13,6 @@ from adapter_oracle import hooked, randomise, with_updates
 from conftest import prompt, ragged
 from peft import LoraConfig, get_peft_model
 from running import drafting, every_step
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -138,7 +137,7 @@ def test_the_loss_is_that_of_one_mask_group_per_forward(
 def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama", dtype=torch.float64))
     adapter = added(model, num_mask_tokens=2, p_ar=0.4)
-    rows = some_rows(40)
+    rows = some_rows(24)
     model.train()
     data = AnswerDataset([{"prompt_ids": p, "answer_ids": a} for p, a in rows], num_anchors=4)
     chosen, alone = [], []
@@ -152,8 +151,8 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
         assert is_ar != is_sar
         chosen.append(bool(is_ar))
         alone.append(float(value))
-    # Binomial(40, 0.4), which leaves 6..26 with a probability below 1e-3; the draws are fixed.
-    assert 6 <= sum(chosen) <= 26
+    # Binomial(24, 0.4), which leaves 2..18 with a probability below 1e-3; the draws are fixed.
+    assert 2 <= sum(chosen) <= 18
     # In one batch, padded, each row has the loss that it has alone.
     with torch.no_grad():
         together = float(space.loss(model, adapter, TrainingBatch(**batch_of(rows)))["loss"])
@@ -291,17 +290,6 @@ def test_sampled_candidates_carry_the_whole_distribution(
 
 
 # -- operations of PEFT --------------------------------------------------------------------------
-
-
-def test_names_in_the_file(tiny: Tiny, tmp_path: Path) -> None:
-    peft_model = get_peft_model(copy.deepcopy(tiny("llama")), tuned(num_mask_tokens=2, rank=3))
-    peft_model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "adapter_model.safetensors")
-    prefix = "base_model.model.spec_modules.type_space.space_"
-    assert stored[f"{prefix}masks"].shape == (2, 32)
-    assert stored[f"{prefix}down__model__layers__0__mlp__down_proj"].shape == (3, 48)
-    assert stored[f"{prefix}up__model__layers__0__mlp__down_proj"].shape == (32, 3)
-    assert len(stored) == 1 + 2 * 3 * 7
 
 
 def test_merging_is_exactly_reversible(tiny: Tiny) -> None:

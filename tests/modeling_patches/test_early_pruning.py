@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB, prompt
-from running import added, fingerprint
+from running import added
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -184,24 +183,6 @@ def test_compiled_layers_run_uncompiled(fresh: Callable[..., PreTrainedModel]) -
         layer.compile(backend="eager")
     with added(early_pruning, model, 1, lambda hidden: keep):
         assert torch.equal(model(ids, use_cache=False).logits, expected)
-
-
-@torch.no_grad()
-def test_forwards_outside_are_as_before_and_a_second_use_adds_nothing(
-    fresh: Callable[..., PreTrainedModel],
-) -> None:
-    model, (prompts, tree, wanted) = fresh("llama"), setting(1, 2)
-    ids, left = prompt(9), []
-    plain = model(ids).logits
-    for fails in (False, False, True):
-        keep = Keep(1, wanted)
-        if fails:
-            keep.likely = lambda *_: 1 / 0  # type: ignore[method-assign]
-        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-            run(model, tree, prompts, keep)
-        assert torch.equal(model(ids).logits, plain)
-        left.append(fingerprint(model))
-    assert left == left[:1] * 3
 
 
 @torch.no_grad()

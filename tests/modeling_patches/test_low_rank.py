@@ -450,22 +450,6 @@ def test_only_the_last_rows_are_updated(tiny: Tiny, architecture: str, batch: in
     assert torch.equal(logits(model, ids), plain)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_rows_that_were_flattened(batch: int) -> None:
-    """A module that is called with (batch * rows, features)."""
-    module = nn.Linear(4, 6)
-    factors = random_factors({"": module})
-    x = torch.randn(batch, 5, 4, generator=torch.Generator().manual_seed(0))
-    plain = module(x)
-    expected = plain.clone()
-    down, up, scale = factors[""]
-    expected[:, 3:] += scale * x[:, 3:] @ down.T @ up.T
-    with added(LowRank.add_to, LowRank({"": module}, factors.get), lambda: (5, 2)), torch.no_grad():
-        found = module(x.flatten(0, 1)).view(batch, 5, 6)
-    assert torch.equal(found[:, :3], module(x.flatten(0, 1)).view(batch, 5, 6)[:, :3])
-    torch.testing.assert_close(found, expected)
-
-
 def test_a_module_that_sees_some_of_the_rows_is_refused() -> None:
     """Experts, for example."""
     module = nn.Linear(4, 6)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 from hf_spec.policy.step_times import (
     CLIP,
-    DECAY,
     FIRST,
-    PACE_ALPHA,
     SIZES,
-    STALE,
     TIME_ALPHA,
     SizeTime,
     StepTimes,
@@ -63,43 +58,6 @@ def test_times_by_hand() -> None:
     assert size.mean == pytest.approx(before * (1 + (CLIP - 1) / (FIRST + 2)))
 
 
-def test_old_steps_of_a_size_count_less() -> None:
-    """A size that is tried every 50 steps forgets as fast as one that is always taken."""
-    size = SizeTime()
-    for step in range(FIRST + 1):
-        size.add(1.0, step)
-    assert size.count == FIRST
-    size.add(1.5, FIRST + 50)
-    count = FIRST * math.exp(-50 * DECAY) + 1
-    assert size.mean == pytest.approx(1.0 + 0.5 / count) and count < 1 / TIME_ALPHA
-    size.add(9.0, FIRST + 51 + STALE)  # begins anew
-    assert size.mean == 9.0
-
-
-def test_the_pace_by_hand() -> None:
-    """Half as fast for a while: sizes keep what is known, and predictions follow."""
-    times = StepTimes()
-    for rows, seconds in ((4, 1.0), (8, 2.0)):
-        for _ in range(3):
-            times.observe(rows, seconds, 0.1)
-    assert times.pace == 1.0
-    times.observe(8, 4.0, 0.1)
-    assert times.pace == pytest.approx(2**PACE_ALPHA)
-    times.observe(8, 100.0, 0.1)  # a stall counts as twice the mean
-    assert times.pace == pytest.approx(2 ** (2 * PACE_ALPHA))
-    times = StepTimes()
-    for rows, seconds in ((4, 1.0), (8, 2.0)):
-        for _ in range(3):
-            times.observe(rows, seconds, 0.1)
-    for _ in range(40):
-        times.observe(8, 4.0, 0.2)
-    assert times.means[8] == pytest.approx(4.0, rel=1e-3)
-    assert times.seconds(4) == pytest.approx(2.2, rel=0.2)  # though it was not seen since
-    assert times.drafting_seconds == pytest.approx(0.2, rel=0.1)
-    times.observe(64, 32.0, 0.2)  # unknown sizes say nothing of the pace
-    assert times.means[8] == pytest.approx(4.0, rel=1e-3)
-
-
 def test_nothing_is_known_of_a_line_through_one_size() -> None:
     times = StepTimes()
     for _ in range(5):
@@ -125,18 +83,6 @@ def test_few_sizes_are_kept() -> None:
         for _ in range(2):
             times.observe(rows, 1.0 + rows)
     assert len(times.sizes) == SIZES and min(times.sizes) == 10
-
-
-def test_what_is_expected_of_larger_batches() -> None:
-    times = StepTimes.guessed({4: 2.0, 8: 3.0})
-    times.drafting.mean = 0.25
-    seeded = times.elsewhere(1.0, scale=4.0)
-    assert seeded.line == pytest.approx((1.0, 1.0))
-    assert seeded.seconds(8) == pytest.approx(9.25)
-    for _ in range(2):
-        seeded.observe(8, 7.0)
-    assert seeded.means[8] == 7.0  # the guess gives way
-    assert StepTimes().elsewhere(1.0).line is None
 
 
 def test_a_measured_plain_step_is_expected_of_other_conditions() -> None:
