@@ -575,7 +575,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     covering(
         product(CALLS, (False, True)),
         # Code takes its time.
-        lambda call, retrieval: [call if call == "compiled" else (call, retrieval)],
+        lambda call, lookup: [call if call == "compiled" else (call, lookup)],
     ),
 )
 def test_trees_change_nothing(

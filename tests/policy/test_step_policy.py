@@ -649,10 +649,10 @@ GREEDY = {"max_new_tokens": 100, "do_sample": False, "return_dict_in_generate": 
 
 
 @pytest.mark.parametrize(
-    ("name", "retrieval", "inputs"),
+    ("name", "lookup", "inputs"),
     covering(
         product(methods(), (False, True), INPUTS),
-        lambda name, retrieval, inputs: [name, (retrieval, inputs)],
+        lambda name, lookup, inputs: [name, (lookup, inputs)],
     ),
 )
 def test_expensive_drafts_are_given_up(
