@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import CONTAINER
+from hf_spec.training.anchors import AnswerDataset, collate
 
 
 def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:
@@ -55,6 +56,13 @@ def with_updates(model: PreTrainedModel, adapter: Any, scale: float) -> PreTrain
             update = update.T if type(module).__name__ == "Conv1D" else update
             module.weight.data = (module.weight.double() + update).to(module.weight.dtype)
     return oracle
+
+
+def batch_of(rows: list[tuple[list[int], list[int]]], num_anchors: int) -> dict[str, Tensor]:
+    """A training batch of these prompts and answers."""
+    data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
+    dataset = AnswerDataset(data, num_anchors=num_anchors)
+    return collate([dataset[index] for index in range(len(data))])
 
 
 def hooked(model: Any) -> int:

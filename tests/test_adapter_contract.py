@@ -186,7 +186,7 @@ def test_trained(trained: Callable[[str], Path], tmp_path: Path, name: str) -> N
 def test_switched_copied_disabled_and_deleted(fresh: Fresh, name: str) -> None:
     model = fresh("llama")
     base, kinds = tokens(model), [kind for method, kind in CONFIGS if method == name]
-    held = {}
+    kinds, held = [*dict.fromkeys([*kinds[:3], kinds[-1]])], {}
     for seed, kind in enumerate(kinds, 1):
         held[kind] = added(model, name, kind, kind, seed), tokens(model)
     other = copy.deepcopy(model)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from adapter_oracle import hooked, randomise, with_updates
+from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import prompt, ragged
 from datasets import Dataset
 from peft import get_peft_model
@@ -35,7 +35,6 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
-from hf_spec.training.anchors import AnswerDataset, collate
 from hf_spec.training.train import bit_sums, split, train
 from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
@@ -277,12 +276,6 @@ def test_compiled_steps_have_merged_weights(tiny: Tiny) -> None:
 # -- the loss ------------------------------------------------------------------------------------
 
 
-def batch_of(rows: list[tuple[list[int], list[int]]], num_anchors: int = 3) -> dict[str, Tensor]:
-    data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
-    dataset = AnswerDataset(data, num_anchors=num_anchors)
-    return collate([dataset[index] for index in range(len(data))])
-
-
 def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
     """One piece at a time behind the full model's own cache of the tokens before it."""
     rows = []
@@ -330,7 +323,7 @@ def test_the_loss_is_that_of_pieces_behind_the_full_models_cache(
     for index in range(3):
         ids = torch.randint(3, 61, (14 + index,), generator=generator).tolist()
         rows.append((ids[:6], ids[6:]))
-    batch = batch_of(rows)
+    batch = batch_of(rows, 3)
     model.train()
     output = layer_skip.loss(model, adapter, TrainingBatch(**batch))
     assert model.training and hooked(model) == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import hooked, randomise, with_updates
+from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import prompt, ragged
 from peft import LoraConfig, get_peft_model
 from running import drafting, every_step
@@ -57,12 +57,6 @@ def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
 
 
 # -- the loss ------------------------------------------------------------------------------------
-
-
-def batch_of(rows: list[tuple[list[int], list[int]]], num_anchors: int = 4) -> dict[str, Tensor]:
-    data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
-    dataset = AnswerDataset(data, num_anchors=num_anchors)
-    return collate([dataset[index] for index in range(len(data))])
 
 
 def some_rows(count: int = 3) -> list[tuple[list[int], list[int]]]:
@@ -116,7 +110,7 @@ def test_the_loss_is_that_of_one_mask_group_per_forward(
     """Values and gradients; gemma2 has a soft cap on its logits, bloom has ALiBi."""
     model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
     adapter = added(model, num_mask_tokens=3, p_ar=0.3, rank=2, shared_mask=shared_mask)
-    batch = batch_of(some_rows())
+    batch = batch_of(some_rows(), 4)
     model.eval()
     output = space.loss(model, adapter, TrainingBatch(**batch))
     ar, sar = naive(model, adapter, batch)
@@ -155,7 +149,7 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     assert 2 <= sum(chosen) <= 18
     # In one batch, padded, each row has the loss that it has alone.
     with torch.no_grad():
-        together = float(space.loss(model, adapter, TrainingBatch(**batch_of(rows)))["loss"])
+        together = float(space.loss(model, adapter, TrainingBatch(**batch_of(rows, 4)))["loss"])
     assert together == pytest.approx(sum(alone) / len(alone), rel=1e-4)
 
 
@@ -176,7 +170,7 @@ def test_other_anchors_are_another_draw() -> None:
 def test_p_ar_of_one_is_plain_fine_tuning(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     adapter = added(model, p_ar=1.0)
-    batch = batch_of(some_rows())
+    batch = batch_of(some_rows(), 4)
     for training in (True, False):
         model.train(training)
         output = space.loss(model, adapter, TrainingBatch(**batch))
@@ -435,7 +429,7 @@ def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="gradient_checkpointing"):
-        space.loss(model, adapter, TrainingBatch(**batch_of(some_rows())))
+        space.loss(model, adapter, TrainingBatch(**batch_of(some_rows(), 4)))
 
 
 # -- configs -------------------------------------------------------------------------------------

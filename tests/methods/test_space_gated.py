@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import hooked, randomise, with_updates
+from adapter_oracle import batch_of, hooked, randomise, with_updates
 from conftest import prompt, ragged
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -24,7 +24,6 @@ from hf_spec.methods.space import adapter as objective
 from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
-from hf_spec.training.anchors import AnswerDataset, collate
 from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]
@@ -140,12 +139,6 @@ def test_experts_are_left_out(fresh: Tiny) -> None:
 # -- training ------------------------------------------------------------------------------------
 
 
-def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
-    data = [{"prompt_ids": one, "answer_ids": two} for one, two in rows]
-    dataset = AnswerDataset(data, num_anchors=8)
-    return collate([dataset[index] for index in range(len(data))])
-
-
 #: Counting in a circle of four.
 ROWS = [
     ([4 + (i + s) % 4 for s in range(6)], [4 + (i + s) % 4 for s in range(6, 20)]) for i in range(4)
@@ -160,7 +153,7 @@ def test_the_loss_is_that_of_the_mask_tokens(fresh: Tiny) -> None:
         adapter = added(model, p_ar=p_ar)
         for training in (True, False):
             model.train(training)
-            output = objective.loss(model, adapter, TrainingBatch(**batch_of(ROWS)))
+            output = objective.loss(model, adapter, TrainingBatch(**batch_of(ROWS, 8)))
             losses = torch.nn.functional.cross_entropy(
                 output["logits"].permute(0, 3, 1, 2), output["labels"], reduction="none"
             )
