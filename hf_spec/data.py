@@ -1,7 +1,8 @@
 """Reads files of prompts and answers as people have them; all commands read with this module.
 
-A file holds JSON lines or a JSON array of objects in UTF-8, either may be gzipped; or it is a
-parquet file. What it holds is seen from its content, not its name.
+A file holds JSON lines or a JSON array of objects, either may be gzipped, in UTF-8 or, with a byte
+order mark, UTF-16 (lines in Windows-1252 are read with a warning); or it is a parquet file. What it
+holds is seen from its content, not its name.
 A row is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
@@ -16,9 +17,12 @@ The first of `PROMPT_FIELDS` that a row has is taken. A field that is null count
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import logging
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -42,11 +46,17 @@ ACCEPTED = (
     "a file holds JSON lines, a JSON array of objects (both may be gzipped) or parquet; "
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
 )
-PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
+PARQUET, GZIP, UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
 #: Rows of a parquet file that are in memory at once.
 BATCH = 1000
+#: JSON can escape half of a pair of surrogates, which is no character and has no UTF-8.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+#: Files of which it has been said that they are not UTF-8.
+_warned: set[str] = set()
 
 
 class Row(NamedTuple):
@@ -144,7 +154,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
 
 
-def _json_rows(path: Path, file: Iterable[bytes]) -> Iterator[Row]:
+def _json_rows(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[Row]:
     lines = _lines(path, file)
     begun = False
     for number, line in enumerate(lines, start=1):
@@ -162,16 +172,38 @@ def _json_rows(path: Path, file: Iterable[bytes]) -> Iterator[Row]:
         begun = True
 
 
-def _lines(path: Path, file: Iterable[bytes]) -> Iterator[str]:
+def _lines(path: Path, file: io.BufferedReader | gzip.GzipFile) -> Iterator[str]:
     """Lines as text. They end at line feeds only: JSON texts may hold what else ends lines."""
+    if file.peek(2)[:2] in UTF_16:
+        try:
+            yield from io.StringIO(file.read().decode("utf-16"), newline="\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: begins like UTF-16, but byte {error.start + 1} is not ({error.reason}): "
+                "save the file as UTF-8"
+            ) from error
+        return
     for number, line in enumerate(file, start=1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: byte {error.start + 1} of the line is "
-                f"{line[error.start]:#04x}, not UTF-8; save the file as UTF-8"
-            ) from error
+            yield _from_windows(line, f"{path}, line {number}", error)
+
+
+def _from_windows(line: bytes, place: str, error: UnicodeDecodeError) -> str:
+    """A line that is not UTF-8, read as what older programs on Windows write, with a warning."""
+    found = f"{place}: byte {error.start + 1} of the line is {line[error.start]:#04x}, not UTF-8"
+    try:
+        text = line.decode("cp1252")
+    except UnicodeDecodeError:
+        raise ValueError(f"{found}; save the file as UTF-8") from error
+    file = place.rpartition(",")[0]
+    if file not in _warned:
+        _warned.add(file)
+        logger.warning(
+            "%s: read as Windows-1252; if characters come out wrong, save the file as UTF-8", found
+        )
+    return text
 
 
 def _parsed(text: str, place: str, begun: bool = False) -> Any:
@@ -219,8 +251,7 @@ def example(fields: Mapping[str, Any]) -> Prompt:
     """The prompt and the answer of a row; category and id are left to the reader.
 
     Raises:
-        ValueError: the row has no prompt, or a field does not hold what it must; or a text is no
-            Unicode (UnicodeEncodeError).
+        ValueError: the row has no prompt, or a field does not hold what it must.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     name = next((name for name in PROMPT_FIELDS if name in given), None)
@@ -238,8 +269,6 @@ def example(fields: Mapping[str, Any]) -> Prompt:
     if not messages or messages[-1].role != "user":
         role = messages[-1].role if messages else "assistant"
         raise ValueError(f"{name!r}: the last message must be the user's, it is the {role}'s")
-    # An error for half a surrogate pair, which JSON can escape and no tokenizer takes.
-    "".join([*(message.content for message in messages), answer or ""]).encode()
     *history, last = messages
     if not last.content.strip():
         raise ValueError(f"{name!r}: the user's last message is empty")
@@ -248,10 +277,24 @@ def example(fields: Mapping[str, Any]) -> Prompt:
 
 
 def checked_text(name: str, value: Any) -> str:
-    """``value``; raise a ValueError unless it is a text that is not empty."""
+    """``value``, a text.
+
+    Raises:
+        ValueError: it is none, is empty, or has half a pair of surrogates.
+    """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name!r} must hold a text that is not empty")
-    return value
+    return _whole(repr(name), value)
+
+
+def _whole(what: str, text: str) -> str:
+    half = SURROGATE.search(text)
+    if half:
+        raise ValueError(
+            f"{what} has \\u{ord(half[0]):04x}, half of a surrogate pair, which is no character: "
+            "write both halves, or leave it out"
+        )
+    return text
 
 
 def _prompt(name: str, given: Mapping[str, Any]) -> list[Message]:
@@ -282,7 +325,7 @@ def _answer(given: Mapping[str, Any]) -> tuple[list[Message], str | None]:
                 return _messages(name, found), None
             found = found[0]
         if isinstance(found, str) and found.strip():
-            return [], found
+            return [], _whole(repr(name), found)
     return [], None
 
 
@@ -307,4 +350,4 @@ def _message(what: str, given: Any) -> Message:
         content = "".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
-    return Message(ROLES[role], content)
+    return Message(ROLES[role], _whole(what, content))
