@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def plot_points(axes: Any, points: Sequence[tuple[float, float]], *style: Any, **look: Any) -> None:
-    """Draw a line through (x, y) pairs; without any, the legend still has its entry."""
-    x, y = zip(*points) if points else ((), ())
-    axes.plot(x, y, *style, **look)
 
 
 def save_figure(figure: Any, path: Path) -> Path:

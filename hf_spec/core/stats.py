@@ -77,11 +77,6 @@ class SpecStats:
         """Total time of the call in seconds."""
         return self.draft_seconds + self.forward_seconds + self.verify_seconds + self.other_seconds
 
-    @property
-    def step_seconds(self) -> float:
-        """Time in drafting, forwards and verification so far."""
-        return self.draft_seconds + self.forward_seconds + self.verify_seconds
-
     def __repr__(self) -> str:
         """The main figures in one line."""
         return (

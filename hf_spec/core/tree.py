@@ -156,7 +156,7 @@ class Tree:
         parents, depths, tokens = (part.astype(np.int64) for part in (parents, depths, tokens))
         real, count = probs > 0, probs.shape[1]
         valid = packed[:, -count:] > -torch.inf
-        above, deep, ids = (part.long() for part in packed.split(count, dim=1)[:3])
+        above, deep, ids = packed[:, : 3 * count].long().split(count, dim=1)
         above = above.clamp(min=0) * valid
         row_depths = tuple(np.where(real, depths, 0).max(1).tolist())
         return Tree(
@@ -230,11 +230,11 @@ class Tree:
         if self.first_probe is None:
             return self
         nodes = self.num_tokens
-        parts = {
-            name: getattr(self, name)[:, :nodes]
-            for name in ("tokens", "parents", "depths", "valid")
-        }
-        tree = dataclasses.replace(self, **parts, group=None, first_probe=None, probe_counts=None)
+        tree = dataclasses.replace(
+            self, tokens=self.tokens[:, :nodes], parents=self.parents[:, :nodes],
+            depths=self.depths[:, :nodes], valid=self.valid[:, :nodes], group=None,
+            first_probe=None, probe_counts=None,
+        )  # fmt: skip
         return tree.with_ancestors(self.ancestors[:, :nodes, :nodes])
 
     def probes_of(self, nodes: Tensor) -> Tensor:
@@ -283,8 +283,9 @@ class Tree:
         """The trees in which draft tokens deeper than this, per row, cannot be accepted."""
         if self.max_depth <= min(depths):
             return self
-        deepest = sent(depths, self.depths.device)[:, None]
-        return self.changed(valid=self.valid & (self.depths <= deepest))
+        deep = self.depths > sent(depths, self.depths.device)[:, None]
+        deep[:, self.num_tokens :] = False  # probes
+        return self.changed(valid=self.valid & ~deep)
 
     def likeliest(self, count: int) -> Tree:
         """The ``count`` likeliest draft tokens of trees without probes."""
@@ -311,13 +312,12 @@ class Tree:
             counts: probes of each node of each row's tree, 0 to ``len(group)``; None for a full
                 group at every node.
         """
-        batch, nodes, device = self.batch_size, self.num_nodes, self.parents.device
-        if counts is None:
-            counts = [[len(group)] * nodes] * batch
+        nodes, device = self.num_nodes, self.parents.device
+        counts = [[len(group)] * nodes] * self.batch_size if counts is None else counts
         count = sent([[*row, *[0] * (nodes - len(row))] for row in counts], device, torch.long)
         end = count.cumsum(-1)
         first = end - count
-        places = torch.arange(max(map(sum, counts)), device=device).expand(batch, -1)
+        places = torch.arange(max(map(sum, counts)), device=device).expand(len(count), -1)
         real = places < end[:, -1:]
         # A probe belongs to the first node whose probes end after it.
         anchors = torch.searchsorted(end, places.contiguous(), right=True) * real
@@ -339,15 +339,13 @@ class Tree:
         """The trees padded to these numbers of nodes with tokens, and of probes."""
         nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
 
-        def wider(part: Tensor, value: Any = 0) -> Tensor:
-            own, rest = part[:, :nodes], part[:, nodes:]
-            return torch.cat(
-                [pad(own, (0, more), value=value), pad(rest, (0, behind), value=value)], 1
-            )
+        def wider(part: Tensor) -> Tensor:
+            own, rest = pad(part[:, :nodes], (0, more)), pad(part[:, nodes:], (0, behind))
+            return torch.cat([own, rest], dim=1)
 
         tree = dataclasses.replace(
             self, tokens=wider(self.tokens), parents=wider(self.parents),
-            depths=wider(self.depths), valid=wider(self.valid, False), host=None,
+            depths=wider(self.depths), valid=wider(self.valid), host=None,
             first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
             probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
         )  # fmt: skip

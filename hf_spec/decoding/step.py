@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,9 +61,7 @@ class Steps:
             host, _ = result.to_host()
         self._emit(tree, host)
         probes = torch.full_like(result.num_probes, num_probes)
-        self.strategy.drafter.advance(
-            StepResult(result.path, result.counts, result.tokens, probes), hidden
-        )
+        self.strategy.drafter.advance(replace(result, num_probes=probes), hidden)
 
     def take(self) -> None:
         """One step of all rows."""

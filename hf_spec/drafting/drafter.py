@@ -139,7 +139,7 @@ class Drafter(CandidateGenerator):
             state: the state after the step.
             tree: what was forwarded; just the root in a plain step.
             result: what each sequence accepted, without what a stop cut off; nothing if it was
-                finished before.
+                finished before. Its paths are of what pruning left of the tree.
         """
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:

@@ -245,21 +245,24 @@ class Target:
             output = self._forward(call, tree, Block.of(tree, first), keys, changes)
             return tuple(part for part in output[1:3] if part is not None)
 
+        nodes, probes = tree.num_tokens - first, tree.num_probes
+        has_hidden = changes is None and (self.wants_hidden or tree.group is not None)
+
         def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             logits, *rest = tensors
-            if rest and not match or len(rest) > 4:
-                hidden = rest[0]
-                nodes, probes = tree.num_tokens - first, tree.num_probes
-                behind = hidden[:, hidden.shape[1] - bucket(probes) :][:, :probes]
-                rest[0] = torch.cat([hidden[:, :nodes], behind], dim=1)
-            return [logits[:, : tree.num_tokens - first], *rest]
+            if has_hidden:
+                hidden = rest[0][:, :nodes]
+                if probes:
+                    behind = rest[0][:, whole.num_tokens :][:, :probes]
+                    hidden = torch.cat([hidden, behind], dim=1)
+                rest[0] = hidden
+            return [logits[:, :nodes], *rest]
 
         found = list(graphs.run(
             ("forward", layout, changes is not None, tuple(extra), others, bool(first), match,
              whole.group), function, inputs, eager, cut, static=len(layout.members),
         ))  # fmt: skip
         logits = found.pop(0)
-        has_hidden = changes is None and (self.wants_hidden or tree.group is not None)
         hidden = found.pop(0) if has_hidden else None
         return Output(tree, logits, hidden, StepResult(*found) if found else None)
 

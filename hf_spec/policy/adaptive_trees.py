@@ -153,7 +153,7 @@ class AdaptiveTrees(TreeSource):
             tree.tokens[:, 0] = state.root
             host.tokens[:, 0] = [row[-1] for row in state.tokens]
         if self._exactly(state) is None:
-            self._proposed = trust, *(part.tolist() for part in host[:4])
+            self._proposed = trust, *(x.tolist() for x in (host.parents, host.tokens, host.probs))
             return tree
         tree = tree.changed(whole=True)
         ahead = ((host.probs > 0) * self.depth).tolist()  # padding has no probability
@@ -181,9 +181,9 @@ class AdaptiveTrees(TreeSource):
         most = self._most  # doubled if all were taken, reduced if most were unused
         self._most = min(2 * most, MOST) if num_drafted >= most else max(most - 1, FEWEST)
         if self.calibration is not None:
-            trust, probs, parents, _, tokens = self._proposed
-            for row, came in enumerate(emitted):
-                walk(self.calibration, parents[row], tokens[row], probs[row], trust, came)
+            trust, *rows = self._proposed
+            for parents, tokens, probs, came in zip(*rows, emitted):
+                walk(self.calibration, parents, tokens, probs, trust, came)
         self._proposed = ()
 
 
