@@ -1,10 +1,9 @@
 """The block of tokens that one step forwards: a draft tree per batch row, and its probes.
 
 Node 0 is the **root**: the last emitted token, already certain. The draft tokens follow, parents
-before their children, so one pass over the nodes visits parents first. *Probes* come last: nodes
-that cannot be accepted, with learned embeddings in place of token embeddings (:mod:`.probes`).
-What a node sees, its ``ancestors``, is the one fact that is derived from the rest: the attention
-mask and the verification both read it.
+before their children. *Probes* come last: nodes that cannot be accepted, with learned embeddings in
+place of token embeddings (:mod:`.probes`). What a node sees, its ``ancestors``, is the one fact that
+is derived from the rest: the attention mask and the verification both read it.
 """
 
 from __future__ import annotations
