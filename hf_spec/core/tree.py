@@ -2,8 +2,8 @@
 
 Node 0 is the **root**: the last emitted token, already certain. The draft tokens follow, parents
 before their children. *Probes* come last: nodes that cannot be accepted, with learned embeddings in
-place of token embeddings (:mod:`.probes`). What a node sees, its ``ancestors``, is the one fact that
-is derived from the rest: the attention mask and the verification both read it.
+place of token embeddings (:mod:`.probes`). What a node sees, its ``ancestors``, is the one fact
+derived from the rest: the attention mask and the verification both read it.
 """
 
 from __future__ import annotations
