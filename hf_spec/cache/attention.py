@@ -36,7 +36,7 @@ class AttentionLayer(CacheLayerMixin):
             )
         for name, own in (("keys", key_states), ("values", value_states)):
             batch, heads, _, dim = own.shape
-            shape = batch, heads, states.front + cache.block[2], dim
+            shape = batch, heads, states.front + cache.block.end, dim
             self.attach(name, zeros(shape, own.dtype, own.device), states.front)
         states.first_block_of(self)
 
@@ -57,29 +57,22 @@ class AttentionLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache, states = self.cache, self.cache.states
-        if cache.block is not None:
-            start, slots, end = cache.block
-        else:
-            start = cache.uniform_length() + self.appended
-            slots, end = None, start + key_states.shape[-2]
-            states.reserve(end)
+        cache, states, block = self.cache, self.cache.states, self.cache.block
+        if block is None:
+            block = cache.appending(self.appended, key_states.shape[-2])
             self.appended += key_states.shape[-2]
         self._widen(key_states.dtype, value_states.dtype)
-        if slots is None:
-            stop = start + key_states.shape[-2]
-            _write_finite(self.keys[:, :, start:stop], key_states)
-            _write_finite(self.values[:, :, start:stop], value_states)
+        if block.slots is None:
+            stop = block.start + key_states.shape[-2]
+            _write_finite(self.keys[:, :, block.start : stop], key_states)
+            _write_finite(self.values[:, :, block.start : stop], value_states)
         else:
-            for name, own in (("keys", key_states), ("values", value_states)):
-                view = self.with_front[name]
-                to = states.flat(slots, view.shape[1], view.shape[2], view.device)
-                finite = own.nan_to_num(0.0, 0.0, 0.0).flatten(0, 2)
-                view.view(-1, view.shape[3]).index_copy_(0, to, finite.to(view.dtype))
-        if cache.block is not None and cache.shows_front:
-            end += states.front
+            states.write(self.with_front["keys"], block.slots, key_states)
+            states.write(self.with_front["values"], block.slots, value_states)
+        if block.front:
+            end = states.front + block.end
             return self.with_front["keys"][:, :, :end], self.with_front["values"][:, :, :end]
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, : block.end], self.values[:, :, : block.end]
 
     def _widen(self, keys: torch.dtype, values: torch.dtype) -> None:
         """Make sure that states of these dtypes can be written without loss.

@@ -1,9 +1,10 @@
-"""The preallocated buffers of all attention layers."""
+"""What all attention layers hold: preallocated buffers, and where a block is written to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from hf_spec.core.buckets import bucket
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
-#: Smallest capacity, in slots, of buffers of bucketed sizes.
-BUCKET = 256
+#: Smallest capacity, in slots.
+SMALLEST = 256
 
 #: Allocates a buffer of the given shape, dtype and device.
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
@@ -27,8 +28,8 @@ Member = tuple[int, str]
 class AttentionStates:
     """The buffers of all attention layers: nothing is concatenated, only accepted slots are copied.
 
-    All layers of equal shape share one buffer, so a commit is one gather and one scatter. For
-    compiled code, each layer has its own buffer.
+    All layers of equal shape share one buffer, so a commit is one gather and one scatter.
+    Capacities are powers of two, as code is compiled for each size.
 
     *Front* slots, before the rows' tokens, can hold learned keys and values. They are the same for
     every row, and only forwards that ask for them see them. Slot numbers always count from the
@@ -36,20 +37,23 @@ class AttentionStates:
 
     Args:
         layers: the layers, which get views of the buffers.
+        allocate: allocates buffers; their values must be finite.
 
     Attributes:
         batch_size: rows in use; those that were dropped come after them.
         capacity: slots allocated per row, without the front slots.
-        buckets: whether the capacity is a power of two; see :meth:`use_buckets`.
         front: number of front slots.
+        traced: whether this is what a graph sees, see :meth:`traced_with`.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], batch_size: int):
+    def __init__(
+        self, layers: Sequence[AttentionLayer], batch_size: int, allocate: Allocate = zeros
+    ):
         self.layers = list(layers)
         self.batch_size = batch_size
         self.capacity = self.front = 0
-        self.buckets = False
-        self._new: Allocate = zeros
+        self.traced = False
+        self._new = allocate
         #: Empty buffers only: states for the front slots, and the function that selects our heads.
         self._learned: Sequence[tuple[Tensor, Tensor]] = ()
         self._own: Share | None = None
@@ -70,16 +74,15 @@ class AttentionStates:
         for storage, members in self._groups:
             yield from zip(storage[:, : self.batch_size], members)
 
-    def allocate(self, sources: dict[Member, Tensor], capacity: int) -> None:
-        """Allocate one buffer per group of tensors of equal shape, dtype and device."""
-        self.capacity = self._rounded(capacity)
+    def allocate(self, sources: dict[Member, Tensor], slots: int) -> None:
+        """Allocate one buffer per group of tensors of equal shape, dtype and device, for at least
+        so many slots per row."""
+        self.capacity = rounded(slots)
         groups: dict[tuple, list[Member]] = {}
         for key, tensor in sources.items():
-            # Compiled code must not write to part of a buffer: it would copy the whole buffer.
-            apart = key if self.buckets else None
-            signature = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device, apart)
+            signature = tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device
             groups.setdefault(signature, []).append(key)
-        for (heads, dim, dtype, device, _), members in groups.items():
+        for (heads, dim, dtype, device), members in groups.items():
             # Layers first: some models view a layer's rows and heads as one dimension.
             shape = (len(members), self.batch_size, heads, self.front + self.capacity, dim)
             self._groups.append((self._new(shape, dtype, device), members))
@@ -87,9 +90,8 @@ class AttentionStates:
 
     def attach(self) -> None:
         """Give the layers their views."""
-        for storage, members in self._groups:
-            for view, (index, name) in zip(storage[:, : self.batch_size], members):
-                self.layers[index].attach(name, view, self.front)
+        for view, (index, name) in self.buffers():
+            self.layers[index].attach(name, view, self.front)
 
     def join(self) -> None:
         """Move the states of the first block into shared buffers."""
@@ -106,36 +108,13 @@ class AttentionStates:
 
     def reserve(self, slots: int) -> None:
         """Make room for ``slots`` slots per row; grows by doubling, so that copies are rare."""
-        if slots <= self.capacity:
-            return
-        self._resize(self.front, self._rounded(max(slots, 2 * self.capacity)))
-
-    def use_buckets(self, allocate: Allocate | None = None) -> None:
-        """Round capacities up to powers of two from now on: code is compiled for each size.
-
-        Args:
-            allocate: allocates buffers; their values must be finite.
-        """
-        if self.buckets:
-            return
-        self.buckets = True
-        self._new = allocate or zeros
-        capacity = self._rounded(self.capacity)
-        if self._groups:
-            self._groups = [
-                (storage[part : part + 1].clone(), [member])
-                for storage, members in self._groups
-                for part, member in enumerate(members)
-            ]
-            self._resize(self.front, capacity)
+        if slots > self.capacity:
+            self._resize(self.front, rounded(slots))
 
     def release(self) -> list[Tensor]:
         """Return the buffers for use by another cache; this one must not be used again."""
         buffers, self._groups = [storage for storage, _ in self._groups], []
         return buffers
-
-    def _rounded(self, slots: int) -> int:
-        return max(BUCKET, bucket(slots)) if self.buckets else aligned(slots)
 
     def _resize(self, front: int, capacity: int) -> None:
         """Move everything to buffers with these numbers of front slots and token slots."""
@@ -166,7 +145,25 @@ class AttentionStates:
         self._groups = groups
         self.attach()
 
-    def flat(self, slots: Tensor, heads: int, size: int, device: torch.device) -> Tensor:
+    # -- slots -------------------------------------------------------------------------------
+
+    def write(self, view: Tensor, slots: Tensor, states: Tensor) -> None:
+        """Write states into slots of a layer's keys or values, non-finite numbers as 0.
+
+        Args:
+            view: ``(batch, heads, front + capacity, dim)``
+            slots: ``(batch, n)``
+            states: ``(batch, heads, n, dim)``
+        """
+        finite = states.nan_to_num(0.0, 0.0, 0.0).to(view.dtype)
+        if self.traced:  # code writes in place only to what is indexed directly
+            slots = slots.to(view.device) + self.front
+            view[_rows(slots), :, slots] = finite.transpose(1, 2)
+        else:
+            to = self._flat_slots(slots, view.shape[1], view.shape[2], view.device)
+            view.view(-1, view.shape[3]).index_copy_(0, to, finite.flatten(0, 2))
+
+    def _flat_slots(self, slots: Tensor, heads: int, size: int, device: torch.device) -> Tensor:
         """Where slots are in a layer's keys or values, seen as ``(batch * heads * size, dim)``.
 
         One index of whole vectors is several times as fast as one index per dimension.
@@ -187,6 +184,45 @@ class AttentionStates:
             at = starts.view(-1, heads, 1) + slots[:, None]
             made[key] = at.flatten().to(device)
         return made[key]
+
+    def move(self, lengths: Tensor, path: Tensor) -> None:
+        """Copy the slots of an accepted path behind each row's tokens.
+
+        Args:
+            lengths: ``(batch,)``
+            path: ``(batch, depth)`` slots after each row's tokens, the root's first.
+        """
+        accepted = lengths[:, None] + path.to(lengths.device)
+        first = lengths[:, None] + torch.arange(path.shape[1], device=lengths.device)
+        for storage, _ in self._groups:
+            if self.traced:
+                source = accepted.to(storage.device) + self.front
+                self.write(storage, first, storage[_rows(source), :, source].transpose(1, 2))
+                continue
+            layers = storage.flatten(1, 3)  # a view, with the dropped rows last
+            shape = storage.shape[2], storage.shape[3], storage.device
+            moved = layers.index_select(1, self._flat_slots(accepted, *shape))
+            layers.index_copy_(1, self._flat_slots(first, *shape), moved)
+
+    # -- as inputs of a graph ----------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The layers' keys and values in the order of :meth:`tensors`."""
+        return tuple(member for _, members in self._groups for member in members)
+
+    def tensors(self) -> list[Tensor]:
+        """The layers' keys and values, ``(batch, kv_heads, front + capacity, head_dim)`` each."""
+        return [view for view, _ in self.buffers()]
+
+    def traced_with(self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor]) -> Self:
+        """The same states in these layers and :meth:`tensors`, as a graph sees them."""
+        own = copy.copy(self)
+        own.layers, own.traced = list(layers), True
+        own._groups = [(tensor, [member]) for tensor, member in zip(tensors, self.members)]
+        for tensor, ((index, name),) in own._groups:
+            own.layers[index].attach(name, tensor, own.front)
+        return own
 
     # -- learned states in front -------------------------------------------------------------
 
@@ -233,22 +269,7 @@ class AttentionStates:
                 )
             place.copy_(bounded(state.to(place.dtype)))
 
-    # -- rows and accepted paths -------------------------------------------------------------
-
-    def move(self, lengths: Tensor, path: Tensor) -> None:
-        """Copy the slots of an accepted path behind each row's tokens.
-
-        Args:
-            lengths: ``(batch,)``
-            path: ``(batch, depth)`` slots after each row's tokens, the root's first.
-        """
-        accepted = lengths[:, None] + path.to(lengths.device)
-        kept = lengths[:, None] + torch.arange(path.shape[1], device=lengths.device)
-        for storage, _ in self._groups:
-            layers = storage.flatten(1, 3)  # a view, with the dropped rows last
-            shape = *storage.shape[2:4], storage.device
-            moved = layers.index_select(1, self.flat(accepted, *shape))
-            layers.index_copy_(1, self.flat(kept, *shape), moved)
+    # -- rows --------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int], length: int) -> None:
         """Keep these rows in this order, in place: a row that keeps its index is not copied.
@@ -290,19 +311,19 @@ class AttentionStates:
         # The first block of an empty cache is not in shared buffers yet.
         first = [{} if buffers else layer.with_front for layer in self.layers]
         return {
-            "buffers": buffers, "first": first, "front": self.front, "buckets": self.buckets,
-            "capacity": self.capacity, "learned": (self._learned, self._own),
+            "buffers": buffers, "first": first, "front": self.front, "capacity": self.capacity,
+            "learned": (self._learned, self._own),
         }  # fmt: skip
 
     def unpack(self, packed: dict[str, Any]) -> None:
         """Inverse of :meth:`packed`, for new states."""
-        self.front, self.buckets = packed["front"], packed["buckets"]
+        self.front = packed["front"]
         self.capacity, (self._learned, self._own) = packed["capacity"], packed["learned"]
         for layer, states in zip(self.layers, packed["first"]):
             for name, with_front in states.items():
                 layer.attach(name, with_front.clone(), self.front)
         for part, members in packed["buffers"]:
-            self.capacity = self._rounded(part.shape[3] - self.front)
+            self.capacity = rounded(part.shape[3] - self.front)
             shape = (*part.shape[:3], self.front + self.capacity, part.shape[4])
             storage = zeros(shape, part.dtype, part.device)
             storage[:, :, :, : part.shape[3]] = part
@@ -322,3 +343,13 @@ def bounded(learned: Tensor) -> Tensor:
 
 def aligned(slots: int) -> int:
     return -(-slots // ALIGNMENT) * ALIGNMENT
+
+
+def rounded(slots: int) -> int:
+    """The capacity for so many slots."""
+    return max(SMALLEST, bucket(slots))
+
+
+def _rows(slots: Tensor) -> Tensor:
+    """``(batch, 1)`` the index of each row."""
+    return torch.arange(len(slots), device=slots.device)[:, None]

@@ -15,16 +15,37 @@ same length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_spec.cache.attention import AttentionLayer
-from hf_spec.cache.buffers import AttentionStates, aligned
+from hf_spec.cache.attention import AttentionLayer, zeros
+from hf_spec.cache.buffers import Allocate, AttentionStates, aligned
 from hf_spec.core.transfer import sent
+from hf_spec.core.tree import Tree
+
+
+class OpenBlock(NamedTuple):
+    """The block of nodes that forwards are about to write.
+
+    Attributes:
+        start: the slot of its first node, if rows are equally long.
+        slots: ``(batch, n)`` slot of each node otherwise.
+        end: number of slots that attention sees, without the front slots.
+        front: whether attention sees the front slots, too.
+        tree: the nodes; None where plain generation appends tokens.
+        first: nodes of the tree that are written before this block.
+    """
+
+    start: int
+    slots: Tensor | None
+    end: int
+    front: bool = False
+    tree: Tree | None = None
+    first: int = 0
 
 
 class TreeCache(Cache):
@@ -34,27 +55,29 @@ class TreeCache(Cache):
     the first block sets the layers' shapes.
 
     Attributes:
-        states: the buffers of its attention layers.
+        states: what its attention layers hold.
         lengths: ``(batch,)`` int64 on the main device, accepted tokens per row.
         host_lengths: the same as a list, which needs no device synchronization.
         tokens: the tokens whose states each row holds, if the owner recorded them. A later call
             uses them to find how much of its prompt is cached.
-        block: of an open block, the first slot, or ``(batch, n)`` slots if rows differ, and the
-            number of slots that attention sees.
-        shows_front: whether attention sees the front slots in this block, too.
+        block: the open block, if one is open.
+
+    Args:
+        allocate: allocates its buffers, whose values must be finite.
     """
 
     layers: list[AttentionLayer]
 
-    def __init__(self, num_layers: int, batch_size: int, device: torch.device | str):
+    def __init__(
+        self, num_layers: int, batch_size: int, device: torch.device | str,
+        allocate: Allocate = zeros,
+    ):  # fmt: skip
         super().__init__(layers=[AttentionLayer(self) for _ in range(num_layers)])
-        self.states = AttentionStates(self.layers, batch_size)
+        self.states = AttentionStates(self.layers, batch_size, allocate)
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.tokens: list[list[int]] | None = None
-        self.block: tuple[int, Tensor | None, int] | None = None
-        self.shows_front = False
-        self._offset = 0
+        self.block: OpenBlock | None = None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
         self._floor = [0] * batch_size
 
@@ -119,12 +142,13 @@ class TreeCache(Cache):
 
     # -- a speculative block -----------------------------------------------------------------
 
-    def begin(self, num_nodes: int, offset: int = 0, front: bool = False) -> int:
-        """Open a block: the next forward writes ``num_nodes`` nodes after each row's tokens.
+    def begin(self, tree: Tree, first: int = 0, front: bool = False) -> int:
+        """Open a block: the next forward writes nodes of a tree after each row's tokens.
 
         Args:
-            num_nodes: query tokens of the forward.
-            offset: slots to leave free before them (nodes written earlier in this step).
+            tree: the tree of each row.
+            first: the first of its nodes that the forward writes; an earlier forward of this step
+                has written those before.
             front: let attention see the front slots, too.
 
         Returns:
@@ -132,17 +156,22 @@ class TreeCache(Cache):
             slots.
         """
         self.count_appended()
-        self.shows_front, self._offset = front, offset
-        end = self.max_length + offset + num_nodes
+        end = self.max_length + tree.num_nodes
         self.states.reserve(end)
-        if min(self.host_lengths) == self.max_length:
-            start, slots = self.max_length + offset, None
-        else:
-            steps = torch.arange(offset, offset + num_nodes, device=self.lengths.device)
+        start, slots = self.max_length + first, None
+        if min(self.host_lengths) != self.max_length:
+            steps = torch.arange(first, tree.num_nodes, device=self.lengths.device)
             start, slots = 0, self.lengths[:, None] + steps
         end = min(aligned(end), self.capacity)
-        self.block = (start, slots, end)
+        self.block = OpenBlock(start, slots, end, front, tree, first)
         return end
+
+    def appending(self, appended: int, count: int) -> OpenBlock:
+        """Where a layer writes ``count`` tokens outside a block, after so many of this forward or
+        earlier ones."""
+        start = self.uniform_length() + appended
+        self.states.reserve(start + count)
+        return OpenBlock(start, None, start + count)
 
     def narrow(self, rows: Tensor) -> None:
         """Keep only some query tokens of the open block for the layers that have yet to write.
@@ -150,11 +179,11 @@ class TreeCache(Cache):
         Each query token keeps its slot, so an accepted token has the same slot in every layer.
 
         Args:
-            rows: ``(batch, kept)`` indices of the kept query tokens in the block.
+            rows: ``(batch, n)`` indices of the kept query tokens in the block.
         """
         assert self.block is not None
-        slots = self.lengths[:, None] + self._offset + rows.to(self.lengths.device)
-        self.block = (0, slots, self.block[2])
+        slots = self.lengths[:, None] + self.block.first + rows.to(self.lengths.device)
+        self.block = self.block._replace(slots=slots)
 
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         """Close the block: keep each row's accepted nodes and discard the others.
@@ -180,6 +209,37 @@ class TreeCache(Cache):
         self.rollback()
         self.set_lengths(self.host_lengths)
         self.states.attach()
+
+    # -- as inputs of a graph ----------------------------------------------------------------
+
+    @property
+    def layout(self) -> Hashable:
+        """What a graph over :meth:`tensors` depends on besides their shapes."""
+        return len(self.layers), self.states.members, self.front, self.block and self.block.front
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers of its layers, whose sizes recur. Graphs write into them."""
+        return self.states.tensors()
+
+    def traced_with(
+        self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree
+    ) -> TreeCache:
+        """The cache with an open block as a graph sees it, which serves all lengths.
+
+        Args:
+            tensors: in place of :meth:`tensors`.
+            lengths: in place of :attr:`lengths`.
+            slots: ``(batch, n)`` slots that the block writes. Attention sees all slots.
+            tree: in place of the block's.
+        """
+        assert self.block is not None
+        own = TreeCache(len(self.layers), self.batch_size, lengths.device)
+        own.states = self.states.traced_with(own.layers, tensors)
+        # The length with which the block fills the slots. The check of a new graph detects models
+        # that compute with it.
+        own.lengths, own.host_lengths = lengths, [self.capacity - slots.shape[1]] * self.batch_size
+        own.block = self.block._replace(slots=slots, end=self.capacity, tree=tree)
+        return own
 
     # -- rows --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig, GenerationConfig
 
-from hf_spec.cache.buffers import BUCKET
+from hf_spec.cache.buffers import SMALLEST
 from hf_spec.core.checks import check_count
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -76,7 +76,7 @@ def warm_up(
     model: Any,
     *,
     batch_sizes: Sequence[int] = (1,),
-    max_length: int = BUCKET,
+    max_length: int = SMALLEST,
     generation_config: GenerationConfig | None = None,
     progress: Callable[[int], Any] | None = None,
     **kwargs: Any,
@@ -116,7 +116,7 @@ def warm_up(
     # Transformers warns if it gets both a config and arguments for it.
     for name in [name for name in given if hasattr(config, name) or name in _OURS]:
         setattr(config, name, given.pop(name))
-    made, length = 0, BUCKET
+    made, length = 0, SMALLEST
     if progress is not None:
         config._tell_made = lambda number: progress(made + number)
     while True:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_spec.cache.attention import zeros
 from hf_spec.cache.buffers import Allocate
 from hf_spec.cache.convert import take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
@@ -30,8 +31,7 @@ class Handover:
         given: the call's KV cache, from the caller or created by ``generate``; or None.
         emission: the call's growing sequences.
         returned: whether the call's output contains the cache.
-        allocate: allocates buffers of bucketed sizes for a new cache; None for buffers of the exact
-            size.
+        allocate: allocates the buffers of a new cache.
 
     Attributes:
         cache: the call's cache; None until it is taken over or, if it is the caller's, until it is
@@ -41,9 +41,7 @@ class Handover:
         start: lengths of the rows after the prompt; None while it runs.
     """
 
-    def __init__(
-        self, given: Any, emission: Emission, returned: bool, allocate: Allocate | None = None
-    ):
+    def __init__(self, given: Any, emission: Emission, returned: bool, allocate: Allocate = zeros):
         self.given = given
         self.emission = emission
         self.allocate = allocate
@@ -83,10 +81,7 @@ class Handover:
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
         """Create an empty cache, which is not yet the call's."""
-        cache = TreeCache(layers, rows, device)
-        if self.allocate is not None:
-            cache.states.use_buckets(self.allocate)
-        return cache
+        return TreeCache(layers, rows, device, self.allocate)
 
     def adopt(self, cache: TreeCache, mask: Tensor | None) -> None:
         """Use a cache that begins with the prompt as the call's cache.

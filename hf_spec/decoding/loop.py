@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from hf_spec.cache.attention import zeros
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.acceptance import Acceptance, noise_of
@@ -68,7 +69,7 @@ def decode(
     watch = Stopwatch(stats, model.device, ranks.same)
 
     handover = Handover(
-        cache_in(model_kwargs), emission, record, graphs.allocate if graphs else None
+        cache_in(model_kwargs), emission, record, graphs.allocate if graphs else zeros
     )
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt

@@ -7,7 +7,7 @@ caches, but not drafting, acceptance or generation options.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.buffers import bounded
-from hf_spec.cache.compiled import Layout, SlotCache
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
+from hf_spec.model.compiled import compiled_forward
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
@@ -36,6 +35,9 @@ from modeling_patches.exits import averaged_exits
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
 from modeling_patches.weights import placement
+
+#: Names of a forward's own variables; see :meth:`Target.variables`.
+_SHIFT, _LAST, _PROBES, _SEEN = "/shift", "/last", "/probes", "/front_seen"
 
 
 class Output(NamedTuple):
@@ -123,12 +125,11 @@ class Target:
         self.num_front = 0
         self.wants_hidden = wants_hidden
         self.reach: Reach | None = None
-        if graphs is not None:
-            cache.states.use_buckets()
         self._changes = self.attention.changes
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
         self._pass, self._prunes = _Pass(), False
+        self.probe_embeddings: Tensor | None = None
         if probe_inputs is not None:
             self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
             self.num_front = probe_inputs.num_front
@@ -157,15 +158,18 @@ class Target:
                 code then applies it, too. Not with ``first``.
         """
         front = self.num_front if tree.num_probes else 0
-        keys = self.cache.begin(tree.num_nodes - first, offset=first, front=front > 0)
+        keys = self.cache.begin(tree, first, front > 0)
         call = self._reaching(tree, first)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(call, tree, keys, pruning)
         if self.graphs is not None and self.reach is None and logits_at is None:
-            return self._compiled(self.graphs, call, tree, keys, first, changes, match)
-        return self._forward(call, tree, Block.of(tree, first), keys, changes, logits_at)
+            parts = compiled_forward(self, self.graphs, call, tree, first, keys, changes, match)
+            return Output(tree, *parts)
+        return self.forward(
+            call, tree, Block.of(tree, slice(first, None)), keys, changes, logits_at
+        )
 
-    def _forward(
+    def forward(
         self, call: Callable[..., Any], tree: Tree, block: Block, keys: int,
         changes: Changes | None = None, logits_at: Tensor | None = None,
     ) -> Output:  # fmt: skip
@@ -192,91 +196,37 @@ class Target:
             return tokens + probes
         return bucket(tokens) + bucket(probes)
 
-    def _compiled(
-        self, graphs: Graphs, call: Callable[..., Any], tree: Tree, keys: int, first: int,
-        changes: Changes | None, match: bool,
-    ) -> Output:  # fmt: skip
-        """:meth:`_forward` by compiled code, padded to a recurring shape."""
-        block = None
-        if first:
-            block = Block.of(tree, first).padded(first)
-            parts = [block.tokens, block.depths, block.visible, block.slot_depths]
-            whole, width = tree, block.tokens.shape[1]
-        else:
-            whole = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
-            parts, width = whole.tensors(), whole.num_nodes
-        self.cache.states.reserve(self.cache.max_length + first + width)
-        layout = Layout.of(self.cache)
-        extra = {n: x for n, x in self.model_kwargs.items() if isinstance(x, Tensor)}
-        others = tuple((n, repr(x)) for n, x in self.model_kwargs.items() if n not in extra)
-        learned = self._learned() if tree.num_probes else []
-        small = [
-            self.cache.lengths, self.position_shift, self.last_position, *parts, *learned,
-            *extra.values(), *([self.cache.lengths + first] if first else []),
-        ]  # fmt: skip
-        inputs = [buffer for buffer, _ in self.cache.states.buffers()]
-        inputs += [tensor.contiguous() for tensor in small]
+    def variables(self, probes: bool) -> tuple[dict[str, Tensor], Hashable]:
+        """What forwards read besides the tree and the KV cache.
 
-        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            given = iter(tensors)
-            buffers = [next(given) for _ in layout.members]
-            lengths, shift, last = (next(given) for _ in range(3))
-            own_parts = [next(given) for _ in parts]
-            own = copy.copy(self)
-            own._watching, own._prunes, own._pass = None, False, _Pass()
-            own.position_shift, own.last_position = shift, last
-            if learned:
-                own._learn([next(given) for _ in learned])
-            own.model_kwargs = {**self.model_kwargs, **{name: next(given) for name in extra}}
-            start = next(given) if first else lengths
-            slots = start[:, None] + torch.arange(width, device=lengths.device)
-            own.cache = SlotCache(layout, buffers, lengths, slots)
-            rows = whole if block else whole.with_tensors(own_parts)
-            run = Block.of_tensors(own_parts) if block else Block.of(rows)
-            output = own._forward(call, rows, run, self.cache.capacity, changes)
-            found = [output.logits] + ([] if output.hidden is None else [output.hidden])
-            if not match:
-                return tuple(found)
-            result = verify.match(rows, output.logits.argmax(-1))
-            own.cache.keep(result.path)
-            return (*found, result.path, result.counts, result.tokens, result.num_probes)
+        Args:
+            probes: whether there are probes.
 
-        def eager() -> tuple[Tensor, ...]:
-            output = self._forward(call, tree, Block.of(tree, first), keys, changes)
-            return tuple(part for part in output[1:3] if part is not None)
+        Returns:
+            The tensors by name, which :meth:`traced_with` replaces, and a key of everything else.
+        """
+        given = self.model_kwargs
+        named = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        others = tuple((name, repr(given[name])) for name in given if name not in named)
+        named |= {_SHIFT: self.position_shift, _LAST: self.last_position}
+        if probes and self.probe_inputs is not None and self.probe_embeddings is not None:
+            named[_PROBES] = self.probe_embeddings
+            if self.probe_inputs.front_seen is not None:
+                named[_SEEN] = self.probe_inputs.front_seen
+        return named, others
 
-        nodes, probes = tree.num_tokens - first, tree.num_probes
-        has_hidden = changes is None and (self.wants_hidden or tree.group is not None)
-
-        def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            logits, *rest = tensors
-            if has_hidden:
-                hidden = rest[0][:, :nodes]
-                if probes:
-                    behind = rest[0][:, whole.num_tokens :][:, :probes]
-                    hidden = torch.cat([hidden, behind], dim=1)
-                rest[0] = hidden
-            return [logits[:, :nodes], *rest]
-
-        found = list(graphs.run(
-            ("forward", layout, changes is not None, tuple(extra), others, bool(first), match,
-             whole.group), function, inputs, eager, cut, static=len(layout.members),
-        ))  # fmt: skip
-        logits = found.pop(0)
-        hidden = found.pop(0) if has_hidden else None
-        return Output(tree, logits, hidden, StepResult(*found) if found else None)
-
-    def _learned(self) -> list[Tensor]:
-        """The probes' learned tensors, as inputs of a graph."""
-        assert self.probe_inputs is not None
-        seen = self.probe_inputs.front_seen
-        return [self.probe_embeddings] + ([] if seen is None else [seen])
-
-    def _learn(self, tensors: list[Tensor]) -> None:
-        """Use these tensors in place of :meth:`_learned`."""
-        assert self.probe_inputs is not None
-        self.probe_embeddings, *seen = tensors
-        self.probe_inputs = replace(self.probe_inputs, front_seen=seen[0] if seen else None)
+    def traced_with(self, cache: TreeCache, variables: dict[str, Tensor]) -> Target:
+        """The same with these cache and :meth:`variables`, as a graph sees them."""
+        own, given = copy.copy(self), dict(variables)
+        own._watching, own._prunes, own._pass = None, False, _Pass()
+        own.cache = cache
+        own.position_shift, own.last_position = given.pop(_SHIFT), given.pop(_LAST)
+        own.probe_embeddings = given.pop(_PROBES, own.probe_embeddings)
+        if own.probe_inputs is not None:
+            seen = given.pop(_SEEN, own.probe_inputs.front_seen)
+            own.probe_inputs = replace(own.probe_inputs, front_seen=seen)
+        own.model_kwargs = {**self.model_kwargs, **given}
+        return own
 
     def _inputs(self, block: Block, keys: int) -> dict[str, Any]:
         """Inputs of the model's forward."""
@@ -305,6 +255,7 @@ class Target:
         if not block.num_probes:
             return inputs | {"input_ids": ids}
         embeddings = self.model.get_input_embeddings()(ids)
+        assert self.probe_embeddings is not None
         learned = self.probe_embeddings[block.kinds.to(self.device)]
         return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
 

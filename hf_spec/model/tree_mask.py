@@ -65,7 +65,7 @@ def tree_mask(
     windows = attention.windows
     windowed = {size for size in windows.values() if size is not None and size < keys}
     made: dict[int | None, Tensor] = {None: full}
-    front = cache.front if cache.shows_front else 0
+    front = cache.front if cache.block.front else 0
     if windowed or attention.wants_positions:
         key_positions = slots.positions(block, keys)
         for size in windowed:

@@ -30,6 +30,12 @@ SPECS: dict[str, list[Spec]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are soon too small."""
+    monkeypatch.setattr("hf_spec.cache.buffers.SMALLEST", ALIGNMENT)
+
+
 class NaiveCache:
     """``states[layer][row]``: (key, value) of each accepted token, and nothing else."""
 
@@ -86,7 +92,7 @@ class Pair:
         """Open a block and write it; check what attention would see."""
         cache = self.cache
         states = self.states(cache.batch_size, nodes)
-        end = cache.begin(nodes, offset)
+        end = cache.begin(chain(cache, offset + nodes), offset)
         assert end >= cache.max_length + offset + nodes
         assert end % ALIGNMENT == 0
         for layer, (keys, values) in enumerate(states):
@@ -149,6 +155,11 @@ def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | Non
         cache.layers.append(DynamicSlidingWindowLayer(window) if window else DynamicLayer())
         cache.update(keys, values, layer)
     return cache
+
+
+def chain(cache: TreeCache, nodes: int) -> Tree:
+    """A tree of so many nodes for every row."""
+    return Tree.chain(torch.zeros(cache.batch_size, nodes, dtype=torch.long))
 
 
 def buffers(cache: TreeCache) -> list[int]:
@@ -225,7 +236,7 @@ def test_a_block_may_be_written_in_two_parts(lengths: list[int]) -> None:
 
 def test_unwritten_slots_are_zero_not_rubbish() -> None:
     pair = uniform(length=3)
-    end = pair.cache.begin(2)
+    end = pair.cache.begin(chain(pair.cache, 2))
     keys, values = pair.cache.layers[0].keys[:, :, :end], pair.cache.layers[0].values[:, :, :end]
     assert not keys[:, :, 3:].any()
     assert not values[:, :, 3:].any()
@@ -345,7 +356,7 @@ def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
     ours = dynamic(prompt, windows)
     layers = list(ours.layers)
     cache = pack(ours, None if mask.all() else mask, 32, "cpu")
-    cache.begin(5)
+    cache.begin(chain(cache, 5))
     for layer, states in enumerate(new):
         cache.update(*states, layer)
     cache.commit(accepted)
@@ -403,7 +414,7 @@ def test_outside_blocks_states_are_appended() -> None:
         for row in range(2):
             pair.naive.accept(states, row, range(new))
         assert cache.get_seq_length() == pair.naive.lengths[0]
-    cache.begin(0)  # counts what was appended
+    cache.count_appended()
     cache.rollback()
     pair.check()
     pair.step()
@@ -500,7 +511,7 @@ def test_rows_are_not_cut_where_a_window_has_dropped_tokens(padding: str) -> Non
         source = dynamic(states, [None, window])
         cache = pack(source, None if mask.all() else mask, 32, "cpu")
         lengths = list(cache.host_lengths)
-        cache.begin(2)
+        cache.begin(chain(cache, 2))
         for layer, new in enumerate(random_states(specs, 2, 2)):
             cache.update(*new, layer)
         cache.commit([2, 2])
@@ -529,7 +540,7 @@ def test_the_record_of_tokens_follows_its_rows() -> None:
     assert cache.tokens == [[4, 5, 6, 7], [4, 5, 6, 7], [1, 2]]
     cache.truncate([1, 4, 2])
     assert cache.tokens == [[4], [4, 5, 6, 7], [1, 2]]
-    cache.begin(1)
+    cache.begin(chain(cache, 1))
     cache.commit([1, 1, 1])
     assert cache.tokens is None  # only the owner knows which
 
@@ -651,7 +662,7 @@ def test_front_is_seen_when_asked_for_and_never_moves(specs: list[Spec], allocat
                 [torch.randn(rows, heads, nodes, dim, generator=generator) for dim in dims]
                 for heads, *dims in specs
             ]
-            end = cache.begin(nodes, front=True)
+            end = cache.begin(chain(cache, nodes), front=True)
             for layer, pair in enumerate(new):
                 views = cache.layers[layer].update(*pair)
                 for name, view in enumerate(views):
@@ -671,7 +682,7 @@ def test_front_is_seen_when_asked_for_and_never_moves(specs: list[Spec], allocat
                     for name, part in enumerate(cache.row(row, layer)):
                         assert torch.equal(part, kept[layer][name][row])
     # Without being asked for it is not there.
-    end = cache.begin(1)
+    end = cache.begin(chain(cache, 1))
     new = [[torch.zeros(rows, heads, 1, dim) for dim in dims] for heads, *dims in specs]
     assert cache.layers[0].update(*new[0])[0].shape[2] == end
     cache.rollback()
@@ -701,7 +712,7 @@ def test_a_block_holds_finite_numbers(lengths: list[int]) -> None:
     """A slot that is not seen has the weight 0, and 0 * NaN would reach who does not see it."""
     pair = Pair(SPECS["equal"], lengths, 16, 0)
     states = pair.states(len(lengths), 3)
-    pair.cache.begin(3)
+    pair.cache.begin(chain(pair.cache, 3))
     for layer, (keys, values) in enumerate(states):
         wanted = [part.clone() for part in (keys, values)]
         for part in wanted:
@@ -762,15 +773,12 @@ def test_front_slots_stay_where_rows_leave() -> None:
             assert all(torch.equal(row, state) for row in front)
 
 
-@pytest.mark.parametrize("buckets", [False, True])
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
-def test_an_empty_cache_takes_shapes_of_its_first_block(specs: list[Spec], buckets: bool) -> None:
+def test_an_empty_cache_takes_shapes_of_its_first_block(specs: list[Spec]) -> None:
     """Rows keep their own number of nodes; then it is as if it had been packed."""
     pair = Pair(specs, [4, 2], capacity=32, seed=3)
     pair.naive = NaiveCache(specs, 2)
     pair.cache = cache = TreeCache(len(specs), 2, "cpu")
-    if buckets:
-        cache.states.use_buckets()
     with pytest.raises(RuntimeError, match="no keys when the cache was packed"):
         cache.update(*pair.states(2, 3)[0], 0)
     states = pair.forward(5)
@@ -779,9 +787,7 @@ def test_an_empty_cache_takes_shapes_of_its_first_block(specs: list[Spec], bucke
         pair.naive.accept(states, row, range(count))
     pair.check()
     packed = Pair(specs, [5, 3], capacity=32, seed=3).cache
-    if buckets:
-        packed.states.use_buckets()
-    assert len(list(cache.states.buffers())) == len(list(packed.states.buffers()))
+    assert cache.states.members == packed.states.members
     assert len(cache.states._groups) == len(packed.states._groups)
     for _ in range(20):
         pair.step()
@@ -795,7 +801,7 @@ def test_learned_states_in_front_of_an_empty_cache() -> None:
     cache = TreeCache(3, 1, "cpu")
     cache.states.set_front(learned, own=lambda states, heads: states[heads:])
     states = torch.randn(1, 2, 5, 4, generator=generator)
-    cache.begin(5, front=True)
+    cache.begin(chain(cache, 5), front=True)
     for layer, parts in enumerate(learned):
         for seen, part in zip(cache.update(states, states, layer), parts):
             assert torch.equal(seen[0, :, cache.front - 3 : cache.front], part[2:])
@@ -808,6 +814,6 @@ def test_learned_states_in_front_of_an_empty_cache() -> None:
             )
     cache = TreeCache(3, 1, "cpu")
     cache.states.set_front([tuple(torch.zeros(2, 3, 5) for _ in "kv")] * 3)
-    cache.begin(5, front=True)
+    cache.begin(chain(cache, 5), front=True)
     with pytest.raises(ValueError, match="layer 0: learned keys of shape .2, 3, 5."):
         cache.update(states, states, 0)

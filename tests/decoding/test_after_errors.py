@@ -372,6 +372,7 @@ def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(module, "RESERVE", 1)
+    monkeypatch.setattr("hf_spec.cache.buffers.SMALLEST", 1)
     for kind in ("dynamic, first", "dynamic"):
         turn = Turn(tiny("llama_tied"), kind)
         for name in ("_resize", "allocate"):

@@ -23,7 +23,7 @@ from test_shrinking import StopRowAt
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
-from hf_spec.cache.buffers import BUCKET, AttentionStates
+from hf_spec.cache.buffers import SMALLEST, AttentionStates
 from hf_spec.cache.convert import pack
 from hf_spec.core.buckets import bucket
 from hf_spec.decoding.compiling import STATIC
@@ -608,10 +608,9 @@ def test_buffers_have_few_sizes() -> None:
     source.update(torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), 0)
     keys = source.layers[0].keys.clone()
     cache = pack(source, None, 40, "cpu")
-    cache.states.use_buckets()
-    assert cache.capacity == BUCKET
-    cache.states.reserve(BUCKET + 1)
-    assert cache.capacity == 2 * BUCKET
-    cache.states.reserve(5 * BUCKET)
-    assert cache.capacity == 8 * BUCKET
+    assert cache.capacity == SMALLEST
+    cache.states.reserve(SMALLEST + 1)
+    assert cache.capacity == 2 * SMALLEST
+    cache.states.reserve(5 * SMALLEST)
+    assert cache.capacity == 8 * SMALLEST
     assert torch.equal(cache.row(0, 0)[0], keys[0])

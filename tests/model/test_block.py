@@ -8,9 +8,8 @@ import pytest
 import torch
 from random_trees import GROUPS, random_row
 
-from hf_spec.core.buckets import bucket
 from hf_spec.core.tree import Tree
-from hf_spec.model.block import SLOTS, Block
+from hf_spec.model.block import Block
 
 
 def test_tokens_and_probes() -> None:
@@ -21,20 +20,19 @@ def test_tokens_and_probes() -> None:
     assert block.visible.shape == (2, 20, 20)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("first", range(5))
-def test_the_rest_of_a_tree_sees_what_was_forwarded_before(first: int) -> None:
-    rows = [random_row(random.Random(seed), 7) for seed in range(3)]
-    tree = Tree.of_rows(rows, "cpu")
-    block, count = Block.of(tree, first), 7 - first
-    assert torch.equal(block.visible, tree.ancestors[:, first:])
-    assert torch.equal(block.tokens, tree.tokens[:, first:])
-    padded = block.padded(first)
-    width, slots = padded.visible.shape[1:]
-    assert width == bucket(count) and slots >= max(SLOTS, first + width)
+def test_the_rest_of_a_tree_sees_what_was_forwarded_before(first: int, padded: bool) -> None:
+    tree = Tree.of_rows([random_row(random.Random(seed), 7) for seed in range(3)], "cpu")
+    if padded:
+        block = Block.of(tree.padded(16, 0), first + torch.arange(8))
+    else:
+        block = Block.of(tree, slice(first, None))
+    count = 7 - first
     for name in ("tokens", "depths"):
-        assert torch.equal(getattr(padded, name)[:, :count], getattr(block, name))
-    assert torch.equal(padded.visible[:, :count, :7], block.visible)
-    assert torch.equal(padded.slot_depths[:, :7], tree.depths)
-    assert not padded.visible[:, :count, 7:].any()
-    for node in range(count, width):  # padding
-        assert padded.visible[:, node].nonzero()[:, 1].tolist() == [first + node] * 3
+        assert torch.equal(getattr(block, name)[:, :count], getattr(tree, name)[:, first:])
+    assert torch.equal(block.visible[:, :count, :7], tree.ancestors[:, first:])
+    assert torch.equal(block.slot_depths[:, :7], tree.depths)
+    assert not block.visible[:, :count, 7:].any()
+    for node in range(count, block.tokens.shape[1]):  # padding sees itself
+        assert block.visible[:, node].nonzero()[:, 1].tolist() == [first + node] * 3
