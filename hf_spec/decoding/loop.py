@@ -76,7 +76,7 @@ def decode(
         with watch.phase("forward"):
             prefilled = prefill(
                 model, input_ids, config, model_kwargs, handover,
-                drafter, drafter.reads.nodes == "last", graphs,
+                drafter, drafter.reads, graphs,
             )  # fmt: skip
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
@@ -91,7 +91,7 @@ def decode(
         policy = strategy.policy(stats, (len(prompt), context, device), target.width)
         state.draft_cost = policy.draft_cost
         steps = Steps(state, strategy, acceptance, policy, emission, watch, handover.ends)
-        steps.first(prefilled.logits, prefilled.hidden, prefilled.num_probes)
+        steps.first(prefilled)
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):

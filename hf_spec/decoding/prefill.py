@@ -20,13 +20,15 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
+from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.inputs import OtherInputs
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import final_hidden
+from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
 from hf_spec.model.target import Target
 from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE, cache_in
@@ -56,15 +58,30 @@ class Prefilled:
     Attributes:
         target: runs trees over ``target.cache``.
         logits: ``(batch, vocab)`` after the last prompt token.
-        hidden: ``(batch, hidden)`` that token's final hidden state, if it was requested, or
-            ``(batch, group, hidden)`` those of its probes; None if there were none.
-        num_probes: probes of that token.
+        hidden: what the drafter reads of the prompt, see :meth:`Drafter.advance`; None if nothing.
+        following: of each row, the prompt's tokens after the first one whose state is read; none
+            where only the last one's is read.
+        num_probes: probes of the last token.
     """
 
     target: Target
     logits: Tensor
-    hidden: Tensor | None = None
+    hidden: Tensor | None
+    following: list[list[int]]
     num_probes: int = 0
+
+    def committed(self, result: StepResult) -> StepResult:
+        """The prompt as the result of a step.
+
+        Args:
+            result: of a step whose tree was the prompt's last token.
+        """
+        most, device = max(map(len, self.following)), result.tokens.device
+        counts = sent([len(row) + 1 for row in self.following], device)
+        rows = [row + [0] * (most + 1 - len(row)) for row in self.following]
+        tokens = sent(rows, device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
+        path = torch.arange(most + 1, device=device).expand(len(rows), -1)
+        return StepResult(path, counts, tokens, torch.full_like(counts, self.num_probes))
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -92,14 +109,14 @@ def prefill(
     model_kwargs: dict[str, Any],
     handover: Handover,
     drafter: Drafter | None = None,
-    wants_hidden: bool = False,
+    reads: Reads = NO_STATES,
     graphs: Graphs | None = None,
 ) -> Prefilled:
     """Run the prompt and return a tree forward that continues it.
 
     Args:
         drafter: the drafter whose probes run.
-        wants_hidden: also return final hidden states.
+        reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
     given, emission = handover.given, handover.emission
@@ -120,7 +137,7 @@ def prefill(
         shift = torch.zeros_like(lengths) if last is None else last.to(lengths.device) + 1 - lengths
         # The last emitted token is never forwarded, hence - 2 and not - 1.
         limit = lengths + shift + max(budget - 2, 0)
-        return Target(model, cache, limit, shift, others.later, probe_inputs, wants_hidden, graphs)
+        return Target(model, cache, limit, shift, others.later, probe_inputs, reads, graphs)
 
     mask = model_kwargs.get("attention_mask")
     real = None if mask is None else mask.bool()
@@ -142,12 +159,11 @@ def prefill(
         if given is not None:
             check_packable(given)
         changes, run = Changes(), model._prefill
-        seen = final_hidden(model, changes) if wants_hidden else []
-        if wants_hidden:  # otherwise the model runs as it is, compiled if it is compiled
+        chunks = captured(model, changes, reads.layers) if reads.nodes else []
+        if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
             run = partial(changes.run, run)
         outputs = run(input_ids, config, model_kwargs, is_first_iteration=True)
-        # The last chunk's, if there are several.
-        end = outputs.logits[:, -1], seen[0][:, -1].clone() if seen else None, 0
+        end = outputs.logits[:, -1], *_read(reads, chunks, input_ids, real), 0
         source = cache_in(outputs)
         check_packable(source)
         capacity = source.get_seq_length() + min(budget, RESERVE)
@@ -235,9 +251,37 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-#: A forward's outputs at the last token of each row: logits, hidden and number of probes as in
-#: :class:`Prefilled`.
-_End = tuple[Tensor, Tensor | None, int]
+#: What a prompt's forward returns: the attributes of :class:`Prefilled` after ``target``.
+_End = tuple[Tensor, Tensor | None, list[list[int]], int]
+
+
+def _read(
+    reads: Reads, chunks: list[Tensor], input_ids: Tensor, real: Tensor | None
+) -> tuple[Tensor | None, list[list[int]]]:
+    """What is read of Transformers' forward of a prompt: ``hidden`` and ``following`` of
+    :class:`Prefilled`.
+
+    Args:
+        chunks: ``(batch, columns, features)`` states of its parts, if there are any.
+        input_ids: ``(batch, width)``; the last ones were forwarded, none if the prompt is given as
+            embeddings.
+        real: ``(batch, width)`` bool, False for padding; None if there is none.
+    """
+    none: list[list[int]] = [[] for _ in range(len(input_ids))]
+    if not chunks:
+        return None, none
+    if reads.tokens == "last":
+        return chunks[-1][:, -1].clone(), none
+    if not input_ids.shape[1]:
+        return chunks[-1][:, -1:].clone(), none
+    hidden = torch.cat(chunks, dim=1)
+    ids = input_ids[:, -hidden.shape[1] :]
+    if real is None:
+        return hidden, ids[:, 1:].tolist()
+    real = real[:, -hidden.shape[1] :]
+    order = torch.argsort(~real, dim=-1, stable=True)[:, : int(real.sum(-1).max())]
+    rows = [row[keep].tolist()[1:] for row, keep in zip(ids, real)]
+    return states_at(hidden, order), rows
 
 
 def _extend(target: Target, rows: list[list[int]], group: ProbeGroup | None) -> _End:
@@ -261,8 +305,10 @@ def _append(
     Returns:
         The outputs at the last tokens of the rows that have new tokens.
     """
-    cache, device = target.cache, target.cache.lengths.device
-    found: dict[int, list[Tensor]] = {}
+    cache, device, reads = target.cache, target.cache.lengths.device, target.reads
+    logits: dict[int, Tensor] = {}
+    hidden: dict[int, Tensor] = {}
+    chunks: list[Tensor] = []
     for start in range(0, max(map(len, rows)), at_once):
         parts = [row[start : start + at_once] for row in rows]
         size = max(map(len, parts))  # shorter rows are padded
@@ -279,15 +325,22 @@ def _append(
             tree = tree.attach_probes(group, counts)
         output = target(tree, logits_at=last[:, None])
         cache.commit([len(part) for part in parts])
-        states = [output.logits[:, 0]]
-        if output.hidden is not None and (target.wants_hidden or tree.num_probes):
-            # The state of the requested node comes first, then those of the probes.
-            states.append(output.hidden[:, 1:] if tree.num_probes else output.hidden[:, 0])
-        for row in ended:
-            found[row] = [state[row] for state in states]
-    states = [torch.stack(column) for column in zip(*(found[row] for row in sorted(found)))]
-    hidden = states[1] if len(states) > 1 else None
-    return states[0], hidden, 0 if group is None else len(group)
+        logits |= {row: output.logits[row, 0] for row in ended}
+        states = output.hidden
+        if states is None:
+            continue
+        if reads.tokens == "committed":
+            chunks.append(states[:, :size])
+        elif reads.tokens == "last":
+            hidden |= {row: states[row, last[row]] for row in ended}
+        elif tree.num_probes:
+            hidden |= {row: states[row, size:] for row in ended}
+    count = 0 if group is None else len(group)
+    stacked = torch.stack([logits[row] for row in sorted(logits)])
+    if chunks:
+        return stacked, torch.cat(chunks, dim=1), [row[1:] for row in rows], count
+    kept = torch.stack([hidden[row] for row in sorted(hidden)]) if hidden else None
+    return stacked, kept, [[] for _ in rows], count
 
 
 def _reach(target: Target, width: int) -> Reach | None:

@@ -31,7 +31,7 @@ from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.graphs import tolerance
-from hf_spec.model.hidden_states import decoder_of, output_logits, taken
+from hf_spec.model.hidden_states import Reads, decoder_of, output_logits, taken
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
 from modeling_patches.per_call import Changes
@@ -77,7 +77,7 @@ def check_tree_forward(
     checked = memory(model).setdefault("self-checks", set())
     if kind in checked:
         return
-    reads = drafter is None or drafter.reads.nodes is not None
+    reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
     trials = [(_Trial(model, padded), drafter, reads)]
     if not checked and forgets_at(model) is None:
         # Trials that cross the end of a context, where rotary frequencies may change.
@@ -168,7 +168,13 @@ class _Trial:
         handover = Handover(inputs[CACHE], emission, False)
         with as_before(model):
             target = prefill(
-                model, self.prompt, self.config, inputs, handover, drafter, reads
+                model,
+                self.prompt,
+                self.config,
+                inputs,
+                handover,
+                drafter,
+                Reads("last" if reads else None),
             ).target
             if target.cache.max_length != _PROMPT:
                 raise ValueError(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_spec.core.stats import Stopwatch
@@ -15,11 +14,10 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.emission import Emission
-from hf_spec.decoding.prefill import catch_up
+from hf_spec.decoding.prefill import Prefilled, catch_up
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.drafting.drafter import Reads
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.hidden_states import states_at
+from hf_spec.model.hidden_states import Reads, states_at
 from hf_spec.model.target import Output
 from hf_spec.policy.step_policy import StepPolicy
 
@@ -46,22 +44,15 @@ class Steps:
     watch: Stopwatch
     ends: Callable[[Sequence[int]], list[int]]
 
-    def first(self, logits: Tensor, hidden: Tensor | None, num_probes: int) -> None:
-        """Take the first token after each prompt: a step whose tree is just the root.
-
-        Args:
-            logits: ``(batch, vocab)`` after the prompts.
-            hidden: what the drafter reads of the prompts' last tokens; None if unknown.
-            num_probes: probes of these tokens.
-        """
+    def first(self, prompt: Prefilled) -> None:
+        """Take the first token after each prompt: a step whose tree is just the root."""
         state, tree = self.state, Tree.roots(self.state.root)
         with self.watch.phase("verify"):
-            result = self.acceptance(tree, logits[:, None], state.active)
+            result = self.acceptance(tree, prompt.logits[:, None], state.active)
             state.root = result.bonus.to(state.root.device)
             host, _ = result.to_host()
         self._emit(tree, host)
-        probes = torch.full_like(result.num_probes, num_probes)
-        self.strategy.drafter.advance(replace(result, num_probes=probes), hidden)
+        self.strategy.drafter.advance(prompt.committed(result), prompt.hidden)
 
     def take(self) -> None:
         """One step of all rows."""
@@ -154,10 +145,12 @@ class Steps:
 def _read(reads: Reads, output: Output, result: StepResult) -> Tensor | None:
     """What a drafter reads of a forward."""
     hidden, tree = output.hidden, output.tree
-    if reads.nodes is None or hidden is None:
+    if hidden is None or reads.tokens is None:
         return None
-    if reads.nodes == "last":
+    if reads.tokens == "last":
         return states_at(hidden, result.last[:, None])[:, 0]
+    if reads.tokens == "committed":
+        return states_at(hidden, result.path)
     return states_at(hidden, tree.probes_of(result.last)) if tree.num_probes else None
 
 

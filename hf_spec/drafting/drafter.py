@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,23 +17,12 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.options import TREE_OPTIONS
 from hf_spec.drafting.state import DecodeState
+from hf_spec.model.hidden_states import Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.per_call import Changes
 
 #: Makes a static tree from the options and the number of distances that are drafted.
 MakeTree = Callable[[Any, int], TokenTree]
-
-
-@dataclass(frozen=True)
-class Reads:
-    """The target's hidden states that a drafter reads: final ones, after the last norm.
-
-    Attributes:
-        nodes: of which nodes: ``last``, the last accepted one, from which the target made the bonus
-            token; ``probes``, that node's probes; None to read none.
-    """
-
-    nodes: Literal["last", "probes"] | None = None
 
 
 class Drafter(CandidateGenerator):
@@ -101,15 +89,15 @@ class Drafter(CandidateGenerator):
         """Called once, after the prompt."""
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        """Called when tokens have been accepted, before the host knows them: after the prompt,
-        whose last token is then the only accepted node, and after each step.
+        """Called when tokens have been committed, before the host knows them: after the prompt,
+        whose tokens are then the accepted nodes, and after each step.
 
         Args:
-            result: what was accepted.
-            hidden: what :attr:`reads` asks for, ``(batch, hidden)`` of the last node, or ``(batch,
-                len(group), hidden)`` of its probes, of which ``result.num_probes`` are valid. None
-                if it is unknown: no probes, or a prompt in the caller's cache. Rows of finished
-                sequences are arbitrary.
+            result: the committed nodes, and the token that follows each of them.
+            hidden: what :attr:`reads` asks for: ``(batch, features)`` of the last node; or
+                ``(batch, nodes, features)`` of the ``result.counts`` nodes, or of the last one's
+                ``result.num_probes`` probes, with arbitrary values behind them. None if there is
+                nothing to read. Rows of finished sequences are arbitrary.
         """
 
     @abstractmethod

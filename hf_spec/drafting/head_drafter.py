@@ -8,12 +8,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.drafter import Reads
 from hf_spec.drafting.heads import HEAD_WEIGHTS, PROJECTION, WEIGHTS, head_logits, head_states
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource, chain_tree
-from hf_spec.model.hidden_states import model_logits
+from hf_spec.model.hidden_states import Reads, model_logits
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.weights import placement
 

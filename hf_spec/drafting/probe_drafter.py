@@ -10,10 +10,9 @@ from torch import Tensor
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.drafter import Reads
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, TreeSource
-from hf_spec.model.hidden_states import output_logits
+from hf_spec.model.hidden_states import Reads, output_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
 

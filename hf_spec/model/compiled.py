@@ -77,7 +77,7 @@ def compiled_forward(
         return tuple(part for part in output[1:3] if part is not None)
 
     count, probes = tree.num_tokens - first, tree.num_probes
-    has_hidden = changes is None and (target.wants_hidden or tree.group is not None)
+    has_hidden = changes is None and target.reads_hidden(tree)
 
     def cut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         logits, *rest = tensors

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.memory import memory
+from modeling_patches.early_pruning import layer_input
+from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes, step_aside
 from modeling_patches.weights import (
     features,
@@ -155,26 +158,62 @@ def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor
     return inputs
 
 
-def final_hidden(
-    model: Any, changes: Changes, wanted: Callable[[Tensor], Tensor] | None = None
-) -> list[Tensor]:
-    """A list that each forward of ``model`` with these changes fills with its final hidden states.
+@dataclass(frozen=True)
+class Reads:
+    """The target's hidden states that a drafter reads.
 
-    ``(batch, tokens, hidden)``: what the model's output embeddings are applied to.
+    Attributes:
+        tokens: of which tokens: ``last``, the last accepted node, from which the target made the
+            bonus token; ``committed``, all accepted nodes and all tokens of the prompt; ``probes``,
+            the last accepted node's probes; None to read none.
+        layers: whose states, numbered as in Transformers' ``output_hidden_states``, concatenated
+            along the features; empty for the final states, which the output embeddings read. Not
+            with early pruning.
+    """
+
+    tokens: Literal["last", "committed", "probes"] | None = None
+    layers: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> bool:
+        """Whether states of nodes with tokens are read."""
+        return self.tokens in ("last", "committed")
+
+
+NO_STATES = Reads()
+
+
+def captured(
+    model: Any,
+    changes: Changes,
+    layers: Sequence[int] = (),
+    wanted: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:
+    """A list to which each forward of ``model`` with these changes appends its hidden states.
 
     Args:
         model: a causal language model.
         changes: the changes that this is added to.
-        wanted: selects the states ``(batch, n, hidden)`` to compute logits from, after the decoder.
-            None for all.
+        layers: see :class:`Reads`. The states are ``(batch, tokens, len(layers) * hidden)``.
+        wanted: selects the final states ``(batch, n, hidden)`` to compute logits from, after the
+            decoder. None for all.
+
+    Raises:
+        ValueError: if there is no such layer.
     """
     step_aside(model)
     seen: list[Tensor] = []
+    last = num_layers(model) if layers else 0
+    if any(not 0 <= layer <= last for layer in layers):
+        raise ValueError(f"layers {tuple(layers)}: the model's are numbered 0 to {last}.")
+    inputs = {layer: layer_input(model, changes, layer) for layer in {*layers} - {last}}
 
     def note(args: Any, kwargs: Any, output: Any) -> Any:
-        seen[:] = [output[0]]
-        fewer = output[0] if wanted is None else wanted(output[0])
-        if fewer.shape == output[0].shape:
+        final = output[0]
+        parts = [inputs[layer].pop() if layer in inputs else final for layer in layers]
+        seen.append(torch.cat([part.to(final.device) for part in parts], -1) if parts else final)
+        fewer = final if wanted is None else wanted(final)
+        if fewer.shape == final.shape:
             return None
         # Not `contiguous()`, which keeps the strides of a single batch row: see output_logits.
         fewer = fewer.flatten(0, 1).unflatten(0, fewer.shape[:2])

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup, group_tensors
-from hf_spec.model.hidden_states import embedded, final_hidden, taken
+from hf_spec.model.hidden_states import captured, embedded, taken
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
@@ -166,7 +166,7 @@ class _Run:
             visible = visible | torch.eye(self.seq, dtype=torch.bool, device=self.device)
             cache = DynamicCache()
             changes = Changes().update(self.attention.changes)
-            seen = final_hidden(self.model, changes)
+            seen = captured(self.model, changes)
             changes.run(
                 self.model,
                 input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
@@ -193,7 +193,7 @@ class _Run:
         averaged_exits(self.model, changes, self.inputs.exits)
         if self.inputs.update is not None:
             self.inputs.update.add_to(changes)
-        seen = final_hidden(self.model, changes)
+        seen = captured(self.model, changes)
         changes.run(
             self.model,
             **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
@@ -214,7 +214,7 @@ class _Run:
         embeddings = torch.cat([self.embed(self.input_ids), self._embeddings()], dim=1)
         changes = Changes().update(self.attention.changes)
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
-        seen = final_hidden(self.model, changes)
+        seen = captured(self.model, changes)
         changes.run(
             self.model, **embedded(self.model, embeddings, self.input_ids),
             attention_mask=self._mask(visible, positions, 0),
@@ -246,7 +246,7 @@ def token_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None = 
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     changes = Changes()
-    seen = final_hidden(model, changes)
+    seen = captured(model, changes)
     with torch.no_grad(), _evaluating(model):
         changes.run(
             model, input_ids=input_ids, attention_mask=mask, use_cache=False,

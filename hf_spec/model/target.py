@@ -24,7 +24,7 @@ from hf_spec.core.verify import StepResult
 from hf_spec.model.block import Block
 from hf_spec.model.compiled import compiled_forward
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import embedded, final_hidden, states_at, taken
+from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.tree_mask import Slots, tree_mask
 from modeling_patches.attention_masks import TreeAttention
@@ -47,9 +47,8 @@ class Output(NamedTuple):
         tree: the forwarded tree without what was pruned.
         logits: ``(batch, tokens, vocab)`` after each node with a token, or each requested one, in
             the model's dtype.
-        hidden: ``(batch, nodes, hidden)`` final hidden states of all nodes, the inputs of the
-            model's output embeddings; or of the requested ones, and of the probes. None unless
-            nodes' states were requested or there are probes.
+        hidden: ``(batch, nodes, features)`` hidden states of the forwarded nodes, those of probes
+            last; None if none are read.
         result: the result of exact-match verification if it was requested and the forward was
             compiled; the accepted nodes are then in the first slots after each row's tokens.
     """
@@ -95,7 +94,7 @@ class Target:
             unless the caller passed position ids.
         model_kwargs: further arguments for the model's forward.
         probe_inputs: embeddings and states of the method's probes, if it has any.
-        wants_hidden: also return the nodes' final hidden states.
+        reads: the hidden states to return, besides those of probes.
         graphs: compiled code for its forwards; None to run them uncompiled.
     """
 
@@ -107,7 +106,7 @@ class Target:
         position_shift: Tensor | None = None,
         model_kwargs: dict[str, Any] | None = None,
         probe_inputs: ProbeInputs | None = None,
-        wants_hidden: bool = False,
+        reads: Reads = NO_STATES,
         graphs: Graphs | None = None,
     ):
         self.model = model
@@ -123,7 +122,7 @@ class Target:
         self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs
         self.num_front = 0
-        self.wants_hidden = wants_hidden
+        self.reads = reads
         self.reach: Reach | None = None
         self._changes = self.attention.changes
         #: The same, with the changes that read hidden states and prune; created on first use.
@@ -184,11 +183,15 @@ class Target:
         inputs = self._inputs(block, keys)
         if changes is not None:
             return Output(tree, changes.run(self._changes.run, call, **inputs).logits)
-        if tree.group is None and not self.wants_hidden and logits_at is None:
+        if not self.reads_hidden(tree) and logits_at is None:
             return Output(tree, self._changes.run(call, **inputs).logits)
         watching, seen = self._watched(block.ids.shape[1], block.num_probes, logits_at)
         logits = watching.run(call, **inputs).logits
-        return Output(tree, logits, self._hidden(seen[0]))
+        return Output(tree, logits, self._hidden(seen.pop()))
+
+    def reads_hidden(self, tree: Tree) -> bool:
+        """Whether hidden states of a tree are returned."""
+        return self.reads.nodes or tree.group is not None
 
     def width(self, tokens: int, probes: int) -> int:
         """Nodes per batch row, padding included, of a forward with so many tokens and probes."""
@@ -260,11 +263,8 @@ class Target:
         return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
 
     def _hidden(self, hidden: Tensor) -> Tensor:
-        """The states of the nodes, or of the requested ones, and of the probes."""
-        tokens, probes = self._pass.tokens, self._pass.probes
-        if self._pass.logits_at is None:
-            return hidden[:, : tokens + probes]
-        return torch.cat([self._pass.wanted(hidden), hidden[:, tokens : tokens + probes]], dim=1)
+        """The states of the nodes without those of padding."""
+        return hidden[:, : self._pass.tokens + self._pass.probes]
 
     def _reaching(self, tree: Tree, first: int) -> Callable[..., Any]:
         """The model's call, with the nodes' reach if its rotary frequencies depend on it."""
@@ -294,6 +294,8 @@ class Target:
 
     def _pruned(self, call: Callable[..., Any], tree: Tree, keys: int, pruning: Pruning) -> Output:
         """The forward with early pruning."""
+        if self.reads.layers:
+            raise ValueError("a drafter that reads the states of layers cannot prune nodes.")
         smaller = tree
         cache, running = self.cache, self._pass
 
@@ -320,7 +322,7 @@ class Target:
         running.choose = choose
         logits = changes.run(call, **inputs).logits
         running.choose = None  # break the reference cycle
-        return Output(smaller, logits, self._hidden(seen[0]))
+        return Output(smaller, logits, self._hidden(seen.pop()))
 
     def _watched(
         self, tokens: int, probes: int, logits_at: Tensor | None = None
@@ -340,5 +342,8 @@ class Target:
                     self.probe_inputs.update.add_to(
                         changes, lambda: (running.tokens + running.probes, running.probes)
                     )
-            self._watching = changes, final_hidden(self.model, changes, running.wanted)
+            self._watching = (
+                changes,
+                captured(self.model, changes, self.reads.layers, running.wanted),
+            )
         return self._watching

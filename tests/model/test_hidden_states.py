@@ -12,8 +12,8 @@ from running import added, fingerprint
 from transformers import PreTrainedModel
 
 from hf_spec.model.hidden_states import (
+    captured,
     decoder_of,
-    final_hidden,
     model_logits,
     output_logits,
     shapes_logits,
@@ -27,7 +27,7 @@ def test_model_logits_are_the_models_own(
 ) -> None:
     model = tiny(architecture)
     left = []
-    with torch.no_grad(), added(final_hidden, model) as seen:
+    with torch.no_grad(), added(captured, model) as seen:
         expected = model(prompt(9, 2)).logits
         hidden = seen[0]
         for _ in range(2):
@@ -43,7 +43,7 @@ def test_model_logits_are_the_models_own(
 @pytest.mark.parametrize("architecture", ["modernbert-decoder", "mllama", "gemma4"])
 def test_the_decoder_of_models_that_name_another_module(architecture: str) -> None:
     model = build(architecture)
-    with torch.no_grad(), added(final_hidden, model) as seen:
+    with torch.no_grad(), added(captured, model) as seen:
         model(prompt(9, 2))
     assert seen[0].shape == (2, 9, 32)
     assert decoder_of(model) is model.model or decoder_of(model) is model.model.language_model
@@ -93,7 +93,7 @@ def test_a_forward_may_ask_on_its_way(tiny: Callable[..., PreTrainedModel]) -> N
         rows = args[0][:, :2]
         asked.append((rows, model_logits(model, rows)))
 
-    seen = final_hidden(model, changes, wanted=lambda hidden: hidden[:, :1])
+    seen = captured(model, changes, wanted=lambda hidden: hidden[:, :1])
     changes.before(model.model.layers[1], ask)
     with torch.no_grad():
         logits = changes.run(model, prompt(5)).logits

@@ -18,6 +18,7 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.pruning import connected
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.model.hidden_states import NO_STATES, Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
 from modeling_patches.cache_name import CACHE
@@ -41,7 +42,7 @@ class Keep:
 
 
 def run(
-    model: Any, tree: Tree, prompts: list[list[int]], pruning: Any, wants_hidden: bool = False,
+    model: Any, tree: Tree, prompts: list[list[int]], pruning: Any, reads: Reads = NO_STATES,
     probe_inputs: ProbeInputs | None = None,
 ) -> tuple[Output, TreeCache]:  # fmt: skip
     """One forward of a tree behind prompts of different lengths."""
@@ -54,7 +55,7 @@ def run(
     model(input_ids=ids, attention_mask=mask, **{CACHE: source}, use_cache=True, **takes)
     cache = pack(source, mask, width + 64, "cpu")
     last = torch.full((len(prompts),), 1000)
-    target = Target(model, cache, last, probe_inputs=probe_inputs, wants_hidden=wants_hidden)
+    target = Target(model, cache, last, probe_inputs=probe_inputs, reads=reads)
     return target(tree, pruning=pruning), cache
 
 
@@ -129,7 +130,7 @@ def test_hidden_states_are_those_of_what_is_kept(tiny: Callable[..., PreTrainedM
     model = tiny("llama")
     prompts, tree, wanted = setting(1, 2)
     keep = Keep(2, wanted)
-    pruned, _ = run(model, tree, prompts, keep, wants_hidden=True)
+    pruned, _ = run(model, tree, prompts, keep, reads=Reads("last"))
     assert pruned.hidden is not None and keep.hidden is not None
     torch.testing.assert_close(model.lm_head(pruned.hidden), pruned.logits)
     assert keep.hidden.shape == (2, len(SHAPE), 32)

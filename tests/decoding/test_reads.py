@@ -1,0 +1,132 @@
+"""What a drafter reads: the target's hidden states, at exactly the tokens that were committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
+
+from hf_spec.core.verify import StepResult
+from hf_spec.decoding import prefill
+from hf_spec.methods.prompt_lookup import PromptLookupDrafter
+from hf_spec.model.hidden_states import Reads
+
+Tiny = Callable[..., PreTrainedModel]
+LAYERS = (3, 0, 2)  # of three; the last one's states are the final ones
+
+
+class Recorder:
+    """Records what the drafter of each call reads, per sequence of the call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:
+        self.rows: list[int] = []
+        self.read: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        recorder, select = self, PromptLookupDrafter.select
+
+        def advance(drafter: Any, result: StepResult, hidden: Tensor) -> None:
+            if not recorder.rows:
+                recorder.rows = list(range(len(result.counts)))
+            for place, row in enumerate(recorder.rows):
+                count = int(result.counts[place])
+                part = hidden[place, :count] if reads.tokens == "committed" else hidden[place][None]
+                tokens = result.tokens[place, count - len(part) : count]
+                recorder.read.setdefault(row, []).append((tokens, part))
+
+        def selects(drafter: Any, rows: Sequence[int]) -> None:
+            select(drafter, rows)
+            recorder.rows = [recorder.rows[row] for row in rows]
+
+        monkeypatch.setattr(PromptLookupDrafter, "reads", reads)
+        monkeypatch.setattr(PromptLookupDrafter, "advance", advance)
+        monkeypatch.setattr(PromptLookupDrafter, "select", selects)
+
+    def check(self, model: Any, sequences: Tensor, mask: Tensor, cached: int = 0) -> None:
+        """Compare with stock states; ``cached`` tokens of the prompt were known before."""
+        for row, parts in self.read.items():
+            real = torch.cat([mask[row].bool(), torch.ones(sequences.shape[1]).bool()])
+            ids = sequences[row][real[: sequences.shape[1]]]
+            states = model(ids[None], output_hidden_states=True).hidden_states
+            end = cached
+            for at, (tokens, part) in enumerate(parts):
+                first = int(mask[row].sum()) - 1 if at == 0 and len(part) == 1 else end
+                end = first + len(part)
+                known = ids[first + 1 : end + 1]
+                if len(known) < len(tokens):  # behind the end of the sequence
+                    break
+                assert torch.equal(tokens, known)
+                expected = torch.cat([states[layer][0, first:end] for layer in LAYERS], -1)
+                torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4)
+            assert at > 2, "too few steps to tell"
+        self.rows, self.read = [], {}
+
+
+def prompts(batch: int) -> tuple[Tensor, Tensor]:
+    """Repetitive prompts, which lookups continue, with padding."""
+    ids = torch.tensor([5, 6, 7, 8, 9] * 4).repeat(batch, 1) + torch.arange(batch)[:, None]
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 2 * row] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_committed_states(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, architecture: str, compiled: bool
+) -> None:
+    model = tiny(architecture)
+    recorder = Recorder(monkeypatch, Reads("committed", LAYERS))
+    how: dict[str, Any] = {"max_new_tokens": 20, "assistant_strategy": "prompt_lookup"}
+    if compiled:
+        config = CompileConfig(backend="eager")
+        how |= {"cache_implementation": "static", "compile_config": config}
+    for batch in (1, 3):
+        ids, mask = prompts(batch)
+        for chunk in [None] if compiled else [None, 8]:
+            sequences = model.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, **how)
+            recorder.check(model, sequences, mask)
+
+
+@torch.no_grad()
+def test_continued_caches_bring_new_tokens_only(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr(prefill, "CHUNK", 3)
+    ids, mask = prompts(1)
+    how: dict[str, Any] = {"max_new_tokens": 20, "assistant_strategy": "prompt_lookup"}
+    tree = model.generate(ids[:, :9], return_dict_in_generate=True, **how).past_key_values
+    stock = DynamicCache()
+    model(ids[:, :9], past_key_values=stock)
+    recorder = Recorder(monkeypatch, Reads("committed", LAYERS))
+    for cache in (tree, stock):
+        cached = min(cache.get_seq_length(), 9)
+        sequences = model.generate(ids, past_key_values=cache, **how)
+        recorder.check(model, sequences, mask, cached)
+
+
+@torch.no_grad()
+def test_the_last_state_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch, Reads("last", LAYERS))
+    model, (ids, mask) = tiny("llama"), prompts(2)
+    sequences = model.generate(
+        ids, attention_mask=mask, max_new_tokens=20, assistant_strategy="prompt_lookup"
+    )
+    ends = {row: torch.cat([tokens for tokens, _ in read]) for row, read in recorder.read.items()}
+    assert set(ends) == {0, 1}
+    states = model(sequences[:1], output_hidden_states=True).hidden_states
+    (first, hidden), *_ = recorder.read[0]
+    assert first.tolist() == sequences[0, ids.shape[1] : ids.shape[1] + 1].tolist()
+    expected = torch.cat([states[layer][0, ids.shape[1] - 1] for layer in LAYERS], -1)
+    torch.testing.assert_close(hidden[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_does_not_exist(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder(monkeypatch, Reads("committed", (4,)))
+    with pytest.raises(ValueError, match="layers .4,.: the model's are numbered 0 to 3"):
+        tiny("llama").generate(prompts(1)[0], assistant_strategy="prompt_lookup")
