@@ -16,6 +16,9 @@ from torch import Tensor
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 
+#: Distance between log-probabilities of children that are as likely as can be.
+EPSILON = 1e-6
+
 
 class Frontier(NamedTuple):
     """The nodes of a level that is expanded.
@@ -23,17 +26,19 @@ class Frontier(NamedTuple):
     Attributes:
         depth: their depth, 0 for the root.
         tokens: ``(batch, nodes)`` int64
+        log_probs: ``(batch, nodes)`` float32, of the paths down to them, likeliest first.
     """
 
     depth: int
     tokens: Tensor
+    log_probs: Tensor
 
 
 class Children(NamedTuple):
     """The likeliest tokens after each node of a frontier.
 
     Attributes:
-        tokens: ``(batch, width)`` int64, the same for all nodes.
+        tokens: ``(batch, width)`` int64, the same for all nodes, likeliest first.
         log_probs: ``(batch, nodes, width)`` float32, or ``(batch, 1, width)`` for all nodes.
     """
 
@@ -54,11 +59,12 @@ def grow(
     count: int,
     depth: int,
     trust: Sequence[float] | Tensor | None = None,
+    expanded: int | None = None,
 ) -> Tensor:
     """The ``count`` likeliest paths of every row as a tree, likeliest first.
 
-    Exact: a path is never likelier than its parent, so the likeliest n form a tree, and no level
-    has more than n of them. Runs on the device, for all rows at once.
+    Exact if all nodes are expanded: a path is never likelier than its parent, so the likeliest n
+    form a tree, and no level has more than n of them. Runs on the device, for all rows at once.
 
     Args:
         source: expands nodes; no narrower than ``count``, unless by the whole vocabulary.
@@ -66,6 +72,7 @@ def grow(
         count: number of draft tokens, from 1.
         depth: depth of the deepest draft token, from 1.
         trust: per depth, a term added to the log-probabilities.
+        expanded: number of nodes of each level that are expanded, its likeliest; None for all.
 
     Returns:
         :meth:`Tree.packed`, which :meth:`Tree.unpacked` reads.
@@ -76,23 +83,23 @@ def grow(
     levels = [(torch.zeros_like(tokens, dtype=torch.float32), tokens - tokens - 1, tokens)]
     first = 0  # node of the frontier's first token
     for level in range(depth):
-        path, _, tokens = levels[-1]
-        nodes = path.shape[1]
-        children = source.expand(Frontier(level, tokens))
+        path, tokens = levels[-1][0][:, :expanded], levels[-1][2][:, :expanded]
+        children = source.expand(Frontier(level, tokens, path))
         if children is None:
             break
         given, width = children.log_probs, children.log_probs.shape[-1]
         if trust is not None:
             given = given + trust[level].to(given)
-        given = given.clamp(max=0)  # above 0, a child would stand before its parent
+        # Above 0, a child would stand before its parent; those that would keep their order.
+        given = torch.minimum(given, _bounds(width, given.device))
         # A likely path's ancestors are at least as likely, so fewer remain at each depth.
-        kept = min(count - level, nodes * width)
+        kept = min(count - level, path.shape[1] * width)
         if kept < 1:
             break
         path, at = (path.to(given)[:, :, None] + given).flatten(1).topk(kept, dim=1)
         above = at.div(width, rounding_mode="floor")
         levels.append((path, above + first, children.tokens.gather(1, at - above * width)))
-        first += nodes
+        first += levels[-2][0].shape[1]
     device = levels[-1][0].device
     path, parents, tokens = (
         torch.cat([part.to(device) for part in column], 1) for column in zip(*levels)
@@ -106,6 +113,11 @@ def grow(
     above = number.gather(1, parents.gather(1, order).clamp(min=0))
     depths = _depths(tuple(part[0].shape[1] for part in levels), str(device))[order]
     return Tree.packed(above, depths, tokens.gather(1, order), best).to(root.device)
+
+
+def _bounds(width: int, device: torch.device) -> Tensor:
+    """The largest log-probability of each child, likeliest first."""
+    return torch.arange(width, device=device) * -EPSILON
 
 
 @lru_cache(maxsize=256)

@@ -360,15 +360,15 @@ def test_a_forward_must_bring_its_price(
 ) -> None:
     one = DraftExit(LayerSkipOptions())
     one.calibration.came[2] = rate * one.calibration.tries[2]
-    assert one.pays(3, paths, [1.0] * len(paths), price) == pays
+    assert one.is_worth(3, paths, [1.0] * len(paths), price) == pays
 
 
 def test_gamma_decides_while_no_price_is_known() -> None:
     one = DraftExit(LayerSkipOptions(threshold=0.5))
-    assert one.pays(2, [0.1, 0.1], [0.2, 0.5], None)  # of the surest row
-    assert not one.pays(2, [0.1, 0.1], [0.2, 0.4], None)
-    assert not one.pays(2, [0.1, 0.0], [0.2, 0.9], None)  # which is not finished
-    assert one.pays(1, [1.0], [], None, [0.9])  # and drafts begin
+    assert one.is_worth(2, [0.1, 0.1], [0.2, 0.5], None)  # of the surest row
+    assert not one.is_worth(2, [0.1, 0.1], [0.2, 0.4], None)
+    assert not one.is_worth(2, [0.1, 0.0], [0.2, 0.9], None)  # which is not finished
+    assert one.is_worth(1, [1.0], [], None, [0.9])  # and drafts begin
 
 
 def test_steps_in_which_no_draft_pays_look_again_seldom(setting: Callable[..., Setting]) -> None:

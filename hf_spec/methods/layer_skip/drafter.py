@@ -4,12 +4,12 @@ Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Se
 Decoding" (2023), algorithms 3 and 4. The verifying forward overwrites the drafted tokens' cache
 entries, so every layer ends up with the full model's states.
 
-Each drafting forward adds several candidates: drafting continues from the likeliest token, and the
-next likeliest ones become its siblings, if the policy chooses candidates by probability.
+Each drafting forward adds several draft tokens if the policy chooses among them by probability:
+drafting continues from the likeliest one, and the next likeliest ones become its siblings.
 """
 
-import math
 from collections.abc import Hashable, Sequence
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.drafter import Drafter
+from hf_spec.drafting.grow import Children, Frontier, grow
 from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.state import DecodeState
@@ -31,7 +32,7 @@ from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import MergedCopies
 from modeling_patches.per_call import Changes
 
-#: Candidates per drafting forward; drafting continues from the first.
+#: Draft tokens per drafting forward; drafting continues from the first.
 RANKS = 3
 
 
@@ -55,15 +56,11 @@ class LayerSkipDrafter(Drafter):
         self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
         self._left_out = tuple(attention), tuple(mlp), adapter is not None
         self.exit = recall(model, self._key, lambda: DraftExit(options))
-        #: Trees proposed in this step, if any. Look-ups may be merged into the forwarded ones.
-        self._trees: tuple[list[float], list[Row]] | None = None
-        self._lengths: list[int] | None = None
+        self._stage: Stage | None = None  # of this step, if it drafts trees
+        self._lengths: list[int] | None = None  # of this step's chains
         self.policy_chooses = options.draft_exit == POLICY
         self.tempering = Tempering()
-        #: Logits and noise of each drafted token of this step, where tokens are sampled.
-        self._samples: list[tuple[Tensor, Tensor]] = []
-        self._drafted: list[list[int]] = []
-        self._sampled = 0
+        self._sampled = 0  # stages that tempering can learn from
 
     @property
     def kind_of_forward(self) -> Hashable:
@@ -81,11 +78,19 @@ class LayerSkipDrafter(Drafter):
     def propose(self, state: DecodeState) -> Tree:
         depth = min(self.options.max_draft, state.max_depth)
         samples = samples_drafts(self.options, state.do_sample)
-        if self.options.draft_exit == POLICY and state.timed and not samples:
-            return self._tree(state, depth)
-        return self._chain(state, depth, samples)
+        if self.options.draft_exit != POLICY or not state.timed or samples:
+            return self._chain(state, depth, samples)
+        self._stage = stage = Stage(self, state)
+        grown = grow(
+            stage, state.root, max(RANKS * depth, 1), depth, stage.trust, expanded=1
+        )  # fmt: skip
+        state.cache.rollback()
+        tree = Tree.unpacked(grown)
+        assert tree.host is not None
+        stage.rows = tree.host.rows(tree.row_sizes)
+        return tree
 
-    def _run(
+    def run(
         self, state: DecodeState, tokens: Tensor, drafted: Sequence[Sequence[int]],
         drafting: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -107,62 +112,6 @@ class LayerSkipDrafter(Drafter):
         logits = output.logits[:, -1]
         return logits.float(), state.process(logits, drafted, drafting, drafting=True)
 
-    def _expected(
-        self, state: DecodeState, place: int, logits: Tensor, scores: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`_run`'s results given what the tokens will be sampled with, if they are sampled.
-
-        Args:
-            place: drafted tokens before these.
-        """
-        if state.noise is None:
-            return logits, scores
-        learned, noise = self.tempering, state.noise.ahead(1, first=place)[:, 0].to(logits.device)
-        self._samples.append((logits, noise))
-        added = learned.share * noise
-        scores = state.noise.temperature * scores  # as logits are
-        return learned.sharpness * logits + added, learned.sharpness * scores + added
-
-    def _tree(self, state: DecodeState, depth: int) -> Tree:
-        """A chain as deep as it pays, with the next likeliest tokens as siblings."""
-        active, tokens = state.active, state.root[:, None]
-        drafted: list[list[int]] = [[] for _ in active]
-        trust, price = self.exit.calibration.log_factors, state.draft_cost()
-        paths = [float(on) for on in active]  # probability of all drafted tokens
-        sure: list[float] = []
-        looked_up = [_Followed(one) for one in state.lookups]
-        rows = [Row.root(root) for root in state.root.tolist()]
-        for k in range(depth):
-            held = [one.held for one in looked_up]
-            if not self.exit.pays(k + 1, paths, sure, price, held) and (k or not self.exit.due()):
-                break
-            logits, scores = self._run(state, tokens, drafted, active)
-            logits, scores = self._expected(state, k, logits, scores)
-            own = distribution(logits)
-            best = scores.topk(min(RANKS, scores.shape[1]))
-            # Tokens that processors rule out are never accepted.
-            likely = own.gather(1, best.indices).masked_fill(best.values == -torch.inf, 0)
-            # One transfer; tokens are below 2 ** 24, which float32 holds exactly.
-            found, said = torch.stack([best.indices.to(likely), likely]).tolist()
-            tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
-            sure, factor = [one[0] for one in said], math.exp(trust[k])
-            for row, (parents, ids, probs) in enumerate(rows):
-                above = len(ids) - len(found[row]) if k else 0
-                parents += [above] * len(found[row])
-                ids += map(int, found[row])
-                probs += [paths[row] * min(factor * one, 1.0) for one in said[row]]
-                paths[row] *= min(factor * sure[row], 1.0)
-                drafted[row].append(int(found[row][0]))
-            for one, so_far in zip(looked_up, drafted):
-                one.follow(so_far[-1])
-        state.cache.rollback()
-        trees = [
-            row.likeliest_first() if on else Row.root(row.tokens[0])
-            for row, on in zip(rows, active)
-        ]
-        self._trees, self._drafted = (trust, trees), drafted
-        return Tree.of_rows(trees, state.root.device)
-
     def _chain(self, state: DecodeState, depth: int, samples: bool) -> Tree:
         """Chains with the paper's exits; sampled ones have their distributions."""
         tokens = state.root[:, None]
@@ -173,7 +122,7 @@ class LayerSkipDrafter(Drafter):
         for k in range(depth):
             if not any(drafting):
                 break
-            logits, scores = self._run(state, tokens, drafted, drafting)
+            logits, scores = self.run(state, tokens, drafted, drafting)
             own = distribution(logits)
             if samples:
                 distributions.append(distribution(scores))
@@ -196,34 +145,16 @@ class LayerSkipDrafter(Drafter):
         return tree.with_tokens(tokens[:, : tree.num_tokens], stacked)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        if self._trees is not None:
-            self.exit.learn(*self._trees, result.tokens)
-            self._learn(result.tokens)
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            self._sampled += bool(stage.samples)
+            stage.learn(result.tokens, self.tempering.learns(self._sampled))
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(result.path, self._lengths) if path]
             drafted = sum(length for _, length in rows)
             if drafted:
                 self.exit.update(sum(min(row) for row in rows) / drafted)
-        self._trees = self._lengths = None
-
-    def _learn(self, came: Sequence[Sequence[int]]) -> None:
-        """Learn from the sampled tokens that followed drafted ones."""
-        samples, self._samples = self._samples, []
-        self._sampled += bool(samples)
-        if not samples or not self.tempering.learns(self._sampled):
-            return
-        logits, noise = (torch.stack(parts, 1) for parts in zip(*samples))
-        rows = [
-            [
-                tokens[k] if k < len(tokens) and tokens[:k] == drafted[:k] else -1
-                for k in range(len(samples))
-            ]
-            for tokens, drafted in zip(map(list, came), self._drafted)
-        ]
-        tokens = torch.tensor(rows, device=logits.device).flatten()
-        self.tempering.learn(
-            logits.flatten(0, 1), noise.flatten(0, 1), tokens.clamp(min=0), tokens >= 0
-        )
+        self._lengths = None
 
     def details(self) -> dict[str, Any]:
         merged = {} if self.learned is None else {"merged_bytes": self.learned.num_bytes}
@@ -237,19 +168,107 @@ class LayerSkipDrafter(Drafter):
         return output[0, input_ids.shape[1] :].tolist()
 
 
-class _Followed:
-    """Looked-up continuations along the drafted tokens."""
+class Stage:
+    """The drafting stage of one step: what a tree grows from, and what is learned from it.
 
-    def __init__(self, found: Row):
-        self._found = found
-        nodes = enumerate(zip(found.parents, found.tokens))
+    Drafting continues from the likeliest token; the next likeliest ones become its siblings.
+
+    Attributes:
+        trust: terms added to log-probabilities, per distance.
+        rows: the drafted tree of each sequence; lookups may be merged into the forwarded ones.
+        samples: logits and noise of each drafted token, where tokens are sampled.
+    """
+
+    def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
+        self.drafter, self.state = drafter, state
+        self.trust = drafter.exit.calibration.log_factors
+        self.rows: list[Row] = []
+        self.samples: list[tuple[Tensor, Tensor]] = []
+        self._cost = state.draft_cost()
+        self._lookups = [_Followed(row) for row in state.lookups]
+        self._drafted: list[list[int]] = [[] for _ in state.active]
+        self._tokens: Tensor | None = None
+        self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        """See :class:`hf_spec.drafting.grow.Expands`; one node per row."""
+        drafter, state, depth = self.drafter, self.state, frontier.depth
+        if self._tokens is None or self._best is None:
+            paths, best = [1.0] * len(state.active), []
+            self._tokens = frontier.tokens
+        else:  # one transfer; float32 represents tokens, which are below 2 ** 24, exactly
+            parts = frontier.tokens[:, 0].to(self._best), frontier.log_probs[:, 0].exp()
+            numbers, paths, best = torch.stack([*parts, self._best]).tolist()
+            for drafted, lookup, token in zip_longest(self._drafted, self._lookups, numbers):
+                drafted.append(int(token))
+                if lookup is not None:
+                    lookup.follow(int(token))
+            self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
+        paths = [path * on for path, on in zip(paths, state.active)]
+        present = [lookup.probability for lookup in self._lookups]
+        worth = drafter.exit.is_worth(depth + 1, paths, best, self._cost, present)
+        if not worth and (depth or not drafter.exit.due()):
+            return None
+        logits, scores = drafter.run(state, self._tokens, self._drafted, state.active)
+        logits, scores = self._as_sampled(logits, scores)
+        tops = scores.topk(min(RANKS, scores.shape[1]))
+        # Tokens that processors rule out are never accepted, nor those of finished sequences.
+        out = (tops.values == -torch.inf) | ~torch.tensor(state.active, device=scores.device)[
+            :, None
+        ]
+        probs = distribution(logits).gather(1, tops.indices)
+        self._best = probs[:, 0]
+        return Children(tops.indices, probs.masked_fill(out, 0).log()[:, None])
+
+    def _as_sampled(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and scores given what the tokens will be sampled with, if they are sampled."""
+        noise = self.state.noise
+        if noise is None:
+            return logits, scores
+        learned = self.drafter.tempering
+        ahead = noise.ahead(1, first=len(self.samples))[:, 0].to(logits.device)
+        self.samples.append((logits, ahead))
+        added = learned.share * ahead
+        scores = noise.temperature * scores  # as logits are
+        return learned.sharpness * logits + added, learned.sharpness * scores + added
+
+    def learn(self, emitted: Sequence[Sequence[int]], tempering: bool) -> None:
+        """Learn from the tokens that each sequence emitted.
+
+        Args:
+            tempering: whether to learn from samples, too.
+        """
+        drafter = self.drafter
+        drafter.exit.learn(self.trust, self.rows, emitted)
+        if not self.samples or not tempering:
+            return
+        logits, noise = (torch.stack(parts, 1) for parts in zip(*self.samples))
+        rows = [
+            [
+                tokens[k] if k < len(tokens) and tokens[:k] == drafted[:k] else -1
+                for k in range(len(self.samples))
+            ]
+            for tokens, drafted in zip(map(list, emitted), self._drafted)
+        ]
+        tokens = torch.tensor(rows, device=logits.device).flatten()
+        drafter.tempering.learn(
+            logits.flatten(0, 1), noise.flatten(0, 1), tokens.clamp(min=0), tokens >= 0
+        )
+
+
+class _Followed:
+    """A lookup's continuations along the drafted tokens."""
+
+    def __init__(self, row: Row):
+        self._row = row
+        nodes = enumerate(zip(row.parents, row.tokens))
         self._children = {edge: node for node, edge in nodes}
         self._node: int | None = 0
 
     @property
-    def held(self) -> float:
-        """Probability that the drafted tokens and then one of the looked-up tokens follow."""
-        nodes = zip(self._found.probs, self._found.parents)
+    def probability(self) -> float:
+        """That the drafted tokens and then one of the lookup's tokens follow."""
+        nodes = zip(self._row.probs, self._row.parents)
         return sum(prob for prob, parent in nodes if parent == self._node)
 
     def follow(self, token: int) -> None:

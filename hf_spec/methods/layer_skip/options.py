@@ -70,7 +70,7 @@ class LayerSkipOptions(DraftOptions):
 
 
 class DraftExit:
-    """Decides when to stop drafting: when it stops paying, or by gamma (section 3.4, eqs. (2)-(4)).
+    """Decides when to stop drafting: by what it costs, or by gamma (section 3.4, eqs. (2)-(4)).
 
     A drafting stage moves gamma by (1 - beta2) epsilon, 0.001 with the paper's numbers, so adapting
     takes hundreds of stages. One object therefore serves all calls on a model, in all threads.
@@ -94,9 +94,9 @@ class DraftExit:
         self._idle = (self._idle + 1) % AGAIN
         return not self._idle
 
-    def pays(
-        self, distance: int, paths: Sequence[float], sure: Sequence[float], price: float | None,
-        held: Sequence[float] = (),
+    def is_worth(
+        self, distance: int, paths: Sequence[float], best: Sequence[float], cost: float | None,
+        present: Sequence[float] = (),
     ) -> bool:  # fmt: skip
         """Whether to run the drafting model for the tokens at a distance.
 
@@ -104,25 +104,25 @@ class DraftExit:
             distance: the distance, from 1.
             paths: probability of each sequence that all tokens before are accepted; 0 if it is
                 finished.
-            sure: draft probability of each sequence's last token; empty at distance 1.
-            price: tokens that the forward must bring to pay; None (unknown) if gamma decides.
-            held: probability of each sequence that a token at this distance is already a candidate
-                and accepted.
+            best: draft probability of each sequence's last token; empty at distance 1.
+            cost: tokens that the forward must bring; None (unknown) if gamma decides.
+            present: probability of each sequence that a draft token at this distance is already in
+                the tree and accepted.
         """
-        if price is None:
-            sure = sure or [1.0] * len(paths)
-            return any(self.go_on(one) for one, path in zip(sure, paths) if path > 0)
+        if cost is None:
+            best = best or [1.0] * len(paths)
+            return any(self.go_on(prob) for prob, path in zip(best, paths) if path > 0)
         rate = self.calibration.rate(distance)
-        held = held or [0.0] * len(paths)
-        return sum(max(path * rate - own, 0.0) for path, own in zip(paths, held)) > price
+        present = present or [0.0] * len(paths)
+        return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
 
     @locked
     def learn(
-        self, trust: Sequence[float], trees: Sequence[Row], came: Sequence[Sequence[int]]
+        self, trust: Sequence[float], trees: Sequence[Row], emitted: Sequence[Sequence[int]]
     ) -> None:
         """Learn from the tokens that each sequence emitted after its tree was proposed."""
-        for one, tokens in zip(trees, came):
-            walk(self.calibration, one.parents, one.tokens, one.probs, trust, tokens)
+        for tree, tokens in zip(trees, emitted):
+            walk(self.calibration, tree.parents, tree.tokens, tree.probs, trust, tokens)
 
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""
