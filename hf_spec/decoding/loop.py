@@ -22,6 +22,8 @@ from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
+from hf_spec.drafting.lookup import BatchLookup
+from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.ranks import Ranks
@@ -85,6 +87,7 @@ def decode(
             active=emission.active, remaining=emission.remaining,
             do_sample=bool(config.do_sample), process=scorer, stats=stats, timed=strategy.timed,
             noise=noise,
+            lookups=BatchLookup(Limits(), len(prompt)) if strategy.lookup else None,
         )  # fmt: skip
 
         context, device = max(prompt).bit_length(), str(model.device)
@@ -95,7 +98,7 @@ def decode(
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):
-            shapes = policy.shapes(drafter.num_probes, drafter.uses_lookup)
+            shapes = policy.shapes(drafter.num_probes, strategy.lookup)
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
         rows_stay = handover.keeps_rows or state.batch_size == 1
         shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)

@@ -16,6 +16,7 @@ from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.prefill import Prefilled, catch_up
 from hf_spec.decoding.strategy import Strategy
+from hf_spec.drafting.lookup import merged
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads, states_at
 from hf_spec.model.target import Output
@@ -63,11 +64,10 @@ class Steps:
         ends = self.ends(state.rows)
         catch_up(state)
         tree = Tree.roots(state.root)
-        if policy.drafts(drafter.uses_lookup):
+        if policy.drafts(state.lookups is not None):
             with self.watch.phase("draft"):
                 limits = _depth_limits(state)
-                propose = drafter.lookup if policy.lookups_only else drafter.propose
-                tree = policy.choose(propose(state), drafter, state.active, limits).within(limits)
+                tree = policy.choose(self._draft(), drafter, state.active, limits).within(limits)
         with self.watch.phase("forward"):
             pruning = drafter.pruning if policy.prunes else None
             output = state.target(tree, pruning=pruning, match=self.acceptance.matches(tree))
@@ -87,9 +87,19 @@ class Steps:
         state.cache.commit(kept, None if output.result else _moved(output.tree, result, host, kept))
         seconds = self.watch.step()
         drafter.observe(state, tree, host)
+        if state.lookups is not None:
+            state.lookups.observe(host)
         self.emission.show(output.tree, host)
         if graphs is None or graphs.made == compiled:  # steps that compile are not typical
             policy.observe(tree, list(map(len, host.path)), seconds)
+
+    def _draft(self) -> Tree:
+        """The draft trees, before the policy chooses among their nodes."""
+        state, lookups = self.state, self.state.lookup()
+        if self.policy.lookups_only:
+            return Tree.of_rows(lookups, state.root.device)
+        tree = self.strategy.drafter.propose(state)
+        return merged(tree, lookups) if lookups else tree
 
     def cache_ends(self) -> None:
         """Cache the last tokens of finished rows as required, or run a forward for other ranks."""

@@ -14,7 +14,6 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.compiling import graphs_for
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.lookup import with_lookup
 from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
@@ -29,8 +28,9 @@ class Strategy:
 
     Attributes:
         method, options: named by the config.
-        drafter: the call's drafter, lookups included.
+        drafter: the call's drafter.
         timed: whether the amount of drafting may depend on step times.
+        lookup: whether lookups are merged into the draft.
         adapter: the method's adapter, if it is active.
         graphs: compiled code for its steps; None if they are not compiled.
         samples: whether the call samples.
@@ -41,6 +41,7 @@ class Strategy:
     options: DraftOptions
     drafter: Drafter
     timed: bool
+    lookup: bool
     adapter: ActiveAdapter | None
     graphs: Graphs | None
     samples: bool
@@ -61,11 +62,9 @@ class Strategy:
         drafter = method.drafter(model, options)
         check_tree_forward(model, method.name, drafter, unsure)
         samples = bool(config.do_sample)
-        timed, looks_up = resolve(options, drafter, samples)
-        if looks_up:
-            drafter = with_lookup(drafter)
+        timed, lookup = resolve(options, drafter, samples)
         adapter = _adapter(method, model)
-        found = cls(model, method, options, drafter, timed, adapter, None, samples)
+        found = cls(model, method, options, drafter, timed, lookup, adapter, None, samples)
         found.graphs = graphs_for(model, config, drafter, found.kind)
         return found
 
@@ -102,7 +101,7 @@ def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[b
     Returns:
         Whether the amount of drafting may depend on step times: not if the output depends on which
         steps draft, as sampled draft tokens take random numbers of their own, and typical
-        acceptance is lossy in drafting steps. And whether look-ups are merged into the draft.
+        acceptance is lossy in drafting steps. And whether lookups are merged into the draft.
     """
     exact = options.acceptance != "typical" and not samples_drafts(options, do_sample)
     timed = options.drafting == AUTO and exact

@@ -46,7 +46,6 @@ class Drafter(CandidateGenerator):
         distances: tokens after the next one that the probes of a node predict.
         num_probes: number of probes of a node; 0 if there are none, or trees bring their own.
         group: these probes, which the prompt's last token gets, too.
-        uses_lookup: whether :meth:`lookup` can return part of its trees without running the model.
     """
 
     trees: ClassVar[Mapping[str, MakeTree | None]] = {}
@@ -63,7 +62,6 @@ class Drafter(CandidateGenerator):
     distances: int = 0
     num_probes: int = 0
     group: ProbeGroup | None = None
-    uses_lookup: bool = False
 
     def __init__(self, model: Any, options: Any):
         self.model = model
@@ -115,10 +113,6 @@ class Drafter(CandidateGenerator):
             the host waits for the device once per step; None if there is nothing to begin.
         """
         return None
-
-    def lookup(self, state: DecodeState) -> Tree:
-        """Like :meth:`propose`, but if it :attr:`uses_lookup`, without running the model."""
-        return self.propose(state)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step.

@@ -10,10 +10,7 @@ import torch
 from hf_spec.core.host_tree import Row
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.ngram import Confidence, Limits, NgramIndex, continuation_tree
-from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.wrapped_drafter import WrappedDrafter
+from hf_spec.drafting.ngram import Confidence, NgramIndex, continuation_tree
 
 
 class SequenceLookup:
@@ -60,12 +57,13 @@ class BatchLookup:
     def __init__(self, limits: Any, batch_size: int):
         self.rows = [SequenceLookup(limits) for _ in range(batch_size)]
 
-    def lookup(self, state: DecodeState) -> list[Row]:
-        """Each sequence's tree; the root alone for finished ones."""
-        depth = state.max_depth
+    def lookup(
+        self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int
+    ) -> list[Row]:
+        """Each sequence's tree, no deeper than ``depth``; the root alone for finished ones."""
         return [
-            one.lookup(tokens, depth) if active else Row.root(tokens[-1])
-            for one, tokens, active in zip(self.rows, state.tokens, state.active)
+            row.lookup(tokens, depth) if unfinished else Row.root(tokens[-1])
+            for row, tokens, unfinished in zip(self.rows, sequences, active)
         ]
 
     def observe(self, result: HostResult) -> None:
@@ -76,52 +74,21 @@ class BatchLookup:
         self.rows = [self.rows[row] for row in rows]
 
 
-def with_lookup(drafter: Drafter) -> Drafter:
-    """The drafter with lookups merged into its trees."""
-    if isinstance(drafter, WrappedDrafter):
-        drafter.inner = with_lookup(drafter.inner)
-        return drafter
-    return WithLookup(drafter)
+def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
+    """A step's trees with what was looked up for each row (option ``lookup=True``).
 
-
-class WithLookup(WrappedDrafter):
-    """Merges lookups into another drafter's trees (option ``lookup=True``).
-
-    A draft token that both propose becomes one node with the larger of the two probabilities.
-    Looked-up tokens count as drawn from a distribution that puts all mass on them, so that
-    rejection stays exact.
+    A draft token of both becomes one node with the larger of the two probabilities. Looked-up
+    tokens count as drawn from a distribution that puts all mass on them, so that rejection stays
+    exact.
     """
-
-    def __init__(self, inner: Drafter):
-        super().__init__(inner)
-        self.uses_lookup = True
-
-    def start(self, state: DecodeState) -> None:
-        self.inner.start(state)
-        self.lookups = BatchLookup(Limits(), state.batch_size)
-
-    def lookup(self, state: DecodeState) -> Tree:
-        return Tree.of_rows(self.lookups.lookup(state), state.root.device)
-
-    def propose(self, state: DecodeState) -> Tree:
-        state.lookups = found = self.lookups.lookup(state)
-        tree = self.inner.propose(state)
-        if tree.host is not None and not tree.whole:
-            rows = zip(tree.host.rows(tree.row_sizes), found)
-            merged = [own.merge(other).likeliest_first() for own, other in rows]
-            return Tree.of_rows(merged, tree.tokens.device)
-        return _appended(tree, found)
-
-    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        self.inner.observe(state, tree, result)
-        self.lookups.observe(result)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.lookups.select(rows)
+    if tree.host is None or tree.whole:
+        return _appended(tree, lookups)
+    rows = zip(tree.host.rows(tree.row_sizes), lookups)
+    both = [row.merge(other).likeliest_first() for row, other in rows]
+    return Tree.of_rows(both, tree.tokens.device)
 
 
-def _appended(tree: Tree, found: Sequence[Row]) -> Tree:
+def _appended(tree: Tree, lookups: Sequence[Row]) -> Tree:
     """The trees, which are forwarded whole, with looked-up draft tokens appended."""
     drafted, sizes = tree.drafted, tree.row_sizes
     columns = drafted.parents.tolist(), drafted.tokens.tolist()
@@ -129,20 +96,20 @@ def _appended(tree: Tree, found: Sequence[Row]) -> Tree:
         Row(parents[: size + 1], tokens[: size + 1], [1.0] * (size + 1))
         for parents, tokens, size in zip(*columns, sizes)
     ]
-    rows = [row.merge(other) for row, other in zip(own, found)]
-    merged, q = Tree.of_rows(rows, tree.tokens.device), tree.q
+    rows = [row.merge(other) for row, other in zip(own, lookups)]
+    both, q = Tree.of_rows(rows, tree.tokens.device), tree.q
     if q is not None:
-        certain = torch.nn.functional.one_hot(merged.tokens, q.shape[-1]).to(q.dtype)
+        certain = torch.nn.functional.one_hot(both.tokens, q.shape[-1]).to(q.dtype)
         for row, size in enumerate(sizes):
             certain[row, : size + 1] = q[row, : size + 1]
         q = certain
-    merged = merged.changed(q=q, host=None)
+    both = both.changed(q=q, host=None)
     if tree.group is None or tree.probe_counts is None:
-        return merged
+        return both
     # No probes at looked-up nodes: lookups hit in runs, so the next step mostly has one again, and
     # probes of all of them would be most of the step.
     counts = [
         [*counts[: size + 1], *[0] * (len(row.tokens) - size - 1)]
         for counts, size, row in zip(tree.probe_counts.tolist(), sizes, rows)
     ]
-    return merged.attach_probes(tree.group, counts)
+    return both.attach_probes(tree.group, counts)

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.host_tree import Row
 from hf_spec.core.stats import SpecStats
+from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.model.target import Target
 
@@ -75,7 +76,8 @@ class DecodeState:
         prefetched: what :meth:`Drafter.prefetch` returned, on the host; None if nothing.
         draft_cost: tokens that one more drafting forward must bring to pay for its time; None
             while unknown.
-        lookups: this step's prompt lookups, by sequence; they are among the draft tokens anyway.
+        lookups: looks up what is merged into each step's draft; None if nothing is.
+        looked_up: what this step has looked up for each sequence.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
     """
 
@@ -94,7 +96,8 @@ class DecodeState:
     timed: bool = False
     prefetched: Any = None
     draft_cost: Callable[[], float | None] = lambda: None
-    lookups: Sequence[Row] = ()
+    lookups: BatchLookup | None = None
+    looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
 
     def __post_init__(self) -> None:
@@ -106,13 +109,23 @@ class DecodeState:
         Args:
             rows: the former index of each row; each at most once.
         """
-        parts: list[FollowsBatch] = [self.cache, self.target, self.drafter, self.process]
-        for part in parts + ([] if self.noise is None else [self.noise]):
-            part.select(rows)
+        parts: list[FollowsBatch | None] = [
+            self.cache, self.target, self.drafter, self.process, self.lookups, self.noise
+        ]  # fmt: skip
+        for part in parts:
+            if part is not None:
+                part.select(rows)
         for name in ("tokens", "active", "remaining", "rows"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in rows])
         self.root, self.prefetched = self.root[_index(rows, self.root)], None
+
+    def lookup(self) -> Sequence[Row]:
+        """Look up what continues each sequence, for this step."""
+        self.looked_up = ()
+        if self.lookups is not None:
+            self.looked_up = self.lookups.lookup(self.tokens, self.active, self.max_depth)
+        return self.looked_up
 
     @property
     def batch_size(self) -> int:

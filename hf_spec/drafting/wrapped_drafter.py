@@ -28,7 +28,6 @@ class WrappedDrafter(Drafter):
         self.prune_layer, self.drafting = inner.prune_layer, inner.drafting
         self.prunes, self.distances = inner.prunes, inner.distances
         self.num_probes, self.group = inner.num_probes, inner.group
-        self.uses_lookup = inner.uses_lookup
         self.policy_chooses = inner.policy_chooses
 
     @property
@@ -46,9 +45,6 @@ class WrappedDrafter(Drafter):
 
     def prefetch(self, state: DecodeState) -> Tensor | None:
         return self.inner.prefetch(state)
-
-    def lookup(self, state: DecodeState) -> Tree:
-        return self.inner.lookup(state)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         self.inner.observe(state, tree, result)

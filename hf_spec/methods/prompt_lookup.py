@@ -61,7 +61,8 @@ class PromptLookupDrafter(Drafter):
         self.lookups = BatchLookup(self.options, state.batch_size)
 
     def propose(self, state: DecodeState) -> Tree:
-        return Tree.of_rows(self.lookups.lookup(state), state.root.device)
+        rows = self.lookups.lookup(state.tokens, state.active, state.max_depth)
+        return Tree.of_rows(rows, state.root.device)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         self.lookups.observe(result)

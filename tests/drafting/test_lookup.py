@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from random_trees import GROUPS
 
 from hf_spec.core.tree import Row, Tree
-from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.lookup import WithLookup
+from hf_spec.drafting.lookup import BatchLookup, merged
+from hf_spec.drafting.ngram import Limits
 
 #: What follows 5: 6, then 7; nothing follows the last token of the second row.
 TEXTS = [[5, 6, 7, 8, 5], [1, 2, 3]]
 
 
-class Given(Drafter):
-    """Proposes a given tree."""
-
-    def __init__(self, tree: Tree):
-        super().__init__(None, None)
-        self.tree = tree
-
-    def propose(self, state: Any) -> Tree:
-        return self.tree
-
-    def chain(self, input_ids: Any) -> list[int]:
-        raise NotImplementedError
-
-
-def merged(tree: Tree, active: tuple[bool, ...] = (True, True)) -> Tree:
-    drafter = WithLookup(Given(tree))
-    root = torch.tensor([text[-1] for text in TEXTS])
-    state: Any = SimpleNamespace(tokens=TEXTS, root=root, active=active, max_depth=3, batch_size=2)
-    drafter.start(state)
-    found = drafter.propose(state)
-    assert [row.tokens[1:] for row in state.lookups] == [[6, 7, 8] * active[0], []]
-    return found
+def with_lookups(tree: Tree, active: tuple[bool, ...] = (True, True)) -> Tree:
+    found = BatchLookup(Limits(), 2).lookup(TEXTS, active, 3)
+    assert [row.tokens[1:] for row in found] == [[6, 7, 8] * active[0], []]
+    return merged(tree, found)
 
 
 def rows_of(tree: Tree) -> list[tuple[list[int], list[int]]]:
@@ -49,7 +28,7 @@ def rows_of(tree: Tree) -> list[tuple[list[int], list[int]]]:
 
 def test_trees_of_known_probabilities_are_sorted_anew() -> None:
     own = [Row([-1, 0, 0], [5, 6, 9], [1.0, 0.3, 0.01]), Row([-1, 0], [3, 4], [1.0, 0.5])]
-    tree = merged(Tree.of_rows(own, "cpu"))
+    tree = with_lookups(Tree.of_rows(own, "cpu"))
     assert tree.host is not None
     first, second = tree.host.rows(tree.row_sizes)
     assert (first.tokens, first.parents) == ([5, 6, 7, 8, 9], [-1, 0, 1, 2, 0])
@@ -59,7 +38,7 @@ def test_trees_of_known_probabilities_are_sorted_anew() -> None:
 
 def test_finished_rows_look_nothing_up() -> None:
     own = [Row.root(5), Row([-1, 0], [3, 4], [1.0, 0.5])]
-    tree = merged(Tree.of_rows(own, "cpu"), (False, True))
+    tree = with_lookups(Tree.of_rows(own, "cpu"), (False, True))
     assert rows_of(tree) == [([-1], [5]), ([-1, 0], [3, 4])]
 
 
@@ -73,7 +52,7 @@ def test_lookups_are_appended_to_trees_that_are_forwarded_whole(
     tree = Tree.chain(torch.tensor([[5, 6, 9], [3, 4, 4]])).changed(q=q)
     if group is not None:
         tree = tree.attach_probes(GROUPS[group], [[3, 0, 2], [1, 1, 1]])
-    found = merged(tree)
+    found = with_lookups(tree)
     assert rows_of(found) == [([-1, 0, 1, 1, 3], [5, 6, 9, 7, 8]), ([-1, 0, 1], [3, 4, 4])]
     assert found.host is None
     if q is not None:

@@ -23,7 +23,8 @@ from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.lookup import with_lookup
+from hf_spec.drafting.lookup import BatchLookup, merged
+from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import AGAIN, DraftExit, LayerSkipOptions
@@ -519,9 +520,9 @@ def test_look_ups_stand_in_the_same_tree(setting: Callable[..., Setting]) -> Non
     row = one.state.tokens[0]
     # What is drafted has followed the root before: one node each, as likely as the surer says.
     one.state.tokens[0] = [*row[:2], row[-1], *chain[0], *row[2:]]
-    drafter = with_lookup(inner)
-    drafter.start(one.state)
-    own, found = nodes_of(inner.propose(one.state), 0), nodes_of(drafter.propose(one.state), 0)
+    one.state.lookups = BatchLookup(Limits(), 1)
+    tree = inner.propose(one.state)
+    own, found = nodes_of(tree, 0), nodes_of(merged(tree, one.state.lookup()), 0)
     assert set(own) < set(found)  # look-ups go deeper
     assert chain[0] in found and found[chain[0]] >= own[chain[0]]
     assert inner.policy_chooses
@@ -534,7 +535,7 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
     for sure, wanted in ((0.6, 0), (0.4, 4)):
         one, drafter = timed(setting, [6], 0.5)
         drafter.exit.calibration.promised[:] *= 1e-3  # so that paths are as sure as can be
-        one.state.lookups = [Row([-1, 0, 1], [0, *chain[:2]], [1.0, sure, sure])]
+        one.state.looked_up = [Row([-1, 0, 1], [0, *chain[:2]], [1.0, sure, sure])]
         tree = drafter.propose(one.state)
         assert one.state.stats.num_draft_forwards == wanted
         assert tree.max_depth == wanted
@@ -542,7 +543,7 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
     one, drafter = timed(setting, [6], 0.5)
     drafter.exit.calibration.promised[:] *= 1e-3
     other = (chain[0] + 1) % 50
-    one.state.lookups = [Row([-1, 0, 1], [0, other, chain[1]], [1.0, 0.4, 0.4])]
+    one.state.looked_up = [Row([-1, 0, 1], [0, other, chain[1]], [1.0, 0.4, 0.4])]
     drafter.propose(one.state)
     assert one.state.stats.num_draft_forwards == 4
 

@@ -185,7 +185,7 @@ class Stage:
         self.rows: list[Row] = []
         self.samples: list[tuple[Tensor, Tensor]] = []
         self._cost = state.draft_cost()
-        self._lookups = [_Followed(row) for row in state.lookups]
+        self._lookups = [_Followed(row) for row in state.looked_up]
         self._drafted: list[list[int]] = [[] for _ in state.active]
         self._tokens: Tensor | None = None
         self._best: Tensor | None = None  # (batch,) draft probability of the last tokens
