@@ -28,7 +28,9 @@ HEAVY = {
 }  # fmt: skip
 
 
-def imported_by(program: str, started: Callable[[str], Any]) -> set[str]:
+def imported_by(
+    program: str, started: Callable[[str], subprocess.CompletedProcess[str]]
+) -> set[str]:
     """What a program imports, in a process of its own."""
     result = started(
         "import json, sys\nbefore = {*sys.modules}\n"
