@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_spec.bench.agreement import Agreement, classify
-from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names, with_compiled
+from hf_spec.bench.contenders import PLAIN, Contender, with_compiled
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
@@ -23,50 +23,44 @@ def run(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    strategies: Sequence[str | Contender],
+    lineup: Sequence[Contender],
     *,
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
-    strategy_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     generate_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
-    warmup: bool = True,
     compiled: str | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:
-    """Generate with plain decoding and every strategy, and compare.
+    """Generate with plain decoding and every contender, and compare.
 
-    On ``KeyboardInterrupt``, the batches that all contenders have finished are returned, and
-    ``interrupted`` is set.
+    Each contender first makes a short call that is not measured. On ``KeyboardInterrupt``, the
+    batches that all contenders have finished are returned, and ``interrupted`` is set.
 
     Args:
         model: a causal language model in evaluation mode, on its device.
         tokenizer: its tokenizer.
         prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
-        strategies: names, or contenders from :func:`hf_spec.bench.contenders.contenders`.
+        lineup: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
         batch_sizes: the benchmark runs once for each.
         max_new_tokens: limit for each prompt, from 1.
-        strategy_kwargs: options by strategy name, for strategies given as names.
         generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
             ``do_sample`` is among them.
         seed: seed for the sampling of the first batch; the next batches count up from it. All
             contenders start a batch with the same seed.
-        warmup: whether each contender makes a short call first, which is not measured.
         compiled: a backend of ``torch.compile``, with which contenders take part a second time,
             with a static cache and compiled steps; None for none. Calls that compile are repeated
             and counted apart.
         progress: called as ``progress(done, total)`` with numbers of calls.
 
     Raises:
-        ValueError: a strategy is unknown, or does not support this model or these options.
+        ValueError: a strategy does not support this model or these options.
     """
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
     if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
-    names = parse_names([item for item in strategies if isinstance(item, str)])
-    made = contenders(names, strategy_kwargs)
-    lineup = [PLAIN, *made, *(item for item in strategies if isinstance(item, Contender))]
+    lineup = [PLAIN, *lineup]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
@@ -102,8 +96,7 @@ def run(
 
     with Session.open(model, tokenizer, options, lineup) as session:
         try:
-            if warmup:
-                session.warm_up(plan, token_ids)
+            session.warm_up(plan, token_ids)
             for turn, (size, taking_part, indices) in enumerate(plan):
                 outcome: dict[str, Measurement] = {}
                 start = turn % len(taking_part)
