@@ -38,11 +38,15 @@ def test_prompts_are_beginnings_of_classes_that_the_model_has_not_seen():
 
 
 @pytest.fixture
-def tiny_model(tmp_path, monkeypatch):
-    """A tiny model in place of the shipped one, without adapters, and prompts that fit it: it has
-    a token per byte and a context of 256."""
+def short_prompts(tmp_path, monkeypatch):
     rows = [{"prompt": prompt.text[:160]} for prompt in read_prompts(demo.PROMPTS)]
     monkeypatch.setattr(demo, "PROMPTS", write_prompts(tmp_path / "prompts.jsonl", rows))
+
+
+@pytest.fixture
+def tiny_model(tmp_path, short_prompts, monkeypatch):
+    """A tiny model in place of the shipped one, without adapters; it has a token per byte and a
+    context of 256."""
     folder = save_checkpoint(tmp_path / "model", chat=False)
     monkeypatch.setattr(demo, "model_folder", lambda: folder)
     monkeypatch.setattr(demo, "adapter_folders", list)
@@ -76,7 +80,7 @@ def test_a_difference_is_an_error(tmp_path, tiny_model, monkeypatch, capsys):
     assert "an output differs from plain generate's" in capsys.readouterr().err
 
 
-def test_the_shipped_model_and_adapters(tmp_path, capsys):
+def test_the_shipped_model_and_adapters(tmp_path, short_prompts, capsys):
     folder = demo.model_folder()
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 16 * 2**20
     more = ("--limit", "1", "--max-new-tokens", "8")
