@@ -23,7 +23,7 @@ def run(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    lineup: Sequence[Contender],
+    contenders: Sequence[Contender],
     *,
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
@@ -41,7 +41,7 @@ def run(
         model: a causal language model in evaluation mode, on its device.
         tokenizer: its tokenizer.
         prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
-        lineup: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
+        contenders: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
         batch_sizes: the benchmark runs once for each.
         max_new_tokens: limit for each prompt, from 1.
         generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
@@ -60,18 +60,18 @@ def run(
         raise ValueError("nothing to measure: no prompts")
     if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
-    lineup = [PLAIN, *lineup]
+    contenders = [PLAIN, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
-        lineup = with_compiled(lineup, compiled, max(map(len, token_ids)) + max_new_tokens)
+        contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
     settings = {
         **options,
         "batch_sizes": list(batch_sizes),
         "seed": seed,
-        "strategies": {item.name: _plain_options(item) for item in lineup},
+        "strategies": {item.name: _plain_options(item) for item in contenders},
     }
-    result = BenchResult(list(prompts), lineup, settings, truncated_prompts=truncated)
+    result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
     if truncated:
         result.notes.append(
             f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
@@ -80,8 +80,8 @@ def run(
 
     plan = []
     for size in batch_sizes:
-        taking_part = [item for item in lineup if size == 1 or not item.single_row]
-        for item in lineup:
+        taking_part = [item for item in contenders if size == 1 or not item.single_row]
+        for item in contenders:
             if item not in taking_part:
                 result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
         parts = list(batches(prompts, size))
@@ -94,7 +94,7 @@ def run(
         plan += [(size, taking_part, part) for part in parts]
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
-    with Session.open(model, tokenizer, options, lineup) as session:
+    with Session.open(model, tokenizer, options, contenders) as session:
         try:
             session.warm_up(plan, token_ids)
             for turn, (size, taking_part, indices) in enumerate(plan):
@@ -147,12 +147,12 @@ def _compare(
     session: Session,
     outcome: Mapping[str, Measurement],
     token_ids: Sequence[list[int]],
-    lineup: Sequence[Contender],
+    contenders: Sequence[Contender],
 ) -> None:
     """Set the ``agreement`` of every measurement with its baseline."""
     default = session.model.generation_config.repetition_penalty
     penalty = session.options.get("repetition_penalty", default)
-    plains = {item.name: item for item in lineup if item.name == item.baseline}
+    plains = {item.name: item for item in contenders if item.name == item.baseline}
     for item in sorted(outcome.values(), key=lambda item: item.baseline):
         session.activate(plains[item.baseline])
         plain = outcome[item.baseline]

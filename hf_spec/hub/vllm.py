@@ -5,7 +5,7 @@
 
 After every step, vLLM passes the tokens of its rows and takes draft tokens for each row, any number
 of them; it verifies them in the next step. The policy is that of ``generate()``: per step, as many
-tokens as pay by their probabilities and the step times, possibly none. vLLM is not imported.
+tokens as save time by their probabilities and the step times, possibly none. vLLM is not imported.
 docs/guides/engines.md has options and limits.
 """
 
@@ -89,7 +89,7 @@ class Policies:
     """The policies of steps, by number of rows.
 
     Step times are kept per number of rows; gains of speculation per power of two, so that large
-    batches where it does not pay do not affect small ones.
+    batches that it slows down do not affect small ones.
 
     Args:
         stats: counts seconds of drafting.

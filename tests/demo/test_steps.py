@@ -54,12 +54,12 @@ def check(streamer: StepStreamer, candidates: int) -> None:
         for parent, node in zip(step.accepted, step.accepted[1:]):
             assert step.tree.parents[node] == parent
         assert [step.tokens[node] for node in step.accepted[1:]] == step.emitted[:-1]
-        chances = step.chances
-        if chances is not None:
-            assert len(chances) == len(step.tree) and chances[0] == 1.0
+        probabilities = step.probabilities
+        if probabilities is not None:
+            assert len(probabilities) == len(step.tree) and probabilities[0] == 1.0
             assert all(
-                0 < chances[node] <= chances[step.tree.parents[node]]
-                for node in range(1, len(chances))
+                0 < probabilities[node] <= probabilities[step.tree.parents[node]]
+                for node in range(1, len(probabilities))
             )
     assert max(len(step.accepted) for step in streamer.trees.values()) > 1
 
@@ -72,7 +72,7 @@ def test_trees_of_strategies_without_training(tiny, strategy):
     )  # fmt: skip
     check(streamer, candidates=64)
     # Only trees that the policy could choose from come with probabilities.
-    known = {step.chances is not None for step in streamer.trees.values()}
+    known = {step.probabilities is not None for step in streamer.trees.values()}
     assert known == {strategy == "prompt_lookup"}
 
 
