@@ -1,4 +1,4 @@
-"""``hf-spec doctor``: what it says of surroundings and models."""
+"""``hf-spec doctor``: what it says of the environment and of models."""
 
 from __future__ import annotations
 

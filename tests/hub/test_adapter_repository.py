@@ -62,16 +62,22 @@ def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> d
     return {"environment": environment, "runs": runs}
 
 
-@pytest.fixture
-def adapter(checkpoint: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(checkpoint: Path) -> Path:
     """A complete adapter folder."""
-    model = load(checkpoint)
+    folder = checkpoint.parent / "skip"
     config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[])
-    save_weightless(model, config, tmp_path / "skip")
-    save_spec_config(tmp_path / "skip", "layer_skip", OPTIONS)
-    (tmp_path / "skip" / "results.json").write_text(json.dumps(results()))
-    write_card(tmp_path / "skip")
-    return tmp_path / "skip"
+    save_weightless(load(checkpoint), config, folder)
+    save_spec_config(folder, "layer_skip", OPTIONS)
+    (folder / "results.json").write_text(json.dumps(results()))
+    write_card(folder)
+    return folder
+
+
+@pytest.fixture
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it that the test may change."""
+    return Path(shutil.copytree(saved, tmp_path / "skip"))
 
 
 def edit(path: Path, **fields: Any) -> None:
@@ -258,17 +264,10 @@ def test_custom_generate(adapter: Path, checkpoint: Path, decoded: list[str]) ->
     config = hf_spec.SpecConfig(assistant_strategy="prompt_lookup", **options)
     model.generate(ids, **custom, generation_config=config)
     assert decoded == ["layer_skip"] * 2 + ["prompt_lookup"] * 2
-
-
-def test_a_model_whose_generate_is_the_shim(adapter: Path, checkpoint: Path) -> None:
-    """As Transformers makes it when a model is loaded from a repository with custom_generate."""
-    model = load(checkpoint)
-    ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
-    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
-    model.load_adapter(str(adapter))
+    # As Transformers makes it when a model is loaded from a repository with custom_generate.
     ours = shim(adapter / "custom_generate" / "generate.py")["generate"]
     model.generate = functools.partial(ours, model=model)
-    assert torch.equal(model.generate(inputs=ids, max_new_tokens=12, do_sample=False), plain)
+    assert torch.equal(model.generate(inputs=ids, **options), plain)
     assert max(hf_spec.last_stats(model).offered) == 3
 
 
@@ -283,10 +282,8 @@ def test_a_pushed_shim_names_its_repository(adapter: Path) -> None:
     scope = shim(adapter / "custom_generate" / "generate.py")
     assert (scope["OPTIONS"], scope["REPOSITORY"]) == (OPTIONS, "org/a-b.c_d")
     check_complete(adapter)  # as it comes back from the Hub
-    text = (adapter / "custom_generate" / "generate.py").read_text()
-    (adapter / "custom_generate" / "generate.py").write_text(
-        text.replace("'org/a-b", "evil('org/a-b")
-    )
+    path = adapter / "custom_generate" / "generate.py"
+    path.write_text(path.read_text().replace("'org/a-b", "evil('org/a-b"))
     with pytest.raises(ValueError, match="does not say what generation_config.json says"):
         check_complete(adapter)
 
