@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 
 import pytest
 import torch
@@ -288,14 +287,8 @@ def test_which_adapters_change_the_model(tmp_path):
 def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
     """Its base drafts with the adapter's strategy; stock assisted decoding verifies."""
     save_checkpoint(tmp_path / "m")
-    small = make_model()
+    base = AutoModelForCausalLM.from_pretrained(save_checkpoint(tmp_path / "small"))
     torch.manual_seed(0)
-    small.save_pretrained(tmp_path / "small")
-    shutil.copy(tmp_path / "m" / "tokenizer.json", tmp_path / "small")
-    for extra in ("tokenizer_config.json", "chat_template.jinja"):
-        if (tmp_path / "m" / extra).is_file():
-            shutil.copy(tmp_path / "m" / extra, tmp_path / "small")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     get_peft_model(base, hf_spec.PPDConfig()).save_pretrained(tmp_path / "ppd")
     write_prompts(tmp_path / "p.jsonl", [{"prompt": "abab" * 4}, {"prompt": "one one"}])
     alone, with_ppd = (f"transformers:assisted={tmp_path / name}" for name in ("small", "ppd"))
