@@ -102,6 +102,16 @@ def test_batches_equal_single_rows_and_long_prompts_are_cut(model, tokenizer, pr
     }  # fmt: skip
     assert result.overall("prompt_lookup", 2)["identical"] == len(prompts)
     assert result.overall("plain", 2)["tau"] == 1.0
+    single, batched = (
+        {
+            index: row
+            for m in result.measurements
+            if (m.strategy, m.batch_size) == ("plain", size)
+            for index, row in zip(m.prompts, m.rows)
+        }
+        for size in (1, 2)
+    )
+    assert single == batched and len(single) == len(prompts)
     notes = " / ".join(result.notes)
     assert f"{STOCK} left out at batch size 2" in notes
     assert "1 of 3 batches have fewer than 2 rows" in notes
