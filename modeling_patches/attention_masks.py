@@ -17,14 +17,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_patches import alibi, local_attention
 from modeling_patches.per_call import Changes, replaced, step_aside
+from modeling_patches.positions import Positions, needs_positions, tree_positions
 from modeling_patches.support import sliding_windows
 
 logger = logging.getLogger(__name__)
-
-#: Architecture patches; each has ``applies(model)`` and ``tree_positions``.
-PATCHES: tuple[Any, ...] = (alibi, local_attention)
 
 
 def grouped_sdpa(
@@ -111,23 +108,21 @@ class TreeAttention:
         self.changes = Changes()
         current = model.config.get_text_config(decoder=True)._attn_implementation
         self._flex = current == "flex_attention"
-        patches = [patch for patch in PATCHES if patch.applies(model)]
+        self.wants_positions = needs_positions(model)
         if checkpointing:
-            needed = [patch.__name__.rpartition(".")[2] for patch in patches]
-            if needed or current not in ("eager", "flex_attention", "sdpa"):
+            if self.wants_positions or current not in ("eager", "flex_attention", "sdpa"):
                 raise ValueError(
-                    f"gradient_checkpointing: {type(model).__name__} takes tree masks only with "
-                    f"changes of ours ({', '.join(needed) or current}), and activations are "
-                    "computed again without them. Train without checkpointing, or with "
+                    f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
+                    "takes tree masks only with changes of ours, and activations are computed "
+                    "again without them. Train without checkpointing, or with "
                     "attn_implementation='sdpa' if it is the attention."
                 )
         elif current not in ("eager", "flex_attention"):
             self._take_over(model, current)
-        positions = alibi.Positions()
-        for patch in patches:
-            patch.tree_positions(model, positions, self.changes)
-        self.wants_positions = bool(patches)
+        positions = Positions()
         self.set_positions = positions.set
+        if self.wants_positions:
+            tree_positions(model, positions, self.changes)
 
     def _take_over(self, model: Any, current: str) -> None:
         """Let attention that is looked up by name take tree masks."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from modeling_patches import alibi
 from modeling_patches.cache_name import CACHE
+from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
 
@@ -92,7 +92,7 @@ def _obstacles(model: Any) -> Iterator[str]:
     forward = inspect.signature(model.forward).parameters
     if CACHE not in forward:
         yield f".forward takes no {CACHE}: it keeps no cache of keys"
-    if "position_ids" not in forward and text.model_type not in alibi.MODEL_TYPES:
+    if "position_ids" not in forward and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 
 

@@ -195,15 +195,15 @@ MODULES = {
     "hf_spec", "hf_spec.core.tree", "hf_spec.methods", "hf_spec.methods.registry",
     "hf_spec.methods.one", "hf_spec.methods.one.drafter", "hf_spec.methods.two",
     "hf_spec.decoding.loop", "hf_spec.bench.runner",
-    "hf_spec.demo.demo", "hf_spec.cli", "modeling_patches", "modeling_patches.alibi",
+    "hf_spec.demo.demo", "hf_spec.cli", "modeling_patches", "modeling_patches.positions",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("modeling_patches.alibi", "from hf_spec.core.tree import TokenTree"),
-        ("hf_spec.core.tree", "from modeling_patches.alibi import bias"),
+        ("modeling_patches.positions", "from hf_spec.core.tree import TokenTree"),
+        ("hf_spec.core.tree", "from modeling_patches.positions import bias"),
         ("hf_spec.core.tree", "def f():\n    from hf_spec.decoding import loop"),
         ("hf_spec.methods.registry", "from hf_spec.methods import one"),
         ("hf_spec.methods.one.drafter", "from ..two import D"),
@@ -258,7 +258,7 @@ def test_a_circle_within_a_layer_is_detected() -> None:
         "def f():\n    import subprocess",
         "text = open('file').read()",
         "import torch\nlayer = torch.nn.Linear(1, 1)",
-        "from modeling_patches import alibi",
+        "from modeling_patches import positions",
     ],
 )
 def test_an_impure_core_is_detected(source: str) -> None:
