@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modeling_patches.attention_masks import narrowed_block_mask
 from modeling_patches.modules import decoder_layers
-from modeling_patches.per_call import Changes, step_aside
+from modeling_patches.per_call import Changes
 
 #: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.
 Choose = Callable[[Tensor], Tensor | None]
@@ -42,7 +42,6 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
             f"layer={layer}: the model has {len(layers)} layers, so rows can be dropped after 1 to "
             f"{len(layers) - 1} of them."
         )
-    step_aside(model)
     narrowing = _Narrowing()
 
     def decide(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB, prompt
+from conftest import ARCHITECTURES, VOCAB
 from running import added
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -171,18 +171,6 @@ def test_a_layer_that_is_not_there(tiny: Callable[..., PreTrainedModel]) -> None
         message = rf"layer={layer}: the model has 3 layers, so .* 1 to 2"
         with pytest.raises(ValueError, match=message):
             early_pruning(tiny("llama"), Changes(), layer, lambda hidden: None)
-
-
-@torch.no_grad()
-def test_compiled_layers_run_uncompiled(fresh: Callable[..., PreTrainedModel]) -> None:
-    model, ids = fresh("llama"), prompt(6)
-    keep = torch.tensor([[0, 1, 5]])
-    with added(early_pruning, model, 1, lambda hidden: keep):
-        expected = model(ids, use_cache=False).logits
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    with added(early_pruning, model, 1, lambda hidden: keep):
-        assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
 @torch.no_grad()
