@@ -33,15 +33,13 @@ class Keep:
 
     def __init__(self, layer: int, wanted: Tensor):
         self.layer, self.wanted = layer, wanted
-        self.hidden: Tensor | None = None
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        self.hidden = hidden
         return connected(tree, self.wanted), -0.1 * tree.depths
 
 
 def run(
-    model: Any, tree: Tree, prompts: list[list[int]], pruning: Any, wants_hidden: bool = False,
+    model: Any, tree: Tree, prompts: list[list[int]], pruning: Any,
     probe_inputs: ProbeInputs | None = None,
 ) -> tuple[Output, TreeCache]:  # fmt: skip
     """One forward of a tree behind prompts of different lengths."""
@@ -54,7 +52,7 @@ def run(
     model(input_ids=ids, attention_mask=mask, **{CACHE: source}, use_cache=True, **takes)
     cache = pack(source, mask, width + 64, "cpu")
     last = torch.full((len(prompts),), 1000)
-    target = Target(model, cache, last, probe_inputs=probe_inputs, wants_hidden=wants_hidden)
+    target = Target(model, cache, last, probe_inputs=probe_inputs)
     return target(tree, pruning=pruning), cache
 
 
@@ -122,17 +120,6 @@ def test_flex_attention_narrows_its_block_mask(tiny: Callable[..., PreTrainedMod
     with torch.compiler.set_stance("force_eager"):  # Transformers compiles it, which takes long
         pruned, _ = run(model, tree, prompts, Keep(1, wanted))
     torch.testing.assert_close(pruned.logits, whole.logits, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_hidden_states_are_those_of_what_is_kept(tiny: Callable[..., PreTrainedModel]) -> None:
-    model = tiny("llama")
-    prompts, tree, wanted = setting(1, 2)
-    keep = Keep(2, wanted)
-    pruned, _ = run(model, tree, prompts, keep, wants_hidden=True)
-    assert pruned.hidden is not None and keep.hidden is not None
-    torch.testing.assert_close(model.lm_head(pruned.hidden), pruned.logits)
-    assert keep.hidden.shape == (2, len(SHAPE), 32)
 
 
 @pytest.mark.parametrize("exits", [1, 2])
