@@ -174,8 +174,8 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     expression, end = compiled(pattern), time.monotonic() + PATTERN_SECONDS
 
     def matches(name: str) -> bool:
-        left = max(end - time.monotonic(), 1e-3)
-        return expression.fullmatch(name, timeout=left) is not None
+        remaining = max(end - time.monotonic(), 1e-3)
+        return expression.fullmatch(name, timeout=remaining) is not None
 
     try:
         return list(filter(matches, names))
