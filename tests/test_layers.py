@@ -190,15 +190,15 @@ MODULES = {
     "hf_spec", "hf_spec.core.tree", "hf_spec.methods", "hf_spec.methods.registry",
     "hf_spec.methods.one", "hf_spec.methods.one.drafter", "hf_spec.methods.two",
     "hf_spec.decoding.loop", "hf_spec.bench.runner",
-    "hf_spec.demo.demo", "hf_spec.cli", "modeling_patches", "modeling_patches.alibi",
+    "hf_spec.demo.demo", "hf_spec.cli", "modeling_patches", "modeling_patches.positions",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
-        ("modeling_patches.alibi", "from hf_spec.core.tree import TokenTree", True),
-        ("hf_spec.core.tree", "from modeling_patches.alibi import bias", True),
+        ("modeling_patches.positions", "from hf_spec.core.tree import TokenTree", True),
+        ("hf_spec.core.tree", "from modeling_patches.positions import bias", True),
         ("hf_spec.core.tree", "def f():\n    from hf_spec.decoding import loop", True),
         ("hf_spec.methods.registry", "from hf_spec.methods import one", True),
         ("hf_spec.methods.one.drafter", "from ..two import D", True),
@@ -241,7 +241,7 @@ def test_a_circle_within_a_layer_is_detected() -> None:
         "def f():\n    import subprocess",
         "text = open('file').read()",
         "import torch\nlayer = torch.nn.Linear(1, 1)",
-        "from modeling_patches import alibi",
+        "from modeling_patches import positions",
     ],
 )
 def test_an_impure_core_is_detected(source: str) -> None:
