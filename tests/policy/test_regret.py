@@ -93,6 +93,16 @@ if __name__ == "__main__":
             (1.1, 1.0), (1.5, 1.0), (2.0, 1.0), (3.0, 1.0), (6.0, 1.0), (1.3, 1.1), (2.0, 1.7),
             (1.5, 1.5), (1.3, 1.5), (1.3, 2.0), (1.5, 3.0), (2.0, 4.0),
         ):  # fmt: skip
-            found = [speedup(cost, gain, batch, calls, promised=promised, seeds=6 if calls == 8 else 30)
-                     for batch in (1, 8) for calls in (1, 8)]
-            print(promised, cost, gain, *(f"{one:.3f}" for one in found), f"{max(gain / cost, 1):.3f}", flush=True)
+            found = [
+                speedup(cost, gain, batch, calls, promised=promised, seeds=6 if calls == 8 else 30)
+                for batch in (1, 8)
+                for calls in (1, 8)
+            ]
+            print(
+                promised,
+                cost,
+                gain,
+                *(f"{one:.3f}" for one in found),
+                f"{max(gain / cost, 1):.3f}",
+                flush=True,
+            )
