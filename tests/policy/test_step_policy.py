@@ -36,10 +36,10 @@ from hf_spec.core.tree import Tree
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.policy import step_policy
-from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.budget import Budget
+from hf_spec.policy.calibration import Array, Calibration, walk
 from hf_spec.policy.learned import ALTERNATING, WARM_UP, Average, Learned, Setting
-from hf_spec.policy.plans import SIZES, Plan
+from hf_spec.policy.plans import SIZES
 from hf_spec.policy.step_policy import StepPolicy
 from hf_spec.policy.step_times import StepTimes
 
