@@ -105,9 +105,11 @@ def speedup(
 def test_the_better_choice_is_found(
     cost: float, gain: float, promised: float | None, first: float, later: float, batch: int
 ) -> None:
-    """Shares of the better of plain decoding and drafting, in a first call and in eight calls. Seeds
-    are fixed; the bounds are the mean of six other sets of seeds minus three standard deviations of
-    these, which are 0.004 to 0.03."""
+    """Shares of the better of plain decoding and drafting, in a first call and in eight calls.
+
+    Seeds are fixed. The bounds are the mean of six sets of as many seeds minus three standard
+    deviations between these, which are 0.004 to 0.03.
+    """
     best = max(gain / cost, 1.0)
     assert speedup(cost, gain, batch, 1, promised=promised, seeds=range(8)) > first * best
     assert speedup(cost, gain, batch, 8, promised=promised, seeds=range(2)) > later * best
