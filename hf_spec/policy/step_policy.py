@@ -68,7 +68,7 @@ class StepPolicy:
     ):  # fmt: skip
         self.stats, self.learned, self.enabled = stats, learned, enabled
         self.shapes = Shapes(width)
-        self.move(setting)
+        self._key, self.setting = setting, learned.setting(setting)
         self.lookups_only = self.prunes = False
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._plan: Plan | None = None
