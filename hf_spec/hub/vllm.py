@@ -114,7 +114,7 @@ class Policies:
     def begin(self) -> None:
         """Called when a request begins, whose text may differ."""
         for policy in self._policies.values():
-            policy.learned.guard.begin()
+            policy.begin()
 
 
 class Step(NamedTuple):
