@@ -92,7 +92,7 @@ def wrap_transformers_load(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def unchanged_on_error(base: Any) -> Iterator[None]:
     """If the block raises, the adapters of hf_spec on a base model are those from before."""
-    before = {layer.prefix: ([*layer.configs], layer.active_adapters) for layer in layers_of(base)}
+    before = {layer.prefix: ([*layer.adapters], layer.active_adapters) for layer in layers_of(base)}
     configs = base.__dict__.get("peft_config")
     known = None if configs is None else dict(configs)
     loaded = base.__dict__.get("_hf_peft_config_loaded")
@@ -104,10 +104,10 @@ def unchanged_on_error(base: Any) -> Iterator[None]:
             names, active = before.get(layer.prefix, ([], []))
             if names:
                 layer.set_adapter(active)
-            for name in layer.configs.keys() - set(names):
+            for name in set(layer.adapters) - set(names):
                 layer.delete_adapter(name)
             if not names:
-                layer.disconnect()
+                layer.release()
                 del getattr(base, CONTAINER)[container_key(layer.prefix)]
         if not before and hasattr(base, CONTAINER):
             delattr(base, CONTAINER)
@@ -147,4 +147,4 @@ def _note(model: Any, name: str, origin: Origin) -> None:
     config: Any = model.peft_config[name]
     layer = layer_of(base_of(model), f"{config.type_name.lower()}_")
     assert layer is not None
-    layer.origins[name] = origin
+    layer.adapters[name].origin = origin

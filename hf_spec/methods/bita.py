@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter, require_active
-from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.config import setting
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED, FrontConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count
@@ -89,15 +89,16 @@ class BitaConfig(FrontConfig):
 INIT_STD = 0.02
 
 
-class BitaAdapter(SpecAdapterLayer):
+class BitaAdapter(Adapter):
     """Mask tokens, and prompt tokens by depth of prompting.
 
     ``masks`` is ``(M, hidden)``. Shallow prompts are ``prompts``, ``(P, hidden)``; deep ones are
     ``prompt_keys`` and ``prompt_values``, ``(layers, kv_heads, P, head_dim)`` each.
     """
 
-    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
-        assert isinstance(config, BitaConfig) and config.num_mask_tokens is not None
+    def __init__(self, config: BitaConfig, model: Any) -> None:
+        super().__init__(config, model)
+        assert config.num_mask_tokens is not None  # set by check_base
         _, hidden = input_features(model)
         count = config.num_prompt_tokens
         tensors = {"masks": torch.randn(config.num_mask_tokens, hidden) * INIT_STD}
@@ -105,7 +106,7 @@ class BitaAdapter(SpecAdapterLayer):
             tensors["prompts"] = torch.randn(count, hidden) * INIT_STD
         elif config.prompt_depth == "deep":
             tensors |= config.fresh_states("prompt", count, INIT_STD)
-        return {**tensors, **config.fresh_shared(model, config.num_mask_tokens)}
+        self.hold({**tensors, **config.fresh_shared(model, config.num_mask_tokens)})
 
 
 def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
@@ -225,7 +226,7 @@ METHOD = Method(
     options=BitaOptions,
     drafter=BitaDrafter,
     adapter_config=BitaConfig,
-    adapter_layer=BitaAdapter,
+    adapter_module=BitaAdapter,
     objective=loss,
     needs_adapter=True,
     # Section 4.1; its batch of 128 has one anchor per sequence.

@@ -32,7 +32,7 @@ from hf_spec.adapters.active import find_active, require_active
 from hf_spec.adapters.base_model import FACTS
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.registry import methods
 
@@ -52,9 +52,10 @@ class SampleConfig(SpecPeftConfig):
     num_masks: int = 3
 
 
-class SampleAdapter(SpecAdapterLayer):
-    def build(self, config: Any, model: Any) -> dict[str, torch.Tensor]:
-        return {"masks": torch.randn(config.num_masks, 5), "bias": torch.zeros(7)}
+class SampleAdapter(Adapter):
+    def __init__(self, config: Any, model: Any) -> None:
+        super().__init__(config, model)
+        self.hold({"masks": torch.randn(config.num_masks, 5), "bias": torch.zeros(7)})
 
 
 register_type(SampleConfig, SampleAdapter)

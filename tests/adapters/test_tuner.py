@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from hf_spec.adapters import tuner as peft_bridge
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.layer_skip import LayerSkipConfig
 
@@ -45,14 +45,15 @@ class ToyConfig(SpecPeftConfig):
     num_heads: int = 2
 
 
-class ToyAdapter(SpecAdapterLayer):
-    def build(self, config, model):
+class ToyAdapter(Adapter):
+    """Embeddings and modules, in a list as decoder layers would be."""
+
+    def __init__(self, config, model):
+        super().__init__(config, model)
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
-        tensors = {"masks": torch.randn(config.num_masks, hidden)}
-        for head in range(config.num_heads):
-            tensors[f"head_{head}_weight"] = torch.randn(vocab, hidden)
-            tensors[f"head_{head}_bias"] = torch.zeros(vocab)
-        return tensors
+        self.hold({"masks": torch.randn(config.num_masks, hidden)})
+        heads = (torch.nn.Linear(hidden, vocab) for _ in range(config.num_heads))
+        self.heads = torch.nn.ModuleList(heads)
 
 
 register_type(ToyConfig, ToyAdapter)
@@ -245,7 +246,7 @@ def test_bfloat16(base_path, kind, tmp_path):
 def test_unload_restores_the_base(base, base_path, kind):
     model = get_peft_model(base, CONFIGS[kind]())
     for merge in (model.merge_and_unload, model.merge_adapter):
-        with pytest.raises(ValueError, match=f"a {kind} adapter cannot be merged.*unload"):
+        with pytest.raises(ValueError, match=f"no active {kind} adapter can be merged.*unload"):
             merge()
     restored = model.unload()
     fresh = load(base_path)
@@ -314,8 +315,8 @@ def test_adding_keeps_others_trainable(base, kind):
     base.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="lora")
     base.add_adapter(CONFIGS[kind](), adapter_name="ours")
     base.set_adapter(["lora", "ours"])
-    names = {n.split(".")[-1] for n, p in base.named_parameters() if p.requires_grad}
-    assert names == ({"weight", "ours"} if kind == "TOY" else {"weight"})
+    names = {n.split(".")[1] for n, p in base.named_parameters() if p.requires_grad}
+    assert names == ({"layers", "type_toy"} if kind == "TOY" else {"layers"})
     weight = base.model.layers[0].mlp.up_proj.weight
     assert not weight.requires_grad
     weight.requires_grad = True  # on purpose, by the user
@@ -413,25 +414,14 @@ def test_registration():
     assert "SPEC" not in PEFT_TYPE_TO_CONFIG_MAPPING
 
 
-def test_bad_parameter_names(base):
-    class Bad(ToyAdapter):
-        def build(self, config, model):
-            return {"heads.0": torch.zeros(1)}
-
-    layer = Bad("toy_")
-    with pytest.raises(ValueError, match=r"Bad.build named a parameter 'heads.0'; names must be"):
-        layer.update_layer("default", ToyConfig(), base)
-
-
 def test_training_and_gradients(base):
     """Parameters are ordinary: they take gradients, the base takes none."""
     model = get_peft_model(base, ToyConfig())
     active = find_active(model, "TOY")
     hidden = model.model.model(TOKENS).last_hidden_state
+    active.module.heads[0](hidden).square().mean().backward()
     values = active.weights()
-    heads = torch.nn.functional.linear(hidden, values["head_0_weight"], values["head_0_bias"])
-    heads.square().mean().backward()
-    assert values["head_0_weight"].grad is not None and values["masks"].grad is None
+    assert values["heads.0.weight"].grad is not None and values["masks"].grad is None
     assert model.get_base_model().lm_head.weight.grad is None
 
 
