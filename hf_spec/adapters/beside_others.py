@@ -21,6 +21,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, base_of, layer_of, layers_of
+from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.repo_files import SHIM
 
 
@@ -48,13 +49,10 @@ def add_beside(original: Callable[..., Any]) -> Callable[..., Any]:
         trainable = {id(one) for one in base.parameters() if one.requires_grad}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
-            try:
+            with unchanged_on_error(base):
                 tuner: Any = tuner_class(
                     base, found, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage
                 )
-            except Exception:
-                base.peft_config.pop(adapter_name, None)
-                raise
         tuner._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         if active:  # as in PEFT, later ones are neither active nor trainable
             _choose(base, peft_config.peft_type, active)

@@ -11,8 +11,8 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_spec.adapters.module import Adapter
 from modeling_patches.support import check_unquantised
+from modeling_patches.weights import placement
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"
@@ -23,22 +23,21 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
     Args:
         prefix: the type in small letters, with an underscore.
-        adapter_class: class of the adapters.
     """
 
     # Those of BaseTunerLayer come from a wrapped layer. There is none, but Transformers reads them.
     weight = None
     bias = None
 
-    def __init__(self, prefix: str, adapter_class: type[Adapter]) -> None:
+    def __init__(self, prefix: str) -> None:
         super().__init__()
-        self.prefix, self.adapter_class = prefix, adapter_class
+        self.prefix = prefix
         self.adapter_layer_names = (f"{prefix}adapters",)
         self.add_module(self.adapter_layer_names[0], nn.ModuleDict())
 
     @property
     def adapters(self) -> Any:
-        """The adapters by name, an `nn.ModuleDict`."""
+        """The adapters by name: an `nn.ModuleDict` of `Adapter`."""
         return getattr(self, self.adapter_layer_names[0])
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
@@ -121,12 +120,27 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         updates = {name: adapter.base_update for name, adapter in self.adapters.items()}
         return [name for name, update in updates.items() if update is not None and update.attached]
 
-    def release(self, keep_merged: bool = False) -> None:
-        """Take all updates off the base, but for merged ones if these are to stay."""
+    # -- the base model ----------------------------------------------------------------------------
+
+    def add_to(self, model: Any) -> None:
+        """Add the layer to the base model."""
+        if not hasattr(model, CONTAINER):
+            model.add_module(CONTAINER, nn.ModuleDict())
+        getattr(model, CONTAINER)[container_key(self.prefix)] = self
+        # Loading puts tensors that a device map does not name on the CPU.
+        device_map = getattr(model, "hf_device_map", None)
+        if device_map and "" not in device_map:
+            device_map[CONTAINER] = str(placement(model).device)
+
+    def remove_from(self, model: Any, keep_merged: bool = False) -> None:
+        """Take the layer and all updates off the base model, but for merged ones if these stay."""
         if not keep_merged:
             self.unmerge_from_base()
         for name in self._updating():
             self.adapters[name].base_update.detach()
+        del getattr(model, CONTAINER)[container_key(self.prefix)]
+        if not getattr(model, CONTAINER):
+            delattr(model, CONTAINER)
 
 
 # -- access through the base model ---------------------------------------------------------------

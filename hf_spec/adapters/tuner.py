@@ -45,11 +45,11 @@ from hf_spec.adapters.layer import (
     CONTAINER,
     SpecAdapterLayer,
     base_of,
-    container_key,
     layer_of,
     name_on_disk,
 )
 from hf_spec.adapters.loading import (
+    unchanged_on_error,
     wrap_from_pretrained,
     wrap_peft_load,
     wrap_transformers_load,
@@ -109,14 +109,15 @@ class SpecTuner(BaseTuner):
         model = base_of(model)  # a PeftModel of another type may be around it
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
         configs: Any = getattr(model, "peft_config", {})
-        taken = configs.get(adapter_name, config)
-        if taken is not config:
+        existing = configs.get(adapter_name, config)
+        if existing is not config:
+            kind = getattr(existing.peft_type, "value", existing.peft_type)
             raise ValueError(
-                f"the model already has an adapter named {adapter_name!r}, of type "
-                f"{str(getattr(taken.peft_type, 'value', taken.peft_type))}: give this one another "
-                f"name, such as adapter_name={type(config).type_name.lower()!r}."
+                f"the model already has an adapter named {adapter_name!r}, of type {kind}: give "
+                f"this one another name, such as adapter_name={type(config).type_name.lower()!r}."
             )
-        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        with unchanged_on_error(model):
+            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(
         self,
@@ -130,17 +131,13 @@ class SpecTuner(BaseTuner):
         """Add the adapter's parameters under `model.spec_modules` (PEFT calls this)."""
         config = self.peft_config[adapter_name]
         first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
+        config.match_base(model)
+        config.check_base(model)
+        adapter = self.adapter_class.build(config, model, on_meta=low_cpu_mem_usage)
         layer = layer_of(model, self.prefix)
-        try:
-            config.match_base(model)
-            config.check_base(model)
-            adapter = self.adapter_class.build(config, model, on_meta=low_cpu_mem_usage)
-        except Exception:
-            _forget(self, model, adapter_name)
-            raise
         if layer is None:
-            layer = SpecAdapterLayer(self.prefix, self.adapter_class)
-            _attach(model, layer)
+            layer = SpecAdapterLayer(self.prefix)
+            layer.add_to(model)
         layer.adapters[adapter_name] = adapter
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         if first:  # as with PEFT's types, later adapters leave the trainability of others alone
@@ -235,11 +232,7 @@ class SpecTuner(BaseTuner):
         layer = self._own_layer
         if merge:
             layer.merge_into(self.model, safe_merge, adapter_names)
-        layer.release(keep_merged=merge)
-        container = getattr(self.model, CONTAINER)
-        del container[container_key(self.prefix)]
-        if not container:
-            delattr(self.model, CONTAINER)
+        layer.remove_from(self.model, keep_merged=merge)
         for name in layer.adapters:
             self.model.peft_config.pop(name, None)
         if not self.model.peft_config:
@@ -321,27 +314,6 @@ _enter(BaseTuner, "_unload_and_optionally_merge", keep_ours)
 _enter(PeftAdapterMixin, "load_adapter", wrap_transformers_load)
 _enter(PeftAdapterMixin, "set_adapter", set_beside_saved_modules)
 _enter(PeftAdapterMixin, "get_adapter_state_dict", state_without_embeddings)
-
-
-# --------------------------------------------------------------------------------------- internals
-
-
-def _attach(model: nn.Module, layer: SpecAdapterLayer) -> None:
-    if not hasattr(model, CONTAINER):
-        model.add_module(CONTAINER, nn.ModuleDict())
-    getattr(model, CONTAINER)[container_key(layer.prefix)] = layer
-    # Loading puts tensors that a device map does not name on the CPU.
-    device_map = getattr(model, "hf_device_map", None)
-    if device_map and "" not in device_map:
-        device_map[CONTAINER] = str(placement(model)[0])
-
-
-def _forget(tuner: SpecTuner, model: nn.Module, adapter_name: str) -> None:
-    """Remove all traces of an adapter that could not be attached, so that the next one can be."""
-    tuner.peft_config.pop(adapter_name, None)
-    if not getattr(model, "peft_config", None):
-        # Transformers' add_adapter sets this before it attaches anything.
-        model.__dict__.pop("_hf_peft_config_loaded", None)
 
 
 def _path(cls: type) -> str:
