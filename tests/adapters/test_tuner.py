@@ -3,14 +3,13 @@
 import copy
 import pickle
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from adapter_oracle import SHAPE, load, make_base
 from peft import (
-    AutoPeftModelForCausalLM,
     LoraConfig,
     PeftConfig,
     PeftModel,
@@ -19,7 +18,7 @@ from peft import (
 )
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_spec.adapters import tuner as peft_bridge
 from hf_spec.adapters.active import find_active
@@ -76,29 +75,7 @@ def kind(request):
 
 @pytest.fixture(scope="session")
 def base_path(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    path = tmp_path_factory.mktemp("base")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
-
-
-@cache
-def loaded(path):
-    return AutoModelForCausalLM.from_pretrained(path)
-
-
-def load(path):
-    """A model of a test's own: loading takes longer than copying."""
-    return copy.deepcopy(loaded(path))
+    return make_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture
@@ -173,15 +150,13 @@ def test_save_and_load(base, base_path, kind, tmp_path):
 
 
 def test_other_ways_to_load(base, base_path, kind, tmp_path):
-    """By an Auto class, without memory for fresh weights, onto a base that is dispatched."""
+    """Without memory for fresh weights, onto a base that is dispatched."""
     accelerate = pytest.importorskip("accelerate")
     folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
-    assert same(weights(AutoPeftModelForCausalLM.from_pretrained(folder), kind), expected)
-    model = PeftModel.from_pretrained(base, folder, low_cpu_mem_usage=True)
+    base.load_adapter(folder, low_cpu_mem_usage=True)
+    assert same(weights(base, kind), expected)
+    model = PeftModel.from_pretrained(load(base_path), folder, low_cpu_mem_usage=True)
     assert same(weights(model, kind), expected)
-    other = load(base_path)
-    other.load_adapter(folder, low_cpu_mem_usage=True)
-    assert same(weights(other, kind), expected)
     # Loading looks the adapter's device up in the base's map.
     device_map = {"model": "cpu", "lm_head": "cpu"}
     dispatched = accelerate.dispatch_model(load(base_path), device_map, force_hooks=True)
@@ -223,24 +198,6 @@ def test_switching_and_deleting(base, base_path, kind, tmp_path):
         model.delete_adapter("two")
     assert find_active(model, kind).name == "one"
     assert same(weights(model, kind), one_weights)
-
-
-def test_bfloat16(base_path, kind, tmp_path):
-    """PEFT trains bf16 adapters in fp32; a base that loads one itself keeps the dtype on disk."""
-    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
-    model = load(base_path).bfloat16()
-    plain = logits(model)
-    added = copy.deepcopy(model)
-    wrapped = get_peft_model(copy.deepcopy(model), CONFIGS[kind]())
-    assert all(w.dtype == torch.float32 for w in weights(wrapped, kind).values())
-    added.add_adapter(CONFIGS[kind]())
-    assert all(w.dtype == torch.bfloat16 for w in weights(added, kind).values())
-    model.load_adapter(folder)
-    assert torch.equal(logits(model), plain) and torch.equal(logits(wrapped), plain)
-    for name, weight in weights(model, kind).items():
-        assert torch.equal(weight.to(torch.bfloat16), expected[name].to(torch.bfloat16))
-    reloaded = PeftModel.from_pretrained(load(base_path).bfloat16(), folder)
-    assert weights(reloaded, kind).keys() == expected.keys()
 
 
 def test_unload_restores_the_base(base, base_path, kind):
@@ -335,20 +292,12 @@ def test_offloaded_base(base, kind):
 
 def test_converted_architectures(kind, tmp_path):
     """Mixtral's keys are rewritten while loading; ours are left alone."""
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=2,
-    )
+    config = MixtralConfig(**SHAPE, num_local_experts=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     folder, expected, _ = saved(str(tmp_path / "base"), tmp_path / "adapter", CONFIGS[kind]())
-    for load in (PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)):
+    for attach in (PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        load(base, folder)
+        attach(base, folder)
         assert same(weights(base, kind), expected)
 
 
