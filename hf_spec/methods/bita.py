@@ -2,7 +2,7 @@
 
 Lin et al., "BiTA: Bi-Directional Tuning for Lossless Acceleration in Large Language Models" (2024).
 Every node has a group of mask tokens. The group under the last accepted node predicts the tokens
-after the next one, which are the candidates of the next step (section 3.2).
+after the next one, which are the draft tokens of the next step (section 3.2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class BitaConfig(FrontConfig):
     num_prompt_tokens: int = setting(16, "P, learned prompt tokens that only mask tokens see.")
     prompt_depth: str = setting(
         "deep",
-        "deep: learned keys and values in every layer. shallow: learned input embeddings. none: "
+        "deep: a learned prefix KV in every layer. shallow: learned input embeddings. none: "
         "mask tokens only.",
     )
 
@@ -143,7 +143,7 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     return {"loss": means.mean(), "logits": logits, "labels": wanted}
 
 
-#: Default number of candidates per mask token.
+#: Default number of draft tokens per mask token.
 TOP_K = 5
 #: The tree with mask tokens after the last token only: the first line of table 4.
 STRAIGHTFORWARD = "straightforward"
@@ -154,12 +154,12 @@ class BitaOptions(DraftOptions):
     """Options of ``bita`` (BiTA, section 3.2).
 
     Attributes:
-        tree: ``efficient``: ``top_k`` candidates per level, all under the likeliest one of the
-            level above (figure 5). ``full``: ``top_k`` candidates under every candidate. ``chain``:
-            the likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
-            with one group of mask tokens, which do not attend to the candidates (figure 4). All
+        tree: ``efficient``: ``top_k`` draft tokens per level, all under the likeliest one of the
+            level above (figure 5). ``full``: ``top_k`` under every draft token. ``chain``: the
+            likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
+            with one group of mask tokens, which do not attend to the draft tokens (figure 4). All
             values in :class:`DraftOptions` are allowed, too.
-        top_k: k, candidates per mask token of ``efficient`` and ``full`` trees; None for 5.
+        top_k: k, draft tokens per mask token of ``efficient`` and ``full`` trees; None for 5.
         max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
@@ -182,7 +182,7 @@ class BitaOptions(DraftOptions):
 
 
 def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:
-    """``top_k`` candidates per level: under all of the level above, or under its likeliest."""
+    """``top_k`` draft tokens per level: under all of the level above, or under its likeliest."""
     width = options.top_k or TOP_K
     paths: list[list[int]] = []
     level: list[list[int]] = [[]]

@@ -1,7 +1,7 @@
 """The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest.
 
 The updates, if there are any, are trained by distillation from the full model (Draft & Verify,
-appendix F). As in decoding, drafted tokens see the full model's keys and values: the full model
+appendix F). As in decoding, draft tokens see the full model's KV cache: the full model
 runs over a sequence once, and the drafting model runs over short pieces of it, as if they were
 drafted.
 """

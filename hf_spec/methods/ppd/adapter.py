@@ -67,7 +67,7 @@ class PPDConfig(FrontConfig):
     decay: float = setting(0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).")
     num_prefix_tokens: int = setting(
         0,
-        "Learned keys and values in every layer for each prompt token, which alone sees them "
+        "Tokens of a learned prefix KV in every layer for each prompt token, which alone sees them "
         "(prefix tuning).",
     )
     head: str = setting(

@@ -49,7 +49,7 @@ class ProPDConfig(HeadsConfig):
         f"behind them.  [default: {PRUNE_LAYER}, or all but one where there are fewer]",
     )
     prune_top_k: int = setting(
-        50, "k: candidates that are not among the early head's k likeliest tokens are dropped."
+        50, "k: draft tokens that are not among the early head's k likeliest tokens are dropped."
     )
 
     def __post_init__(self) -> None:
@@ -64,15 +64,15 @@ class ProPDConfig(HeadsConfig):
         layers = num_layers(model)
         if layers < 2:
             raise ValueError(
-                "the model has 1 layer: there are no deeper ones to leave candidates out of. Use "
+                "the model has 1 layer: there are no deeper ones to leave draft tokens out of. Use "
                 "medusa."
             )
         if self.prune_layer is None:
             self.prune_layer = min(PRUNE_LAYER, layers - 1)
         if self.prune_layer >= layers:
             raise ValueError(
-                f"prune_layer={self.prune_layer}: the model has {layers} layers, so candidates can "
-                f"be pruned behind 1 to {layers - 1} of them."
+                f"prune_layer={self.prune_layer}: the model has {layers} layers, so draft tokens "
+                f"can be pruned behind 1 to {layers - 1} of them."
             )
 
 
