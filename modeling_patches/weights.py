@@ -140,13 +140,6 @@ def loaded(module: nn.Module) -> Iterator[None]:
             hook.post_forward(module, None)
 
 
-def held(container: Any, name: str) -> Tensor:
-    """A tensor of a ``ParameterDict`` or the like."""
-    with loaded(container):
-        tensor: Tensor = container[name]
-        return tensor
-
-
 def _hooks(module: Any) -> tuple[Any, ...]:
     """accelerate's hooks of a module."""
     hook = getattr(module, "_hf_hook", None)

@@ -5,15 +5,40 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import CONTAINER
 from hf_spec.training.anchors import AnswerDataset, collate
+
+#: Fields of a Llama's config.
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def make_base(path: Path, seed: int = 0) -> str:
+    """The folder of a tiny model."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).save_pretrained(path)
+    return str(path)
+
+
+def load(path: str) -> Any:
+    """A model of a test's own: loading takes longer than copying."""
+    return copy.deepcopy(_loaded(path))
+
+
+@cache
+def _loaded(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path)
 
 
 def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from adapter_oracle import hooked, randomise
 from conftest import prompt, ragged
 from covering import covering
-from method_variants import VARIANTS, Variants
+from method_variants import SHARED, VARIANTS, Variants
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from running import configured, drafting
 from safetensors.torch import load_file
@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.hub.card import write_card
 from hf_spec.methods.registry import methods
 from modeling_patches.cache_name import CACHE
@@ -37,6 +38,11 @@ CONFIGS = {
     (name, kind): fields
     for name in METHODS
     for kind, fields in VARIANTS.get(name, Variants({})).configs.items()
+}
+CONFIGS |= {
+    (name, "shared"): SHARED
+    for name, method in METHODS.items()
+    if issubclass(method.adapter_config, PredictingConfig)
 }
 NEEDED = [name for name, method in METHODS.items() if method.needs_adapter]
 
@@ -243,12 +249,6 @@ def test_a_conversation_goes_on(fresh: Fresh, name: str) -> None:
 
 
 # -- refusals ------------------------------------------------------------------------------------
-
-
-@every_needed
-def test_without_an_adapter(tiny: Fresh, name: str) -> None:
-    with pytest.raises(ValueError, match=f"load_adapter.*hf-spec train {name}"):
-        tokens(tiny("llama"), name)
 
 
 @every_needed

@@ -6,24 +6,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.checkpoint import Origin
 from hf_spec.adapters.layer import SpecAdapterLayer, base_of, layer_of, layers_of
 
 
 class ActiveAdapter(NamedTuple):
-    """An active adapter: its name, its config, and the layer that holds its parameters."""
+    """An active adapter: its name, and the layer that holds it."""
 
     name: str
-    config: SpecPeftConfig
     layer: SpecAdapterLayer
 
+    @property
+    def module(self) -> Any:
+        """What it has learned: an `Adapter` of its method's class."""
+        return self.layer.adapters[self.name]
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
     def weights(self) -> dict[str, torch.Tensor]:
-        """Its parameters under the names that the method's `build` gave them."""
-        return self.layer.weights(self.name)
+        """Its parameters and buffers by name."""
+        tensors: dict[str, torch.Tensor] = self.module.tensors()
+        return tensors
 
     def file_beside(self, name: str, ask: bool = True) -> Path | None:
         """A file in the folder or repository that it was loaded from; see `Origin.file`."""
-        origin = self.layer.origins.get(self.name)
+        origin: Origin | None = self.module.origin
         return None if origin is None else origin.file(name, ask)
 
 
@@ -44,8 +53,7 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
     if layer is None or layer.disable_adapters:
         return None
     # Adapters of other types are active on the same model.
-    available = layer._get_available_adapters()
-    active = [name for name in layer.active_adapters if name in available]
+    active = [name for name in layer.active_adapters if name in layer.adapters]
     if len(active) > 1:
         raise ValueError(
             f"{len(active)} adapters of type {peft_type} are active ({', '.join(active)}), one is "
@@ -53,14 +61,15 @@ def find_active(model: nn.Module, peft_type: str) -> ActiveAdapter | None:
         )
     if not active:
         return None
-    unloaded = [name for name, weight in layer.weights(active[0]).items() if weight.is_meta]
+    found = ActiveAdapter(active[0], layer)
+    unloaded = [name for name, weight in found.weights().items() if weight.is_meta]
     if unloaded:
         raise ValueError(
-            f"the {peft_type} adapter {active[0]!r} was attached without its weights "
+            f"the {peft_type} adapter {found.name!r} was attached without its weights "
             f"({', '.join(unloaded)}): load it with model.load_adapter(...), or attach it without "
             "low_cpu_mem_usage."
         )
-    return ActiveAdapter(active[0], layer.configs[active[0]], layer)
+    return found
 
 
 def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAdapter:
@@ -72,7 +81,7 @@ def require_active(model: nn.Module, peft_type: str, strategy: str) -> ActiveAda
     active = find_active(model, peft_type)
     if active is None:
         layer = layer_of(base_of(model), f"{peft_type.lower()}_")
-        inactive = [] if layer is None else sorted(layer._get_available_adapters())
+        inactive = [] if layer is None else sorted(layer.adapters)
         remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
         if inactive:
             name = inactive[0]
@@ -112,4 +121,4 @@ def unmerge_adapter(model: nn.Module) -> None:
     """Undo :func:`merge_adapter`; does nothing if nothing is merged."""
     base = base_of(model)
     for layer in layers_of(base):
-        layer.unmerge_from(base)
+        layer.unmerge_from_base()

@@ -20,7 +20,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import CONTAINER, base_of, layer_of, layers_of
+from hf_spec.adapters.layer import CONTAINER, SpecAdapterLayer, base_of, layer_of, layers_of
+from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.repo_files import SHIM
 
 
@@ -48,13 +49,10 @@ def add_beside(original: Callable[..., Any]) -> Callable[..., Any]:
         trainable = {id(one) for one in base.parameters() if one.requires_grad}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
-            try:
+            with unchanged_on_error(base):
                 tuner: Any = tuner_class(
                     base, found, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage
                 )
-            except Exception:
-                base.peft_config.pop(adapter_name, None)
-                raise
         tuner._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         if active:  # as in PEFT, later ones are neither active nor trainable
             _choose(base, peft_config.peft_type, active)
@@ -189,9 +187,8 @@ def keep_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = original(self, *args, **kwargs)
-        kept = {
-            name: config for layer in layers_of(model) for name, config in layer.configs.items()
-        }
+        layers = layers_of(model)
+        kept = {name: one.config for layer in layers for name, one in layer.adapters.items()}
         if kept:
             model.peft_config = kept
             if isinstance(model, PeftAdapterMixin):
@@ -204,10 +201,11 @@ def keep_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 def _active(base: Any, peft_type: Any) -> list[str]:
     """The active adapters of a type on a base model."""
     tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
-    own = layer_of(base, tuner_class.prefix)
-    kind = tuner_class.tuner_layer_cls
-    layers: Any = [one for one in base.modules() if isinstance(one, kind)] if own is None else [own]
-    return [name for layer in layers[:1] for name in layer.active_adapters]
+    layer: Any = layer_of(base, tuner_class.prefix)
+    if layer is None and tuner_class.tuner_layer_cls is not SpecAdapterLayer:
+        layers = (one for one in base.modules() if isinstance(one, tuner_class.tuner_layer_cls))
+        layer = next(layers, None)
+    return [] if layer is None else list(layer.active_adapters)
 
 
 def _choose(base: Any, peft_type: Any, names: list[str], inference_mode: bool = False) -> None:

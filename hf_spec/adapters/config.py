@@ -73,7 +73,12 @@ class SpecPeftConfig(PeftConfig):
                 "Load the config with PeftConfig.from_pretrained, which picks the class."
             )
         self.peft_type: Any = SpecPeftType(name)
-        check_version(name, self.format_version)
+        version = self.format_version
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+            raise ValueError(
+                f"this {name} adapter has format_version={version!r}; this hf_spec reads versions "
+                f"1 to {FORMAT_VERSION}. Upgrade with `pip install -U hf_spec`."
+            )
         if not isinstance(self.base_facts, dict | None):
             raise ValueError(
                 f"base_facts must be a dict or None, got {self.base_facts!r}. Leave it out: "
@@ -107,7 +112,7 @@ class SpecPeftConfig(PeftConfig):
         return {}
 
     def untrained(self, progress: float) -> frozenset[str]:
-        """Names (as in `build`) of the parameters that are not trained yet.
+        """Names of the parameters that are not trained yet.
 
         Args:
             progress: share of the optimiser's steps that are done, from 0 to 1.
@@ -130,11 +135,3 @@ class SpecPeftConfig(PeftConfig):
         strategy with its default options, unless the folder already names a strategy."""
         super().save_pretrained(str(save_directory), **kwargs)
         write_companions(save_directory, type(self))
-
-
-def check_version(name: str, version: Any) -> None:
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        raise ValueError(
-            f"this {name} adapter has format_version={version!r}; this hf_spec reads versions 1 to "
-            f"{FORMAT_VERSION}. Upgrade with `pip install -U hf_spec`."
-        )

@@ -1,32 +1,28 @@
-"""The layer that holds an adapter's parameters on the base model.
+"""The layer that holds the adapters of one PEFT type on the base model.
 
 It replaces no module of the base model: it is added to it as `spec_modules`, and drafters read it
-(:mod:`hf_spec.adapters.active`). The base model's outputs do not change, unless the type overrides
-`SpecAdapterLayer.connect`. :mod:`hf_spec.adapters.tuner` registers it with PEFT.
+(:mod:`hf_spec.adapters.active`). The base model's outputs do not change, unless an active adapter
+updates its modules (`Adapter.base_update`). :mod:`hf_spec.adapters.tuner` registers it with PEFT.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_spec.adapters.checkpoint import Origin
-from hf_spec.adapters.config import SpecPeftConfig
-from modeling_patches.weights import held, placement
+from modeling_patches.support import check_unquantised
+from modeling_patches.weights import placement
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"
 
 
 class SpecAdapterLayer(BaseTunerLayer, nn.Module):
-    """The parameters of all adapters of one PEFT type on a model; replaces nothing.
+    """All adapters of one PEFT type on a model; replaces nothing.
 
-    Subclasses override `build`. Each tensor it names becomes a `ParameterDict` that is keyed by
-    adapter name and called `<type>_<name>`: only such flat keys survive PEFT's and Transformers'
-    renaming (`spec_modules.type_bita.bita_masks.default` in the model, without `.default` on disk).
+    Args:
+        prefix: the type in small letters, with an underscore.
     """
 
     # Those of BaseTunerLayer come from a wrapped layer. There is none, but Transformers reads them.
@@ -36,123 +32,115 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
-        #: By adapter. The model's `peft_config` loses them when an adapter of another type takes a
-        #: name, or is unloaded.
-        self.configs: dict[str, SpecPeftConfig] = {}
-        #: By adapter that was loaded.
-        self.origins: dict[str, Origin] = {}
-        self.adapter_layer_names: tuple[str, ...] = ()  # containers of weights
-        # An adapter without weights saves this number: without any tensor, no safetensors file is
-        # written, and loading fails.
-        marker = f"{prefix}format"
-        self.other_param_names: tuple[str, ...] = (marker,)
-        self.add_module(marker, BufferDict(persistent=True))
+        self.adapter_layer_names = (f"{prefix}adapters",)
+        self.add_module(self.adapter_layer_names[0], nn.ModuleDict())
 
-    def build(self, config: SpecPeftConfig, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """The initial parameters of an adapter: name -> tensor. None by default.
+    @property
+    def adapters(self) -> Any:
+        """The adapters by name: an `nn.ModuleDict` of `Adapter`."""
+        return getattr(self, self.adapter_layer_names[0])
 
-        Names are identifiers other than "format". Floating-point tensors will be cast to the dtype
-        of the base's embeddings; integers are not trained. All move to these embeddings' device.
-        `model` is the base model; it may be read (to initialise from its weights) but not changed.
-        Loading a saved adapter calls this as well, so shapes must follow from `config` and
-        `model.config` alone. It is called with torch's default device set to "cpu".
-        """
-        return {}
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        self._follow(() if self.disable_adapters else names)
+        super().set_adapter(adapter_names, inference_mode)
 
-    def weights(self, adapter_name: str) -> dict[str, torch.Tensor]:
-        """The parameters of an adapter, by their names in `build`."""
-        attributes = (*self.adapter_layer_names, *self.other_param_names)
-        containers = ((n.removeprefix(self.prefix), getattr(self, n)) for n in attributes)
-        return {
-            name: held(values, adapter_name)
-            for name, values in containers
-            if name != "format" and adapter_name in values
-        }
-
-    def stored(self, adapter_name: str) -> dict[str, torch.Tensor]:
-        """The tensors that are stored of an adapter, by name on disk without PEFT's prefix."""
-        tensors: Mapping[str, torch.Tensor] = self.weights(adapter_name)
-        if not tensors:
-            tensors = {"format": getattr(self, f"{self.prefix}format")[adapter_name]}
-        return names_on_disk(self.prefix, tensors)
-
-    def update_layer(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
-        """Build the adapter `adapter_name` and add it to the containers.
-
-        Args:
-            adapter_name: its name.
-            config: its config.
-            model: the base model.
-        """
-        device, dtype = placement(model)
-        with torch.device("cpu"):
-            tensors = self.build(config, model)
-            if not tensors:
-                marker = torch.tensor([config.format_version])
-                getattr(self, f"{self.prefix}format")[adapter_name] = marker
-        for name in tensors:
-            if not name.isidentifier() or self.prefix in name or name == "format":
-                raise ValueError(
-                    f"{type(self).__name__}.build named a parameter {name!r}; names must be "
-                    f"identifiers that do not contain {self.prefix!r}, nor 'format'. Rename it."
-                )
-        self.configs[adapter_name] = config
-        for name, tensor in tensors.items():
-            attribute = f"{self.prefix}{name}"
-            tensor = tensor.detach().clone().to(device)
-            if tensor.is_floating_point():
-                if attribute not in self.adapter_layer_names:
-                    self.add_module(attribute, nn.ParameterDict())
-                    self.adapter_layer_names += (attribute,)
-                getattr(self, attribute)[adapter_name] = nn.Parameter(tensor.to(dtype))
-            else:
-                if attribute not in self.other_param_names:
-                    self.add_module(attribute, BufferDict(persistent=True))
-                    self.other_param_names += (attribute,)
-                getattr(self, attribute)[adapter_name] = tensor
+    def enable_adapters(self, enabled: bool) -> None:
+        if not enabled:
+            self._follow(())
+        super().enable_adapters(enabled)
+        if enabled:
+            active: Any = self.active_adapters
+            self._follow(active)
 
     def delete_adapter(self, adapter_name: str) -> None:
+        self._follow([name for name in self._updating() if name != adapter_name])
         super().delete_adapter(adapter_name)
-        self.configs.pop(adapter_name, None)
-        self.origins.pop(adapter_name, None)
 
-    def _get_available_adapters(self) -> set[str]:  # PEFT's sees parameters only
-        return set(BaseTunerLayer._all_available_adapter_names(self))
+    def _follow(self, active: Sequence[str]) -> None:
+        """Attach the updates of these adapters to the base; undo those of others, and merges."""
+        for name, adapter in self.adapters.items():
+            update = adapter.base_update
+            if update is not None and name in active:
+                update.attach()
+            elif update is not None:
+                update.unmerge()
+                update.detach()
+
+    # -- merging -----------------------------------------------------------------------------------
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Do nothing: PEFT is merging a LoRA on the same model. See `merge_into`."""
 
     def unmerge(self) -> None:
-        """Do nothing; see `unmerge_from`."""
-
-    # Types whose adapters change the base model's output override these four.
-
-    def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
-        """Install an attached adapter's changes to `model`. Does nothing by default.
-
-        The changes follow `active_adapters` and `disable_adapters`, and `delete_adapter` removes
-        them.
-        """
-
-    def disconnect(self, keep_merged: bool = False) -> None:
-        """Undo `connect`, and merges, before the layer is removed."""
+        """Do nothing; see `unmerge_from_base`."""
 
     def merge_into(
         self, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> None:
-        """Merge the active adapter's changes to `model` into its weights."""
-        name = self.prefix.removesuffix("_").upper()
-        raise ValueError(
-            f"a {name} adapter cannot be merged: it does not change the weights of the base model. "
-            "Use unload() to take it off."
-        )
+        """Add the updates of the active adapter to the base's weights; nothing else changes.
 
-    def unmerge_from(self, model: nn.Module) -> None:
+        Raises:
+            ValueError: no active adapter can be merged, or the weights cannot be changed.
+        """
+        active, kind = self._updating(), self.prefix.removesuffix("_").upper()
+        names = active if adapter_names is None else list(adapter_names)
+        if not names:
+            raise ValueError(
+                f"no active {kind} adapter can be merged: none changes the weights of the base "
+                "model. Activate one that does with set_adapter, or use unload() to take the "
+                "adapter off."
+            )
+        if len(active) != 1 or names != active:
+            raise ValueError(
+                f"merging takes the one active {kind} adapter that changes the weights of the base "
+                f"model, got {names} with {', '.join(active) or 'none'} active. Choose it with "
+                "set_adapter first."
+            )
+        check_unquantised(model, "merging", "to leave the adapter unmerged")
+        self.adapters[active[0]].base_update.merge(model, check_finite=safe_merge)
+
+    def unmerge_from_base(self) -> None:
         """Undo `merge_into`."""
+        for name in self.merged_adapters:
+            self.adapters[name].base_update.unmerge()
 
     def mergeable(self) -> list[str]:
         """Active adapters that change weights of the base and are not merged."""
-        return []
+        return [name for name in self._updating() if name not in self.merged_adapters]
+
+    @property
+    def merged_adapters(self) -> list[str]:
+        """The adapters whose updates are merged."""
+        updates = {name: adapter.base_update for name, adapter in self.adapters.items()}
+        return [name for name, update in updates.items() if update is not None and update.merged]
+
+    def _updating(self) -> list[str]:
+        """The adapters whose updates are part of the base model now."""
+        updates = {name: adapter.base_update for name, adapter in self.adapters.items()}
+        return [name for name, update in updates.items() if update is not None and update.attached]
+
+    # -- the base model ----------------------------------------------------------------------------
+
+    def add_to(self, model: Any) -> None:
+        """Add the layer to the base model."""
+        if not hasattr(model, CONTAINER):
+            model.add_module(CONTAINER, nn.ModuleDict())
+        getattr(model, CONTAINER)[container_key(self.prefix)] = self
+        # Loading puts tensors that a device map does not name on the CPU.
+        device_map = getattr(model, "hf_device_map", None)
+        if device_map and "" not in device_map:
+            device_map[CONTAINER] = str(placement(model).device)
+
+    def remove_from(self, model: Any, keep_merged: bool = False) -> None:
+        """Take the layer and all updates off the base model, but for merged ones if these stay."""
+        if not keep_merged:
+            self.unmerge_from_base()
+        for name in self._updating():
+            self.adapters[name].base_update.detach()
+        del getattr(model, CONTAINER)[container_key(self.prefix)]
+        if not getattr(model, CONTAINER):
+            delattr(model, CONTAINER)
 
 
 # -- access through the base model ---------------------------------------------------------------
@@ -179,6 +167,6 @@ def layers_of(base: Any) -> list[Any]:
     return list(getattr(base, CONTAINER, nn.ModuleDict()).values())
 
 
-def names_on_disk(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of an adapter under their names on disk, without PEFT's prefix."""
-    return {f"{CONTAINER}.{container_key(prefix)}.{prefix}{name}": t for name, t in tensors.items()}
+def name_on_disk(prefix: str, name: str) -> str:
+    """The name in files of an adapter's tensor, without PEFT's prefix."""
+    return f"{CONTAINER}.{container_key(prefix)}.{prefix}{name}"

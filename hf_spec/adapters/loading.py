@@ -17,7 +17,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_spec.adapters.checkpoint import Origin, read_weights, readable
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import CONTAINER, base_of, container_key, layer_of, layers_of
+from hf_spec.adapters.layer import base_of, layer_of, layers_of
 
 
 def wrap_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,76 +51,72 @@ def wrap_transformers_load(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        options = given.arguments
-        stored = getattr(options["load_config"], "download_kwargs", None) or {}
-        more = {**stored, **options["kwargs"], **(options["adapter_kwargs"] or {})}
-        if options["local_files_only"]:
-            more["local_files_only"] = True
-        place = options["peft_model_id"] or getattr(
-            options["load_config"], "pretrained_model_name_or_path", None
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        load_config = given["load_config"]
+        download = {
+            **(getattr(load_config, "download_kwargs", None) or {}),
+            **given["kwargs"],
+            **(given["adapter_kwargs"] or {}),
+        }
+        if given["local_files_only"]:
+            download["local_files_only"] = True
+        place = given["peft_model_id"] or getattr(
+            load_config, "pretrained_model_name_or_path", None
         )
-        origin = None if place is None else _origin(place, more)
-        config, name = options["peft_config"], options["adapter_name"] or "default"
-        taken = name in getattr(self, "peft_config", {})
-        if taken or options["hotswap"] is True or not _is_ours(origin, config):
+        origin = None if place is None else _origin(place, download)
+        config, name = given["peft_config"], given["adapter_name"] or "default"
+        refused = name in getattr(self, "peft_config", {}) or given["hotswap"] is True
+        if refused or not _is_ours(origin, config):
             return original(self, *args, **kwargs)
-        weights = options["adapter_state_dict"]
+        weights = given["adapter_state_dict"]
         if weights is None and origin is not None:
             weights = read_weights(origin.weights())
         if config is None:
             config = _read_config(origin)
-        config.inference_mode = not options["is_trainable"]
+        config.inference_mode = not given["is_trainable"]
         with unchanged_on_error(self):
             inject_adapter_in_model(config, self, name)
-            self._hf_peft_config_loaded = True
+            # PEFT's own function fails beside a LoRA that has trained tokens.
             tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
             named = tuner._remap_adapter_state_dict_for_load(self, config, name, weights or {})
             self.load_state_dict(named, strict=False)
+        self._hf_peft_config_loaded = True
         if origin is not None:
             _note(self, name, origin)
         if config.inference_mode:
             self.eval()
-        nothing: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
-        names = [item.name for item in dataclasses.fields(LoadStateDictInfo)]
-        return LoadStateDictInfo(**{one: nothing.get(one, set()) for one in names})
+        fields = [item.name for item in dataclasses.fields(LoadStateDictInfo)]
+        lists: dict[str, Any] = {"error_msgs": [], "conversion_errors": {}}
+        return LoadStateDictInfo(**{field: lists.get(field, set()) for field in fields})
 
     return load_adapter
 
 
 @contextmanager
 def unchanged_on_error(base: Any) -> Iterator[None]:
-    """If the block raises, the adapters of hf_spec on a base model are those from before."""
-    before = {layer.prefix: ([*layer.configs], layer.active_adapters) for layer in layers_of(base)}
-    configs = base.__dict__.get("peft_config")
-    known = None if configs is None else dict(configs)
-    loaded = base.__dict__.get("_hf_peft_config_loaded")
+    """If the block raises, a base model has the adapters that it had before."""
+    before = {layer.prefix: ([*layer.adapters], layer.active_adapters) for layer in layers_of(base)}
+    configs = dict(getattr(base, "peft_config", {}))
     trainable = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
     try:
         yield
     except Exception:
         for layer in layers_of(base):
             names, active = before.get(layer.prefix, ([], []))
-            if names:
-                layer.set_adapter(active)
-            for name in layer.configs.keys() - set(names):
+            layer.set_adapter(active)
+            for name in set(layer.adapters) - set(names):
                 layer.delete_adapter(name)
-            if not names:
-                layer.disconnect()
-                del getattr(base, CONTAINER)[container_key(layer.prefix)]
-        if not before and hasattr(base, CONTAINER):
-            delattr(base, CONTAINER)
-        if known is None:
+            if layer.prefix not in before:
+                layer.remove_from(base)
+        if hasattr(base, "peft_config"):  # which a PeftModel around the base shares
+            base.peft_config.clear()
+            base.peft_config.update(configs)
+        if not configs:
+            # Transformers' add_adapter sets the second one before it attaches anything.
             base.__dict__.pop("peft_config", None)
-        elif configs is not None:
-            configs.clear()
-            configs.update(known)
-            base.peft_config = configs
-        if loaded is None:
             base.__dict__.pop("_hf_peft_config_loaded", None)
-        else:
-            base._hf_peft_config_loaded = loaded
         for parameter, required in trainable:
             parameter.requires_grad_(required)
         raise
@@ -147,4 +143,4 @@ def _note(model: Any, name: str, origin: Origin) -> None:
     config: Any = model.peft_config[name]
     layer = layer_of(base_of(model), f"{config.type_name.lower()}_")
     assert layer is not None
-    layer.origins[name] = origin
+    layer.adapters[name].origin = origin

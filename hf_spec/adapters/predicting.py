@@ -1,4 +1,4 @@
-"""Base of adapters that predict future tokens: transitions, vocabularies, front states."""
+"""Base of adapters that predict future tokens: transitions, vocabularies, prefix KV."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class PredictingConfig(SpecPeftConfig):
 
 @dataclass
 class FrontConfig(PredictingConfig):
-    """Base of configs of adapters with learned keys and values: they have the cache's shape."""
+    """Base of configs of adapters with a learned prefix KV, which has the shape of the KV cache."""
 
     num_layers: int | None = setting(None, "Layers of the base's cache (recorded).")
     num_kv_heads: int | None = setting(None, "Key-value heads of the base (recorded).")

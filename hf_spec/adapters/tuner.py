@@ -1,8 +1,8 @@
 """Registers hf_spec's adapters as PEFT types; the only module that changes `peft.mapping`.
 
 PEFT's own registration refuses types outside its enum, so this module writes PEFT's tables itself.
-A method supplies a config dataclass (`SpecPeftConfig`) and a layer class (`SpecAdapterLayer`) whose
-`build` makes its parameters; `register_type` does the rest. From then on `get_peft_model`,
+A method supplies a config dataclass (`SpecPeftConfig`) and a class for what an adapter learns
+(`Adapter`); `register_type` does the rest. From then on `get_peft_model`,
 `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
 
 Weights are checked in one place, whichever way they are loaded (:mod:`hf_spec.adapters.loading`).
@@ -14,7 +14,6 @@ transformers on the same machine. So `import hf_spec` registers eagerly.
 import functools
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +25,6 @@ from peft.mapping import (
     PEFT_TYPE_TO_TUNER_MAPPING,
 )
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.integrations import init_empty_weights
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils import ModelOutput
@@ -47,14 +45,16 @@ from hf_spec.adapters.layer import (
     CONTAINER,
     SpecAdapterLayer,
     base_of,
-    container_key,
     layer_of,
+    name_on_disk,
 )
 from hf_spec.adapters.loading import (
+    unchanged_on_error,
     wrap_from_pretrained,
     wrap_peft_load,
     wrap_transformers_load,
 )
+from hf_spec.adapters.module import Adapter
 from modeling_patches import peft_minimum
 from modeling_patches.weights import placement
 
@@ -98,7 +98,8 @@ Objective = Callable[[Any, ActiveAdapter, TrainingBatch], dict[str, torch.Tensor
 class SpecTuner(BaseTuner):
     """Attaches a `SpecAdapterLayer` to a base model; `register_type` derives one class per type."""
 
-    tuner_layer_cls: type[SpecAdapterLayer]
+    tuner_layer_cls = SpecAdapterLayer
+    adapter_class: type[Adapter]
     objective: ClassVar[Objective | None] = None
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
@@ -108,14 +109,15 @@ class SpecTuner(BaseTuner):
         model = base_of(model)  # a PeftModel of another type may be around it
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
         configs: Any = getattr(model, "peft_config", {})
-        taken = configs.get(adapter_name, config)
-        if taken is not config:
+        existing = configs.get(adapter_name, config)
+        if existing is not config:
+            kind = getattr(existing.peft_type, "value", existing.peft_type)
             raise ValueError(
-                f"the model already has an adapter named {adapter_name!r}, of type "
-                f"{str(getattr(taken.peft_type, 'value', taken.peft_type))}: give this one another "
-                f"name, such as adapter_name={type(config).type_name.lower()!r}."
+                f"the model already has an adapter named {adapter_name!r}, of type {kind}: give "
+                f"this one another name, such as adapter_name={type(config).type_name.lower()!r}."
             )
-        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        with unchanged_on_error(model):
+            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(
         self,
@@ -129,20 +131,14 @@ class SpecTuner(BaseTuner):
         """Add the adapter's parameters under `model.spec_modules` (PEFT calls this)."""
         config = self.peft_config[adapter_name]
         first = not any(isinstance(module, BaseTunerLayer) for module in model.modules())
+        config.match_base(model)
+        config.check_base(model)
+        adapter = self.adapter_class.build(config, model, on_meta=low_cpu_mem_usage)
         layer = layer_of(model, self.prefix)
-        is_new = layer is None
-        try:
-            config.match_base(model)
-            config.check_base(model)
-            layer = self.tuner_layer_cls(self.prefix) if layer is None else layer
-            with init_empty_weights() if low_cpu_mem_usage else nullcontext():
-                layer.update_layer(adapter_name, config, model)
-        except Exception:
-            _forget(self, model, adapter_name)
-            raise
-        if is_new:
-            _attach(model, self.prefix, layer)
-        layer.connect(adapter_name, config, model)
+        if layer is None:
+            layer = SpecAdapterLayer(self.prefix)
+            layer.add_to(model)
+        layer.adapters[adapter_name] = adapter
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         if first:  # as with PEFT's types, later adapters leave the trainability of others alone
             self._mark_only_adapters_as_trainable(model)
@@ -173,6 +169,10 @@ class SpecTuner(BaseTuner):
         raise NotImplementedError("adapters of hf_spec replace no modules")
 
     @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return key.replace(f"{cls.prefix}adapters.{adapter_name}.", cls.prefix)
+
+    @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -181,7 +181,9 @@ class SpecTuner(BaseTuner):
         layer = layer_of(base, cls.prefix)
         if layer is not None:
             stored = {key.removeprefix(PEFT_PREFIX): one for key, one in state_dict.items()}
-            check_fit(config.type_name, stored, layer.stored(adapter_name))
+            own = layer.adapters[adapter_name].state_dict()
+            expected = {name_on_disk(cls.prefix, name): tensor for name, tensor in own.items()}
+            check_fit(config.type_name, stored, expected)
             check_numbers(f"the {config.type_name} adapter", stored.items(), placement(base)[1])
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
@@ -195,7 +197,7 @@ class SpecTuner(BaseTuner):
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter of this type; see `set_adapter`."""
         layer: Any = self._own_layer
-        if adapter_name not in layer.configs:
+        if adapter_name not in layer.adapters:
             raise ValueError(f"Adapter {adapter_name} does not exist")
         if adapter_name in layer.merged_adapters:
             raise ValueError(f"Adapter {adapter_name} is merged: call unmerge_adapter() first.")
@@ -211,7 +213,7 @@ class SpecTuner(BaseTuner):
 
     def unmerge_adapter(self) -> None:
         """Undo `merge_adapter` exactly; a merged LoRA on the same model is unmerged, too."""
-        self._own_layer.unmerge_from(self.model)
+        self._own_layer.unmerge_from_base()
         super().unmerge_adapter()
 
     @property
@@ -230,12 +232,8 @@ class SpecTuner(BaseTuner):
         layer = self._own_layer
         if merge:
             layer.merge_into(self.model, safe_merge, adapter_names)
-        layer.disconnect(keep_merged=merge)
-        container = getattr(self.model, CONTAINER)
-        del container[container_key(self.prefix)]
-        if not container:
-            delattr(self.model, CONTAINER)
-        for name in layer.configs:
+        layer.remove_from(self.model, keep_merged=merge)
+        for name in layer.adapters:
             self.model.peft_config.pop(name, None)
         if not self.model.peft_config:
             del self.model.peft_config
@@ -244,14 +242,14 @@ class SpecTuner(BaseTuner):
 
 def register_type(
     config_class: type[SpecPeftConfig],
-    adapter_class: type[SpecAdapterLayer],
+    adapter_class: type[Adapter],
     objective: Objective | None = None,
 ) -> None:
     """Make `config_class.type_name` a PEFT type; registering the same classes again does nothing.
 
     Args:
         config_class: class of the config.
-        adapter_class: class of the layer with the parameters.
+        adapter_class: class of the module with the parameters.
         objective: the training loss, which `PeftModel.forward` returns for batches with
             ``anchors``.
 
@@ -278,7 +276,7 @@ def register_type(
         (SpecTuner,),
         {
             "prefix": prefix,
-            "tuner_layer_cls": adapter_class,
+            "adapter_class": adapter_class,
             "objective": None if objective is None else staticmethod(objective),
             "__module__": adapter_class.__module__,
         },
@@ -316,28 +314,6 @@ _enter(BaseTuner, "_unload_and_optionally_merge", keep_ours)
 _enter(PeftAdapterMixin, "load_adapter", wrap_transformers_load)
 _enter(PeftAdapterMixin, "set_adapter", set_beside_saved_modules)
 _enter(PeftAdapterMixin, "get_adapter_state_dict", state_without_embeddings)
-
-
-# --------------------------------------------------------------------------------------- internals
-
-
-def _attach(model: nn.Module, prefix: str, layer: SpecAdapterLayer) -> None:
-    if not hasattr(model, CONTAINER):
-        model.add_module(CONTAINER, nn.ModuleDict())
-    layer.train(model.training)
-    getattr(model, CONTAINER)[container_key(prefix)] = layer
-    # Loading puts tensors that a device map does not name on the CPU.
-    device_map = getattr(model, "hf_device_map", None)
-    if device_map and "" not in device_map:
-        device_map[CONTAINER] = str(placement(model)[0])
-
-
-def _forget(tuner: SpecTuner, model: nn.Module, adapter_name: str) -> None:
-    """Remove all traces of an adapter that could not be attached, so that the next one can be."""
-    tuner.peft_config.pop(adapter_name, None)
-    if not getattr(model, "peft_config", None):
-        # Transformers' add_adapter sets this before it attaches anything.
-        model.__dict__.pop("_hf_peft_config_loaded", None)
 
 
 def _path(cls: type) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.config import setting
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import PredictingConfig, of_tokens
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
@@ -79,12 +79,12 @@ class HeadsConfig(PredictingConfig):
             )
 
 
-class HeadsAdapter(SpecAdapterLayer):
+class HeadsAdapter(Adapter):
     """``weights`` (heads, layers, hidden, hidden) and ``biases`` (heads, layers, hidden) of the
     blocks; with own projections ``projections`` (heads, vocab, hidden)."""
 
-    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
-        assert isinstance(config, HeadsConfig)
+    def __init__(self, config: HeadsConfig, model: Any) -> None:
+        super().__init__(config, model)
         hidden, _ = output_features(model)
         heads, layers = config.num_heads, config.num_layers
         tensors = {
@@ -99,7 +99,7 @@ class HeadsAdapter(SpecAdapterLayer):
                 assert weight is not None
                 rows = weight.detach()[: config.known_tokens(model)]
                 tensors[PROJECTION] = rows.expand(heads, -1, -1)
-        return {**tensors, **config.fresh_shared(model, heads)}
+        self.hold({**tensors, **config.fresh_shared(model, heads)})
 
 
 def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Lin et al., "BiTA: Bi-Directional Tuning for Lossless Acceleration in Large Language Models" (2024).
 Every node has a group of mask tokens. The group under the last accepted node predicts the tokens
-after the next one, which are the candidates of the next step (section 3.2).
+after the next one, which are the draft tokens of the next step (section 3.2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter, require_active
-from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.config import setting
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED, FrontConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count
@@ -57,7 +57,7 @@ class BitaConfig(FrontConfig):
     num_prompt_tokens: int = setting(16, "P, learned prompt tokens that only mask tokens see.")
     prompt_depth: str = setting(
         "deep",
-        "deep: learned keys and values in every layer. shallow: learned input embeddings. none: "
+        "deep: a learned prefix KV in every layer. shallow: learned input embeddings. none: "
         "mask tokens only.",
     )
 
@@ -89,15 +89,16 @@ class BitaConfig(FrontConfig):
 INIT_STD = 0.02
 
 
-class BitaAdapter(SpecAdapterLayer):
+class BitaAdapter(Adapter):
     """Mask tokens, and prompt tokens by depth of prompting.
 
     ``masks`` is ``(M, hidden)``. Shallow prompts are ``prompts``, ``(P, hidden)``; deep ones are
     ``prompt_keys`` and ``prompt_values``, ``(layers, kv_heads, P, head_dim)`` each.
     """
 
-    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
-        assert isinstance(config, BitaConfig) and config.num_mask_tokens is not None
+    def __init__(self, config: BitaConfig, model: Any) -> None:
+        super().__init__(config, model)
+        assert config.num_mask_tokens is not None  # set by check_base
         _, hidden = input_features(model)
         count = config.num_prompt_tokens
         tensors = {"masks": torch.randn(config.num_mask_tokens, hidden) * INIT_STD}
@@ -105,7 +106,7 @@ class BitaAdapter(SpecAdapterLayer):
             tensors["prompts"] = torch.randn(count, hidden) * INIT_STD
         elif config.prompt_depth == "deep":
             tensors |= config.fresh_states("prompt", count, INIT_STD)
-        return {**tensors, **config.fresh_shared(model, config.num_mask_tokens)}
+        self.hold({**tensors, **config.fresh_shared(model, config.num_mask_tokens)})
 
 
 def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
@@ -142,7 +143,7 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     return {"loss": means.mean(), "logits": logits, "labels": wanted}
 
 
-#: Default number of candidates per mask token.
+#: Default number of draft tokens per mask token.
 TOP_K = 5
 #: The tree with mask tokens after the last token only: the first line of table 4.
 STRAIGHTFORWARD = "straightforward"
@@ -153,12 +154,12 @@ class BitaOptions(DraftOptions):
     """Options of ``bita`` (BiTA, section 3.2).
 
     Attributes:
-        tree: ``efficient``: ``top_k`` candidates per level, all under the likeliest one of the
-            level above (figure 5). ``full``: ``top_k`` candidates under every candidate. ``chain``:
-            the likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
-            with one group of mask tokens, which do not attend to the candidates (figure 4). All
+        tree: ``efficient``: ``top_k`` draft tokens per level, all under the likeliest one of the
+            level above (figure 5). ``full``: ``top_k`` under every draft token. ``chain``: the
+            likeliest ones only, like ``full`` with k = 1. ``straightforward``: the same chain
+            with one group of mask tokens, which do not attend to the draft tokens (figure 4). All
             values in :class:`DraftOptions` are allowed, too.
-        top_k: k, candidates per mask token of ``efficient`` and ``full`` trees; None for 5.
+        top_k: k, draft tokens per mask token of ``efficient`` and ``full`` trees; None for 5.
         max_depth: number of mask tokens used; None for all that the adapter has.
     """
 
@@ -181,7 +182,7 @@ class BitaOptions(DraftOptions):
 
 
 def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:
-    """``top_k`` candidates per level: under all of the level above, or under its likeliest."""
+    """``top_k`` draft tokens per level: under all of the level above, or under its likeliest."""
     width = options.top_k or TOP_K
     paths: list[list[int]] = []
     level: list[list[int]] = [[]]
@@ -225,7 +226,7 @@ METHOD = Method(
     options=BitaOptions,
     drafter=BitaDrafter,
     adapter_config=BitaConfig,
-    adapter_layer=BitaAdapter,
+    adapter_module=BitaAdapter,
     objective=loss,
     needs_adapter=True,
     # Section 4.1; its batch of 128 has one anchor per sequence.

@@ -63,7 +63,7 @@ class MedusaOptions(DraftOptions):
     """Options of ``medusa`` (Medusa, sections 2.1.2 and 2.3.3), which are those of all strategies.
 
     Attributes:
-        tree: ``sparse``: 15 candidates, most of them under likely ones. ``chain``: each head's
+        tree: ``sparse``: 15 draft tokens, most of them under likely ones. ``chain``: each head's
             likeliest token only, as in blockwise parallel decoding. Or what :class:`DraftOptions`
             says; rank paths are Medusa's choices.
         max_depth: number of heads used; None for all that the adapter has.
@@ -213,7 +213,7 @@ METHOD = Method(
     options=MedusaOptions,
     drafter=MedusaDrafter,
     adapter_config=MedusaConfig,
-    adapter_layer=HeadsAdapter,
+    adapter_module=HeadsAdapter,
     objective=heads_loss,
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},

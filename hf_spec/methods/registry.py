@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import Objective, register_type
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.drafter import Drafter
@@ -50,7 +50,7 @@ class Published:
     Attributes:
         wants: whether the tensor of a name belongs to the adapter; files may contain others, too.
         convert: given tensors by name, returns fields of the adapter's config, and parameters by
-            their names in ``SpecAdapterLayer.build``; raises a ValueError if they do not fit.
+            their names in the adapter; raises a ValueError if they do not fit.
         files: names of files that hold such tensors; of a folder, the first one that is there is
             read.
     """
@@ -85,7 +85,7 @@ class Method:
         options: dataclass of ``assistant_kwargs``, derived from :class:`DraftOptions`.
         drafter: builds the drafter.
         adapter_config: config class of its PEFT adapter; None if it has none.
-        adapter_layer: the layer that holds the adapter's parameters.
+        adapter_module: class of what such an adapter learns.
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter.
@@ -104,7 +104,7 @@ class Method:
     options: type[DraftOptions]
     drafter: type[Drafter]
     adapter_config: type[Any] | None = None
-    adapter_layer: type[SpecAdapterLayer] | None = None
+    adapter_module: type[Adapter] | None = None
     objective: Objective | None = None
     needs_adapter: bool = False
     training: dict[str, Any] | None = None
@@ -176,7 +176,7 @@ def register_method(method: Method) -> None:
 
     Raises:
         ValueError: the name, or the type of its adapter, belongs to another method; or one of
-            ``adapter_config`` and ``adapter_layer`` is missing.
+            ``adapter_config`` and ``adapter_module`` is missing.
     """
     known = _registered.get(method.name)
     if known is not None and _path(known.drafter) != _path(method.drafter):  # not a reloaded module
@@ -184,13 +184,13 @@ def register_method(method: Method) -> None:
             f"the strategy {method.name!r} is that of {_path(known.drafter)}: choose another name "
             f"for that of {_path(method.drafter)}."
         )
-    if (method.adapter_config is None) != (method.adapter_layer is None):
+    if (method.adapter_config is None) != (method.adapter_module is None):
         raise ValueError(
-            f"the method {method.name!r} has only one of adapter_config and adapter_layer: give "
+            f"the method {method.name!r} has only one of adapter_config and adapter_module: give "
             "both, or none if it has no adapter."
         )
-    if method.adapter_config is not None and method.adapter_layer is not None:
-        register_type(method.adapter_config, method.adapter_layer, method.objective)
+    if method.adapter_config is not None and method.adapter_module is not None:
+        register_type(method.adapter_config, method.adapter_module, method.objective)
         method.adapter_config.strategy = method.name
     _registered[method.name] = method
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, WEIGHTS
-from hf_spec.adapters.layer import names_on_disk
+from hf_spec.adapters.layer import name_on_disk
 from hf_spec.adapters.predicting import (
     PREVIOUS,
     ROOT,
@@ -78,13 +78,12 @@ def take_over(model: Any, config: Any, folder: Path) -> None:
     adapter = find_active(model, config.type_name)
     assert adapter is not None
     weights = adapter.weights()
-    places = names_on_disk(adapter.layer.prefix, weights)
     stored = load_file(folder / WEIGHTS)
-    for name, place in zip(weights, places):
+    for name in weights:
         fresh = name in (*PREVIOUS, *ROOT)
         weights[name].requires_grad_(fresh)
         if not fresh:
-            weights[name].data.copy_(stored[f"{PEFT_PREFIX}{place}"])
+            weights[name].data.copy_(stored[PEFT_PREFIX + name_on_disk(adapter.layer.prefix, name)])
 
 
 def take_vocabulary(model: Any, config: Any, answers: Sequence[Sequence[int]]) -> None:

@@ -75,7 +75,7 @@ class SpecTrainer(Trainer):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for part, rate in self._config.learning_rates().items():
             for group in list(optimizer.param_groups):
-                own = [p for p in group["params"] if f"_{part}" in names.get(id(p), "")]
+                own = [p for p in group["params"] if f".{part}" in names.get(id(p), "")]
                 if own:
                     kept = {id(p) for p in own}
                     group["params"] = [p for p in group["params"] if id(p) not in kept]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from adapter_oracle import SHAPE, load, make_base
 from peft import (
     AutoPeftModelForCausalLM,
     LoraConfig,
@@ -25,22 +24,18 @@ from peft import (
     set_peft_model_state_dict,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.active import find_active, require_active
 from hf_spec.adapters.base_model import FACTS
 from hf_spec.adapters.checkpoint import complaints
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.registry import methods
 
 TOKENS = torch.arange(3, 12)[None]
-SHAPE = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
 PREFIX = "base_model.model.spec_modules.type_sample.sample_"
 
 
@@ -52,19 +47,13 @@ class SampleConfig(SpecPeftConfig):
     num_masks: int = 3
 
 
-class SampleAdapter(SpecAdapterLayer):
-    def build(self, config: Any, model: Any) -> dict[str, torch.Tensor]:
-        return {"masks": torch.randn(config.num_masks, 5), "bias": torch.zeros(7)}
+class SampleAdapter(Adapter):
+    def __init__(self, config: Any, model: Any) -> None:
+        super().__init__(config, model)
+        self.hold({"masks": torch.randn(config.num_masks, 5), "bias": torch.zeros(7)})
 
 
 register_type(SampleConfig, SampleAdapter)
-
-
-def make_base(path: Path, seed: int = 0, **fields: Any) -> str:
-    torch.manual_seed(seed)
-    config = LlamaConfig(**{**SHAPE, **fields})
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +73,6 @@ def good(base_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapter(good: Path, tmp_path: Path) -> Path:
     """A copy of a good adapter, to be spoiled."""
     return Path(shutil.copytree(good, tmp_path / "adapter"))
-
-
-def load(path: str) -> Any:
-    """A model of a test's own: loading takes longer than copying."""
-    return copy.deepcopy(loaded(path))
-
-
-@cache
-def loaded(path: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path)
 
 
 def edit(folder: Path, **fields: Any) -> None:
@@ -150,12 +129,7 @@ DOORS = (
 Defects = dict[str, tuple[Callable[[Path], Any], str]]
 WEIGHT_DEFECTS: Defects = {
     "cut off": (lambda f: cut(f, -3), "is no safetensors file, or was cut off"),
-    "cut in the header": (lambda f: cut(f, 20), "is no safetensors file, or was cut off"),
     "empty": (lambda f: cut(f, 0), "is no safetensors file, or was cut off"),
-    "something else": (
-        lambda f: (f / "adapter_model.safetensors").write_text("<html>not found</html>"),
-        "is no safetensors file, or was cut off",
-    ),
     "pickle": (to_pickle, r"holds no adapter_model.safetensors.* never from a pickle.*Save the"),
     "foreign": (
         lambda f: rewrite(f, foreign),
@@ -249,11 +223,10 @@ def adapters_of(base: Any) -> set[str]:
     return set(base.spec_modules["type_sample"]._get_available_adapters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("door", DOORS)
-def test_accepted(adapter: Path, base_path: str, door: str, dtype: torch.dtype) -> None:
+def test_accepted(adapter: Path, base_path: str, door: str) -> None:
     """The same ways in, without a defect; any floating-point type is cast."""
-    rewrite(adapter, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
+    rewrite(adapter, lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))
     active = find_active(onto(door, adapter, load(base_path)), "SAMPLE")
     stored = load_file(adapter / "adapter_model.safetensors")
     assert active is not None and len(stored) == 2
@@ -300,7 +273,7 @@ def test_a_config_alone_serves_for_a_fresh_adapter(base_path: str, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("no_pickle")
-@pytest.mark.parametrize("defect", ["cut off", "pickle", "missing", "unexpected", "shape", "NaN"])
+@pytest.mark.parametrize("defect", ["cut off", "pickle", "missing"])
 def test_loading_again_into_an_attached_adapter(
     adapter: Path, good: Path, base_path: str, defect: str
 ) -> None:
@@ -391,6 +364,9 @@ def test_other_peoples_adapters_pass_through(base_path: str, tmp_path: Path) -> 
         ("PPD", {"num_kv_heads": 0}, "num_kv_heads=0: must be a whole number from 1"),
         ("Medusa", {"num_heads": 10**7}, "num_heads=10000000: .* from 1 to 256"),
         ("ProPD", {"num_layers": 10**7}, "num_layers=10000000: .* from 1 to 64"),
+        *(("Medusa", {"transition_rank": n}, "transition_rank=") for n in (-1, 1.5, "3", 10**6)),
+        *(("Bita", {"root_rank": n}, "root_rank=") for n in (-1, 1.5, "3", 10**6)),
+        ("Space", {"transition_learning_rate": 1.5}, "transition_learning_rate=1.5"),
     ],
 )
 def test_bad_fields(config: str, fields: dict[str, Any], message: str) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import prompt, ragged
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from running import drafting
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,7 +18,6 @@ import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.predicting import AFTER, BEFORE, PREVIOUS, ROOT, STATE, VOCABULARY
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.hub.folder import read_spec_config, save_adapter
 from hf_spec.methods.registry import methods
 
 Fresh = Callable[..., PreTrainedModel]
@@ -117,55 +114,3 @@ def test_decoding_predicts_what_training_judges(
         judged = judged.masked_fill(other, -torch.inf)
     # fp32 with other reduction orders.
     torch.testing.assert_close(served[0].softmax(-1), judged.softmax(-1), rtol=1e-4, atol=1e-5)
-
-
-@every_method
-def test_saved_and_loaded(fresh: Fresh, tmp_path: Path, name: str) -> None:
-    """As `hf-spec train` writes an adapter folder."""
-    fields = {"transition_rank": 3, "root_rank": 2, "draft_vocab_size": 30}
-    model, plain = fresh("llama_tied"), tokens(fresh("llama_tied"))
-    peft_model = get_peft_model(model, config_of(name, **fields))
-    randomise(peft_model, methods()[name].adapter_config.type_name)
-    weights(peft_model, name)[VOCABULARY].copy_(torch.arange(0, 60, 2))
-    save_adapter(peft_model, tmp_path, name, {"drafting": "always"})
-    assert read_spec_config(tmp_path)[0].name == name
-    wanted, expected = weights(model, name), tokens(model, name)
-    assert expected[0] == plain[0] and {*PARTS, VOCABULARY} <= wanted.keys()
-    itself = fresh("llama_tied")
-    itself.load_adapter(tmp_path)
-    around = PeftModel.from_pretrained(fresh("llama_tied"), tmp_path, low_cpu_mem_usage=True)
-    for loaded in (itself, around):
-        found = weights(loaded, name)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-        assert tokens(loaded, name) == expected
-    half = fresh("llama_tied").bfloat16()
-    half.load_adapter(tmp_path)
-    kinds = {key: value.dtype for key, value in weights(half, name).items()}
-    assert kinds.pop(VOCABULARY) == torch.int64 and {*kinds.values()} == {torch.bfloat16}
-    tokens(half, name)
-    assert hf_spec.last_stats(half).num_drafted_tokens > 0
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_that_is_missing(fresh: Fresh, tmp_path: Path, part: str) -> None:
-    model = fresh("llama")
-    model.add_adapter(hf_spec.MedusaConfig(transition_rank=2, root_rank=2))
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "adapter_model.safetensors"
-    stored = load_file(path)
-    save_file({key: value for key, value in stored.items() if part not in key}, path)
-    with pytest.raises(ValueError, match=part):
-        fresh("llama").load_adapter(str(tmp_path))
-
-
-@every_method
-def test_wrong_ranks(name: str) -> None:
-    for rank in (-1, 1.5, "3", 10**6):
-        with pytest.raises(ValueError, match="transition_rank="):
-            config_of(name, transition_rank=rank)
-        with pytest.raises(ValueError, match="root_rank="):
-            config_of(name, root_rank=rank)
-    for rate in (0, -1.0, 1.5, "fast"):
-        with pytest.raises(ValueError, match="transition_learning_rate="):
-            config_of(name, transition_learning_rate=rate)

@@ -15,10 +15,10 @@ from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
 
 import hf_spec
+from hf_spec.adapters.active import find_active
 from hf_spec.methods.registry import methods
 from modeling_patches.weights import (
     device_of,
-    held,
     loaded,
     output_bias,
     output_weight,
@@ -162,15 +162,16 @@ def test_steps_are_not_compiled(shallow: Make) -> None:
 
 def test_weights_have_data_within_a_block(shallow: Make) -> None:
     model = adapt(shallow(), "medusa")
-    [container] = [one for name, one in model.named_modules() if name.endswith("medusa_weights")]
-    kept = model.lm_head.weight.clone(), container["one"].clone()
-    with loaded(model.lm_head), loaded(container):  # nothing to do
+    adapter = find_active(model, "MEDUSA")
+    kept = model.lm_head.weight.clone(), adapter.weights()["weights"].clone()
+    with loaded(model.lm_head), loaded(adapter.module):  # nothing to do
         pass
     accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(ZeroDivisionError), loaded(model.lm_head):
         assert torch.equal(model.lm_head.weight, kept[0])
         raise ZeroDivisionError
-    assert model.lm_head.weight.is_meta and torch.equal(held(container, "one"), kept[1])
+    assert model.lm_head.weight.is_meta and adapter.module.biases.is_meta
+    assert torch.equal(adapter.weights()["weights"], kept[1])
     assert device_of(model.lm_head) == torch.device("cpu")
     bare = shallow().to("meta")
     assert placement(bare).device.type == device_of(bare.lm_head).type == "meta"

@@ -117,7 +117,7 @@ def drafter_of(model: Any, **options: Any) -> Any:
 def by_hooks(model: Any) -> Any:
     """The drafting model whose updates are added to outputs."""
     changes = LayerSkipper(model, **SKIP).changes
-    find_active(model, "LAYER_SKIP").layer.updates["mine"].add_to(changes)
+    find_active(model, "LAYER_SKIP").module.update.add_to(changes)
     return changes
 
 
@@ -156,7 +156,7 @@ def test_calls_share_copies_until_a_number_changes(tiny: Tiny) -> None:
     def check_changed(before: dict[str, Tensor]) -> dict[str, Tensor]:
         found = copies()
         assert found[name] is not before[name] and copies() is found
-        update = adapter.layer.updates["mine"].factors(name)
+        update = adapter.module.update.factors(name)
         wanted = weight + update.scale * update.up @ update.down
         torch.testing.assert_close(found[name], wanted)
         return found
@@ -239,7 +239,7 @@ def test_other_threads_see_the_models_own_weights(tiny: Tiny) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, [True, False] * 2))
-    assert sum(update is find_active(model, "LAYER_SKIP").layer.updates["mine"]
+    assert sum(update is find_active(model, "LAYER_SKIP").module.update
                for update in _COPIES) == 1  # fmt: skip
 
 

@@ -34,8 +34,8 @@ def test_a_name_that_is_taken() -> None:
 
 
 def test_half_an_adapter() -> None:
-    half = dataclasses.replace(get_method("bita"), name="half", adapter_layer=None)
-    with pytest.raises(ValueError, match="only one of adapter_config and adapter_layer"):
+    half = dataclasses.replace(get_method("bita"), name="half", adapter_module=None)
+    with pytest.raises(ValueError, match="only one of adapter_config and adapter_module"):
         register_method(half)
     assert "half" not in methods()
 

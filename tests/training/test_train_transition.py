@@ -175,7 +175,7 @@ def test_parts_have_learning_rates_of_their_own(tmp_path: Path) -> None:
     }
     assert len(found) == len(rates) == 1 + 3 + 2 * 2
     for name, rate in found.items():
-        part = name.rpartition(".default")[0].rpartition("space_")[2]
+        part = name.rpartition(".default.")[2]
         if part.startswith("transition"):
             assert rate == 0.25, name
         else:

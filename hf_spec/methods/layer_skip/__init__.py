@@ -11,7 +11,7 @@ METHOD = Method(
     options=LayerSkipOptions,
     drafter=LayerSkipDrafter,
     adapter_config=LayerSkipConfig,
-    adapter_layer=LayerSkipAdapter,
+    adapter_module=LayerSkipAdapter,
     objective=loss,
     # For low-rank updates of the drafting path; the number of epochs is that of appendix F.
     training={"learning_rate": 1e-3, "num_train_epochs": 3},

@@ -1,13 +1,13 @@
 """The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest.
 
 The updates, if there are any, are trained by distillation from the full model (Draft & Verify,
-appendix F). As in decoding, drafted tokens see the full model's keys and values: the full model
+appendix F). As in decoding, draft tokens see the full model's KV cache: the full model
 runs over a sequence once, and the drafting model runs over short pieces of it, as if they were
 drafted.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
 from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.adapters.low_rank import LowRankLayer, check_settings, fresh_factors
+from hf_spec.adapters.low_rank import LowRankAdapter, check_settings
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count
 from hf_spec.core.probes import ProbeGroup, group_tensors
@@ -131,22 +131,16 @@ def layer_indices(name: str, values: Iterable[int]) -> list[int]:
     return sorted(indices)
 
 
-class LayerSkipAdapter(LowRankLayer):
+class LayerSkipAdapter(LowRankAdapter):
     """Two factors for each linear module of the drafting path, or no weights at all.
 
     They apply only while drafting; the model's own outputs do not change.
     """
 
-    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
-        assert isinstance(config, LayerSkipConfig)
-        return fresh_factors(config.draft_modules(model), config.draft_rank)
-
-    def connect(self, adapter_name: str, config: SpecPeftConfig, model: nn.Module) -> None:
-        assert isinstance(config, LayerSkipConfig)
-        self.add_updates(
-            adapter_name, config.draft_modules(model), config.draft_rank, config.draft_alpha,
-            only_if_active=False,
-        )  # fmt: skip
+    def __init__(self, config: LayerSkipConfig, model: Any) -> None:
+        super().__init__(config, model)
+        if config.draft_rank:
+            self.hold_factors(config.draft_modules(model), config.draft_rank, config.draft_alpha)
 
 
 #: Tokens of a piece, about as many as a step drafts.
@@ -167,9 +161,8 @@ def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, 
     config: Any = adapter.config
     if not config.draft_rank:
         raise ValueError("draft_rank=0: the adapter has no weights to train.")
-    layer: Any = adapter.layer
     drafting = LayerSkipper(model, config.skip_attention, config.skip_mlp).changes
-    layer.updates[adapter.name].add_to(drafting)
+    adapter.module.update.add_to(drafting)
     # Like a group of probes, a piece attends causally to the tokens up to its anchor and to itself.
     group = ProbeGroup.causal(PIECE)
     wanted = future_labels(labels, anchors, group)

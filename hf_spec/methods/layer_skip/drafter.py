@@ -49,8 +49,7 @@ class LayerSkipDrafter(Drafter):
         super().__init__(model, options)
         attention, mlp, adapter = _choice(model, options)
         self.drafting = LayerSkipper(model, attention, mlp).changes
-        layer: Any = None if adapter is None else adapter.layer
-        update = None if adapter is None else layer.updates.get(adapter.name)
+        update = None if adapter is None else adapter.module.update
         self.learned = None if update is None else MergedCopies(update, self.drafting)
         name = None if adapter is None else adapter.name
         self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)

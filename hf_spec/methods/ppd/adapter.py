@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import SpecPeftConfig, setting
-from hf_spec.adapters.layer import SpecAdapterLayer
+from hf_spec.adapters.config import setting
+from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import FrontConfig, of_tokens
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_choices, check_count, check_range
@@ -67,7 +67,7 @@ class PPDConfig(FrontConfig):
     decay: float = setting(0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).")
     num_prefix_tokens: int = setting(
         0,
-        "Learned keys and values in every layer for each prompt token, which alone sees them "
+        "Tokens of a learned prefix KV in every layer for each prompt token, which alone sees them "
         "(prefix tuning).",
     )
     head: str = setting(
@@ -136,7 +136,7 @@ class PPDConfig(FrontConfig):
 INIT_STD = 0.02
 
 
-class PPDAdapter(SpecAdapterLayer):
+class PPDAdapter(Adapter):
     """Prompt tokens, and further parameters by config.
 
     ``prompts`` is ``(m * n, hidden)`` for m prompt tokens of n EPTs, those of distance 1 first.
@@ -149,8 +149,8 @@ class PPDAdapter(SpecAdapterLayer):
       ``head_down`` ``(rank, hidden)`` and ``head_up`` ``(hidden, rank)`` instead of ``head``.
     """
 
-    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
-        assert isinstance(config, PPDConfig)
+    def __init__(self, config: PPDConfig, model: Any) -> None:
+        super().__init__(config, model)
         distances, ept = config.num_prompt_tokens, config.num_ept
         tensors = {"prompts": _text_embeddings(model, distances * ept)}
         if config.ept_aggregation == "learned":
@@ -169,7 +169,7 @@ class PPDAdapter(SpecAdapterLayer):
                 tensors["head_down"] = torch.randn(rank, hidden) / hidden**0.5
                 tensors["head_up"] = torch.zeros(hidden, rank)
             tensors["head_bias"] = torch.zeros(hidden)
-        return {**tensors, **config.fresh_shared(model, distances)}
+        self.hold({**tensors, **config.fresh_shared(model, distances)})
 
 
 def _text_embeddings(model: Any, count: int) -> Tensor:

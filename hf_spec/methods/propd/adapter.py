@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.config import SpecPeftConfig, setting
+from hf_spec.adapters.config import setting
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count
-from hf_spec.drafting.heads import WEIGHTS, HeadsAdapter, HeadsConfig, loss_of_states
+from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig, loss_of_states
 from hf_spec.drafting.losses import prediction_losses, wanted_mean
 from hf_spec.model.hidden_states import model_logits, states_at
 from hf_spec.model.sequences import IGNORED, token_hidden
 from modeling_patches.early_pruning import layer_input
 from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes
+from modeling_patches.weights import output_features
 
 #: Default number of layers before pruning (section 5.3).
 PRUNE_LAYER = 4
@@ -48,7 +49,7 @@ class ProPDConfig(HeadsConfig):
         f"behind them.  [default: {PRUNE_LAYER}, or all but one where there are fewer]",
     )
     prune_top_k: int = setting(
-        50, "k: candidates that are not among the early head's k likeliest tokens are dropped."
+        50, "k: draft tokens that are not among the early head's k likeliest tokens are dropped."
     )
 
     def __post_init__(self) -> None:
@@ -63,15 +64,15 @@ class ProPDConfig(HeadsConfig):
         layers = num_layers(model)
         if layers < 2:
             raise ValueError(
-                "the model has 1 layer: there are no deeper ones to leave candidates out of. Use "
+                "the model has 1 layer: there are no deeper ones to leave draft tokens out of. Use "
                 "medusa."
             )
         if self.prune_layer is None:
             self.prune_layer = min(PRUNE_LAYER, layers - 1)
         if self.prune_layer >= layers:
             raise ValueError(
-                f"prune_layer={self.prune_layer}: the model has {layers} layers, so candidates can "
-                f"be pruned behind 1 to {layers - 1} of them."
+                f"prune_layer={self.prune_layer}: the model has {layers} layers, so draft tokens "
+                f"can be pruned behind 1 to {layers - 1} of them."
             )
 
 
@@ -93,21 +94,17 @@ class ProPDAdapter(HeadsAdapter):
     """The parameters of the heads, and ``early_matrix`` (hidden, hidden), ``early_bias`` (hidden,)
     and ``early_gain`` (hidden,) of the early head."""
 
-    def build(self, config: SpecPeftConfig, model: Any) -> Mapping[str, Tensor]:
-        tensors = dict(super().build(config, model))
-        hidden = tensors[WEIGHTS].shape[-1]
+    def __init__(self, config: ProPDConfig, model: Any) -> None:
+        super().__init__(config, model)
+        hidden, _ = output_features(model)
         inside = model.config.get_text_config(decoder=True).hidden_size
         if inside != hidden:
             raise ValueError(
                 f"{type(model).__name__} has layers of size {inside} and output embeddings of "
                 f"{hidden}: an early head would have to be projected. Use medusa."
             )
-        early = {
-            MATRIX: torch.zeros(hidden, hidden),
-            BIAS: torch.zeros(hidden),
-            GAIN: torch.ones(hidden),
-        }
-        return {**tensors, **early}
+        matrix, bias, gain = torch.zeros(hidden, hidden), torch.zeros(hidden), torch.ones(hidden)
+        self.hold({MATRIX: matrix, BIAS: bias, GAIN: gain})
 
 
 def loss(model: Any, adapter: ActiveAdapter, batch: TrainingBatch) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.active import ActiveAdapter
-from hf_spec.adapters.low_rank import factors
 from hf_spec.adapters.predicting import BEFORE, ROOT_BEFORE, VOCABULARY
 
 #: Linear modules that SGLang's LoRA knows in every model, each with the module that must be updated
@@ -60,7 +59,7 @@ def uno_files(model: Any, adapter: ActiveAdapter) -> tuple[dict[str, Any], dict[
             )
     tensors = {}
     for name in names:
-        down, up = factors(weights, name)
+        down, up, _ = adapter.module.factors(name)
         tensors[f"base_model.model.{name}.lora_A.weight"] = down
         tensors[f"base_model.model.{name}.lora_B.weight"] = up
     description = {
