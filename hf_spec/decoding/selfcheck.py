@@ -26,9 +26,9 @@ from hf_spec.core.memory import memory
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
+from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.graphs import tolerance
 from hf_spec.model.hidden_states import decoder_of, output_logits, taken
@@ -164,8 +164,8 @@ class _Trial:
         probe_inputs = None if drafter is None else drafter.probe_inputs
         plain = self._plain()
         inputs = self._inputs()
-        emission = Emission(self.prompt, self.mask.bool(), _until(self.limit), None)
-        handover = Handover(inputs[CACHE], emission, False)
+        sequences = Sequences(self.prompt, self.mask.bool(), _until(self.limit))
+        handover = Handover(inputs[CACHE], sequences, False)
         with as_before(model):
             target = prefill(
                 model, self.prompt, self.config, inputs, handover, drafter, reads

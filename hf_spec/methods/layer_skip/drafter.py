@@ -105,7 +105,7 @@ class LayerSkipDrafter(Drafter):
         output = state.target(Tree.chain(tokens), first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
-        return logits.float(), state.process(logits, drafted, drafting, drafting=True)
+        return logits.float(), state.process(logits, tokens[:, 1:], drafting, drafting=True)
 
     def _expected(
         self, state: DecodeState, place: int, logits: Tensor, scores: Tensor
