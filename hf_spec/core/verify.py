@@ -100,7 +100,7 @@ class StepResult:
 
 
 def match(tree: Tree, targets: Tensor) -> StepResult:
-    """Match rule with the target's token known at every node: no synchronisation, no loop.
+    """Match rule with the target's token known at every node: no loop.
 
     Accept a child if it carries the token that the target emits at its parent. Exact for any
     draft that does not depend on it, whether targets are argmax or samples.

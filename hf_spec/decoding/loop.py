@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.batch import may_shrink, remaining_rows
 from hf_spec.decoding.compiling import warm
 from hf_spec.decoding.handover import Handover
-from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
+from hf_spec.decoding.outputs import SpecGenerateOutput
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
@@ -115,7 +116,7 @@ def decode(
     if graphs is not None:
         graphs.spare(handover.release())
     watch.step(last=True)
-    remember_stats(model, stats)
+    memory(model)[SpecStats] = stats
     if not returns_dict:
         return ids
     return SpecGenerateOutput(

@@ -135,7 +135,7 @@ class Steps:
         for row, count in enumerate(counts):
             if active[row]:
                 depth = min(tree.row_depths[row], remaining[row] - 1)
-                stats.record(count, depth, tree.row_sizes[row], kept=len(host.tokens[row]) - 1)
+                stats.record(count, depth, tree.row_sizes[row], len(host.tokens[row]) - 1)
                 if kept is not None:
                     stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
         if not all(state.active):  # some rows may have stopped before their last accepted token

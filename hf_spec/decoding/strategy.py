@@ -102,7 +102,7 @@ def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[b
     Returns:
         Whether the amount of drafting may depend on step times: not if the output depends on which
         steps draft, as sampled draft tokens take random numbers of their own, and typical
-        acceptance is lossy in drafting steps. And whether look-ups are merged into the draft.
+        acceptance is lossy in drafting steps. And whether lookups are merged into the draft.
     """
     exact = options.acceptance != "typical" and not samples_drafts(options, do_sample)
     timed = options.drafting == AUTO and exact
