@@ -411,7 +411,7 @@ def test_the_chi_square_test_sees_a_biased_rule(
     tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling from p instead of the residual after a rejection, as in SPACE's algorithm 1."""
-    plain_multinomial, rule = torch.multinomial, verify.rejection
+    sample, rule = verify.sample, verify.rejection
     name, variant = next((name, v) for name in methods() for v in RUNS[name].sampled)
     right = chi_square_of_run(tiny("llama_tied"), name, variant, "top_p")
     assert right > FALSE_ALARM
@@ -419,14 +419,14 @@ def test_the_chi_square_test_sees_a_biased_rule(
     def biased(tree: Any, scores: Any, *args: Any) -> Any:
         last: dict[str, torch.Tensor] = {}
 
-        def seen(nodes: Any, active: Any) -> Any:
-            result = scores(nodes, active)
+        def seen(nodes: Any, active: Any, depth: int) -> Any:
+            result = scores(nodes, active, depth)
             old = last.get("p", torch.zeros_like(result))
             last["p"] = torch.where(active[:, None], result.softmax(-1), old)
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "multinomial", lambda p, n, **_: plain_multinomial(last["p"], n))
+            patch.setattr(verify, "sample", lambda p, *_: sample(last["p"]))
             return rule(tree, seen, *args)
 
     monkeypatch.setattr(verify, "rejection", biased)

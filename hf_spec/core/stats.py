@@ -28,13 +28,13 @@ class SpecStats:
         num_steps: forward passes of the full model, the prefill included.
         num_row_steps: the same, counted once per unfinished sequence.
         num_generated_tokens: emitted tokens of all sequences.
-        num_drafted_tokens: candidates proposed for all sequences.
-        num_pruned_tokens: of these, candidates that early pruning dropped.
+        num_drafted_tokens: draft tokens proposed for all sequences.
+        num_pruned_tokens: of these, draft tokens that early pruning dropped.
         num_draft_forwards: extra forward passes made while drafting.
         num_fallback_steps: plain steps taken because speculation did not pay, or to time one.
         accepted_histogram: ``{k: n}``: n steps of one sequence emitted k tokens.
         offered: per depth (from 1), steps of one sequence whose draft reached it.
-        accepted: per depth, steps of one sequence that accepted a candidate there.
+        accepted: per depth, steps of one sequence that accepted a draft token there.
         draft_seconds, forward_seconds, verify_seconds, other_seconds: wall-clock time in drafting,
             in the full model, in verification, and in everything else.
         details: reports of the drafter and the policy.
@@ -63,13 +63,13 @@ class SpecStats:
 
     @property
     def prune_rate(self) -> float:
-        """Share of the candidates that early pruning dropped; 0 without candidates."""
+        """Share of the draft tokens that early pruning dropped; 0 without draft tokens."""
         drafted = self.num_drafted_tokens
         return self.num_pruned_tokens / drafted if drafted else 0.0
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of the drafts reaching depth i (from 1) whose candidate there was accepted."""
+        """Share of the drafts reaching depth i (from 1) whose draft token there was accepted."""
         return [self.accepted.get(i, 0) / self.offered[i] for i in sorted(self.offered)]
 
     @property
@@ -107,22 +107,24 @@ class SpecStats:
             lines.append(f"      and {len(depths) - SHOWN} more in acceptance_per_position")
         return "\n".join(lines)
 
-    def record(self, emitted: int, draft_depth: int, drafted: int, kept: int | None = None) -> None:
+    def record(
+        self, emitted: int, draft_depth: int, drafted: int, num_accepted: int | None = None
+    ) -> None:
         """Count one step of one sequence.
 
         Args:
             emitted: tokens that it emitted.
             draft_depth: depth of its draft; 0 if there was none.
-            drafted: its number of candidates.
-            kept: accepted candidates, if stopping cut ``emitted`` short (default: emitted - 1).
+            drafted: its number of draft tokens.
+            num_accepted: accepted draft tokens, if a stop cut ``emitted`` short; else emitted - 1.
         """
-        kept = emitted - 1 if kept is None else kept
+        num_accepted = emitted - 1 if num_accepted is None else num_accepted
         self.num_row_steps += 1
         self.num_generated_tokens += emitted
         self.num_drafted_tokens += drafted
         self.accepted_histogram[emitted] += 1
         self.offered.update(range(1, draft_depth + 1))
-        self.accepted.update(range(1, min(draft_depth, kept) + 1))
+        self.accepted.update(range(1, min(draft_depth, num_accepted) + 1))
 
     def merge(self, other: SpecStats) -> None:
         """Add another run's counts and times to these; ``details`` are replaced."""
@@ -157,7 +159,7 @@ class Stopwatch:
 
     On CUDA, events measure each phase without a wait: a phase that the device has not finished when
     a step is recorded counts with a later step. On other accelerators, each phase ends with a
-    synchronisation.
+    synchronization.
 
     Args:
         stats: receives the times.

@@ -15,3 +15,8 @@ def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = No
     """
     # The memory is not pinned, so the host copies it before this returns.
     return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+
+def waits(device: torch.device) -> bool:
+    """Whether a host that reads a tensor of this device waits for the work queued there."""
+    return device.type != "cpu"

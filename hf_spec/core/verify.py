@@ -1,9 +1,12 @@
-"""Acceptance rules: which candidates of a tree the model keeps, and the token that follows them.
+"""Acceptance rules: which draft tokens of a tree the model accepts, and the token that follows.
 
 ``match`` and ``rejection`` are exact: what they emit follows the target distribution. ``typical``
 is lossy. The rules see a tree, its tokens and the target's scores, but no model.
 
 Symbols: p is the target distribution at a node (after all logits processors), q the draft's.
+
+All stay on the device, down to the deepest draft token. Where the host may read tensors at no cost,
+a rule that walks down the tree can be told to ask (``asks``) whether any row goes on.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from torch import Tensor
 
 from hf_spec.core.tree import Tree
 
-#: ``scores(nodes, active)``: processed target scores (batch, vocab) at one node per row; rows where
-#: ``active`` is False may hold anything. Called along the accepted path only, in order.
-ScoreFn = Callable[[Tensor, Tensor], Tensor]
-#: ``select(scores, depth)``: a token per row, argmax or a sample; (batch, vocab) -> (batch,). It
-#: follows ``depth`` accepted candidates of this step.
-SelectFn = Callable[[Tensor, int], Tensor]
+#: ``scores(nodes, active, depth)``: processed target scores (batch, vocab) at one node per row;
+#: rows where ``active`` (batch,) is False may hold anything. Called along the accepted path only,
+#: in order: nodes of depth 0 (the roots), 1, ...
+ScoreFn = Callable[[Tensor, Tensor, int], Tensor]
+#: ``select(scores, active, depth)``: a token per row, argmax or a sample, -1 if there is none, see
+#: :func:`sample`; (batch, vocab) -> (batch,). It follows ``depth`` accepted draft tokens.
+SelectFn = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class HostResult(NamedTuple):
@@ -47,7 +51,7 @@ class StepResult:
         path: ``(batch, depth + 1)`` node indices, root first; entries past ``counts`` are 0.
         counts: ``(batch,)`` accepted nodes, the root included, at least 1.
         tokens: ``(batch, depth + 1)`` emitted tokens: the accepted draft tokens, then the bonus
-            token; entries past ``counts`` are padding.
+            token, -1 if it could not be sampled; entries past ``counts`` are padding.
         num_probes: ``(batch,)`` probes of the last accepted node.
     """
 
@@ -64,7 +68,7 @@ class StepResult:
     @property
     def bonus(self) -> Tensor:
         """``(batch,)`` last emitted token of each row."""
-        return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
+        return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0].clamp(min=0)
 
     def to_host(self, more: Tensor | None = None) -> tuple[HostResult, Any]:
         """Copy the result to the host: the step's one transfer.
@@ -74,6 +78,9 @@ class StepResult:
 
         Returns:
             The result, and ``more`` as a NumPy array.
+
+        Raises:
+            RuntimeError: if a token could not be sampled, as from ``torch.multinomial``.
         """
         depth = self.path.shape[1]
         columns = self.counts[:, None], self.num_probes[:, None], self.path, self.tokens
@@ -87,14 +94,16 @@ class StepResult:
             rows = both[:, : packed.shape[1]].astype(int).tolist()
         path = [row[2 : 2 + row[0]] for row in rows]
         tokens = [row[2 + depth : 2 + depth + row[0]] for row in rows]
+        if any(row[-1] < 0 for row in tokens):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         return HostResult(path, tokens, [row[1] for row in rows]), numbers
 
 
 def match(tree: Tree, targets: Tensor) -> StepResult:
-    """Match rule with the target's token known at every node: no synchronisation, no loop.
+    """Match rule with the target's token known at every node: no loop.
 
     Accept a child if it carries the token that the target emits at its parent. Exact for any
-    deterministic set of candidates, whether targets are argmax or samples.
+    draft that does not depend on it, whether targets are argmax or samples.
 
     Args:
         tree: the draft tree of each row.
@@ -103,7 +112,7 @@ def match(tree: Tree, targets: Tensor) -> StepResult:
     tree, probes = tree.drafted, tree.probe_counts
     nodes, tokens = tree.num_nodes, tree.tokens
     if nodes == 1:
-        return _plain(targets, probes)
+        return _roots(targets, probes)
     parents = tree.parents.clamp(min=0)
     ok = (tokens == targets.gather(1, parents)) & tree.valid
     ok[:, 0] = True
@@ -121,130 +130,146 @@ def match(tree: Tree, targets: Tensor) -> StepResult:
 
 
 def match_along(
-    tree: Tree, scores: ScoreFn, select: SelectFn, together: Tensor | None = None
-) -> StepResult:
-    """Match rule node by node: asks for the target's scores only along the accepted path.
+    tree: Tree, scores: ScoreFn, select: SelectFn, active: Tensor, asks: bool = False,
+    lockstep: bool = False,
+) -> StepResult:  # fmt: skip
+    """Match rule node by node: needs the target's scores only along the accepted path.
 
     For logits processors, which must see each node's true prefix, and for sampling.
 
     Args:
         tree: as in :func:`match`.
         scores, select: see their types.
-        together: ``(batch,)`` bool, rows that must accept equally many nodes: as many as the row
-            that accepts the fewest. None if rows are independent.
+        active: ``(batch,)`` bool, unfinished rows; the others accept nothing.
+        asks: stop as soon as no row goes on. This reads a tensor at each depth.
+        lockstep: all unfinished rows accept equally many nodes: as many as the row that accepts
+            the fewest.
     """
     tree, probes = tree.drafted, tree.probe_counts
-    tokens = tree.tokens
-    last = torch.zeros_like(tokens[:, 0])
-    active = torch.ones_like(last, dtype=torch.bool)
-    if tree.num_nodes == 1:
-        return _plain(select(scores(last, active), 0)[:, None], probes)
-    counts = torch.ones_like(last)
-    bonus = last
+    unfinished, bonus = active, torch.zeros_like(tree.tokens[:, 0])
+    last, counts = bonus, torch.ones_like(bonus)
     for depth in range(tree.max_depth + 1):
-        bonus = torch.where(active, select(scores(last, active), depth), bonus)
-        hit = (tree.parents == last[:, None]) & (tokens == bonus[:, None]) & tree.valid
+        bonus = torch.where(active, select(scores(last, active, depth), active, depth), bonus)
+        if tree.num_nodes == 1:
+            return _roots(bonus[:, None], probes)
+        hit = (tree.parents == last[:, None]) & (tree.tokens == bonus[:, None]) & tree.valid
         active = active & hit.any(-1)
-        if together is not None and not (active | ~together).all():
-            break
-        if not active.any():
+        if lockstep:
+            active = active & (active | ~unfinished).all()
+        if asks and not active.any():
             break
         last = torch.where(active, hit.int().argmax(-1), last)
         counts = counts + active
     return _along_path(tree, last, counts, bonus[:, None], probes)
 
 
-def rejection(tree: Tree, scores: ScoreFn, generator: torch.Generator | None = None) -> StepResult:
+def rejection(
+    tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False,
+    generator: torch.Generator | None = None,
+) -> StepResult:  # fmt: skip
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), for trees as well as chains.
 
-    For candidates x sampled independently from q: accept with min(1, p(x) / q(x)); after a
+    For draft tokens x sampled independently from q: accept with min(1, p(x) / q(x)); after a
     rejection, p becomes norm(max(0, p - q)) for the next sibling and finally for the emitted token
     (SpecInfer, algorithm 2). This is also Draft & Verify, algorithm 4, with an independent random
     number for the acceptance test, and SPACE, algorithm 1, with the residual in line 18.
 
     Args:
         tree: the draft tree of each row, with the distributions ``q``.
-        scores: target scores, asked for along the accepted path only.
+        scores, active, asks: as in :func:`match_along`.
         generator: for the random numbers; None uses the device's default.
     """
     tree, probes = tree.drafted, tree.probe_counts
     tokens, draft = tree.tokens, tree.q
     assert draft is not None
-    batch = tokens.shape[0]
-    everyone = torch.ones_like(tokens[:, 0], dtype=torch.bool)
-    last = torch.zeros_like(tokens[:, 0])
+    rows = torch.arange(len(tokens), device=tokens.device)
+    unfinished, last = active, torch.zeros_like(tokens[:, 0])
     counts = torch.ones_like(last)
-    p = scores(last, everyone).softmax(-1)
-    for node in range(1, tree.num_nodes):
-        considered = (tree.parents[:, node] == last) & tree.valid[:, node]
-        if not considered.any():
-            continue
-        x, q = tokens[:, node : node + 1], draft[:, node].to(p.dtype)
-        u = torch.rand(batch, device=p.device, dtype=p.dtype, generator=generator)
-        accept = considered & (u * q.gather(1, x)[:, 0] < p.gather(1, x)[:, 0])
-        residual = (p - q).clamp(min=0)
-        total = residual.sum(-1, keepdim=True)
-        # p == q up to rounding leaves no residual; a rejection there has probability 0.
-        residual = torch.where(total > 0, residual / total.clamp(min=1e-38), p)
-        p = torch.where((considered & ~accept)[:, None], residual, p)
-        if accept.any():
-            last = torch.where(accept, node, last)
-            counts = counts + accept
-            p = torch.where(accept[:, None], scores(last, accept).softmax(-1), p)
-    bonus = torch.multinomial(p, 1, generator=generator)
-    return _along_path(tree, last, counts, bonus, probes)
+    p = scores(last, active, 0).softmax(-1)
+    # Most children that a node can have: one, and all that are not on the longest path.
+    siblings = 1 + max(size - depth for size, depth in zip(tree.row_sizes, tree.row_depths))
+    for depth in range(1, tree.max_depth + 1):
+        children = (tree.parents == last[:, None]) & tree.valid & active[:, None]
+        active = torch.zeros_like(active)
+        for _ in range(siblings):
+            considered = children.any(-1)
+            if asks and not considered.any():
+                break
+            node = children.int().argmax(-1)
+            x, q = tokens[rows, node][:, None], draft[rows, node].to(p.dtype)
+            u = torch.rand(len(rows), device=p.device, dtype=p.dtype, generator=generator)
+            accept = considered & (u * q.gather(1, x)[:, 0] < p.gather(1, x)[:, 0])
+            residual = (p - q).clamp(min=0)
+            total = residual.sum(-1, keepdim=True)
+            # p == q up to rounding leaves no residual; a rejection there has probability 0.
+            residual = torch.where(total > 0, residual / total.clamp(min=1e-38), p)
+            p = torch.where((considered & ~accept)[:, None], residual, p)
+            last, active = torch.where(accept, node, last), active | accept
+            children = children.scatter(1, node[:, None], False) & ~accept[:, None]
+        if asks and not active.any():
+            break
+        counts = counts + active
+        p = torch.where(active[:, None], scores(last, active, depth).softmax(-1), p)
+    bonus = torch.where(unfinished, sample(p, generator), 0)
+    return _along_path(tree, last, counts, bonus[:, None], probes)
 
 
 def typical(
-    tree: Tree, scores: ScoreFn, select: SelectFn, epsilon: float = 0.09, delta: float = 0.3
-) -> StepResult:
+    tree: Tree, scores: Tensor, select: SelectFn, active: Tensor, epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> StepResult:  # fmt: skip
     """Typical acceptance (Medusa, section 2.3.1; PPD, section 5.5). **Lossy**.
 
-    Accept a candidate if p(x) > min(epsilon, delta * exp(-H(p))) at its parent; of the accepted
+    Accept a draft token if p(x) > min(epsilon, delta * exp(-H(p))) at its parent; of the accepted
     paths take the longest, and of equally long ones the likeliest. The target chooses the step's
     last token.
 
     Args:
         tree: as in :func:`match`.
-        scores: target scores; needed at every accepted node that has candidates, parents first,
-            then at the last node of the path.
+        scores: ``(batch, tokens, vocab)`` processed target scores after each node with a token.
         select: chooses the bonus token; its depth is given as 0.
+        active: ``(batch,)`` bool, unfinished rows.
         epsilon: hard threshold, in (0, 1].
         delta: weight of the entropy threshold, in (0, 1].
     """
     tree, probes = tree.drafted, tree.probe_counts
-    tokens, valid, parents = tree.tokens, tree.valid, tree.parents
-    above = parents.clamp(min=0)
-    inner = torch.zeros_like(parents).scatter_add_(1, above, valid.long()) > 0
     root = tree.depths == 0
-    candidates = tokens.masked_fill(root, 0)
-    waiting = root  # accepted nodes whose scores are needed, one per batch row
-    likelihood = torch.zeros(tokens.shape, device=tokens.device).where(root, -torch.inf)
-    asked: list[tuple[Tensor, Tensor]] = []
-    while (active := waiting.any(-1)).any():
-        node = waiting.int().argmax(-1, keepdim=True)
-        here = scores(node[:, 0], active)
-        log_p = here.log_softmax(-1)
-        entropy = -torch.nan_to_num(log_p.exp() * log_p).sum(-1, keepdim=True)
-        limit = (delta * (-entropy).exp()).clamp(max=epsilon)
-        chance = log_p.gather(1, candidates)
-        accepted = (parents == node) & valid & active[:, None] & (chance.exp() > limit)
-        likelihood = torch.where(accepted, likelihood.gather(1, node) + chance, likelihood)
-        waiting = (waiting | (accepted & inner)).scatter(1, node, False)
-        asked.append((torch.where(active, node[:, 0], -1), here))
-    depth = torch.where(likelihood > -torch.inf, tree.depths, -1)
+    rows = torch.arange(len(root), device=root.device)
+    log_p = scores.log_softmax(-1)
+    entropy = -torch.nan_to_num(log_p.exp() * log_p).sum(-1)
+    limit = (delta * (-entropy).exp()).clamp(max=epsilon)
+    parents, tokens = tree.parents.clamp(min=0), tree.tokens.masked_fill(root, 0)
+    log_x = log_p[rows[:, None], parents, tokens].masked_fill(root, 0.0)
+    likely = tree.valid & (log_x.exp() > limit.gather(1, parents)) | root
+    accepted = ~(tree.ancestors & ~likely[:, None, :]).any(-1)
+    depth = torch.where(accepted, tree.depths, -1)
     deepest = depth.amax(-1, keepdim=True)
-    last = torch.where(depth == deepest, likelihood, -torch.inf).argmax(-1)
-    final, leaf = asked[0][1], ~inner.gather(1, last[:, None])[:, 0]
-    if leaf.any():
-        asked.append((torch.where(leaf, last, -1), scores(last, leaf)))
-    for nodes, values in asked:
-        final = torch.where((last == nodes)[:, None], values, final)
-    bonus = select(final, 0)[:, None]
-    return _along_path(tree, last, deepest[:, 0] + 1, bonus, probes)
+    log_path = torch.where(tree.ancestors, log_x[:, None, :], 0.0).sum(-1)
+    last = torch.where(depth == deepest, log_path, -torch.inf).argmax(-1)
+    bonus = torch.where(active, select(scores[rows, last], active, 0), 0)
+    return _along_path(tree, last, deepest[:, 0] + 1, bonus[:, None], probes)
 
 
-def _plain(targets: Tensor, probes: Tensor | None) -> StepResult:
+def sample(
+    p: Tensor, generator: torch.Generator | None = None, noise: Tensor | None = None
+) -> Tensor:
+    """A sample of each row: what ``torch.multinomial`` draws, which makes the host wait.
+
+    Args:
+        p: ``(batch, vocab)`` probabilities.
+        generator: for the random numbers; None uses the device's default.
+        noise: ``(batch, vocab)`` the random numbers, Exp(1); None to draw them.
+
+    Returns:
+        ``(batch,)`` int64; -1 where probabilities are not finite.
+    """
+    if noise is None:
+        noise = torch.empty_like(p).exponential_(generator=generator)
+    largest, tokens = (p / noise).max(-1)  # NaN, if there is any
+    return torch.where(largest.isnan(), -1, tokens)
+
+
+def _roots(targets: Tensor, probes: Tensor | None) -> StepResult:
     """The result of a step without draft tokens. ``targets``: (batch, 1)."""
     path, counts = torch.zeros_like(targets), torch.ones_like(targets[:, 0])
     return StepResult(path, counts, targets, path[:, 0] if probes is None else probes[:, 0])

@@ -16,7 +16,7 @@ from hf_spec.cache.attention import zeros
 from hf_spec.cache.buffers import Allocate
 from hf_spec.cache.convert import take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.decoding.emission import Emission
+from hf_spec.decoding.sequences import Sequences
 
 
 class Handover:
@@ -29,21 +29,23 @@ class Handover:
 
     Args:
         given: the call's KV cache, from the caller or created by ``generate``; or None.
-        emission: the call's growing sequences.
+        sequences: the call's sequences.
         returned: whether the call's output contains the cache.
         allocate: allocates the buffers of a new cache.
 
     Attributes:
         cache: the call's cache; None until it is taken over or, if it is the caller's, until it is
             known to hold the start of each row's conversation.
-        history: tokens of each row that the cache holds before those of ``emission``; None if they
+        history: tokens of each row that the cache holds before those of ``sequences``; None if they
             are unknown.
         start: lengths of the rows after the prompt; None while it runs.
     """
 
-    def __init__(self, given: Any, emission: Emission, returned: bool, allocate: Allocate = zeros):
+    def __init__(
+        self, given: Any, sequences: Sequences, returned: bool, allocate: Allocate = zeros
+    ):  # fmt: skip
         self.given = given
-        self.emission = emission
+        self.sequences = sequences
         self.allocate = allocate
         self.cache: TreeCache | None = None
         self.history: list[list[int]] | None = None
@@ -90,7 +92,7 @@ class Handover:
             mask: ``(batch, width)`` bool, the prompt's real tokens; None if all are.
         """
         self.cache, self._mask, self._before = cache, mask, None
-        if self.emission.width:  # otherwise the prompt was given as embeddings
+        if self.sequences.width:  # otherwise the prompt was given as embeddings
             self.history = [[] for _ in range(cache.batch_size)]
 
     def ends(self, rows: Sequence[int]) -> list[int]:
@@ -101,7 +103,7 @@ class Handover:
         """
         if self._target is None or self.cache is None or self.start is None:
             return [0] * len(rows)
-        emitted, active = self.emission.emitted, self.emission.active
+        emitted, active = self.sequences.emitted, self.sequences.active
         longest = max(emitted)
         return [
             int(not active[row] and have - self.start[row] < emitted[row] and (
@@ -133,7 +135,7 @@ class Handover:
     def _give_back(self, cache: TreeCache) -> None:
         cache.repair()
         start = self.start or cache.host_lengths
-        emitted, active = self.emission.emitted, self.emission.active
+        emitted, active = self.sequences.emitted, self.sequences.active
         most = max(max(emitted) - 1, 0)  # the longest row's last token is not cached
         behind = 1 if self._target is None else 0
         cached = [
@@ -148,7 +150,7 @@ class Handover:
         cached = [min(have, *unfinished) for have in cached] if unfinished else cached
         cache.truncate([begin + have for begin, have in zip(start, cached)])
         if self.history is not None:
-            rows = zip(self.history, self.emission.tokens, cache.host_lengths)
+            rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
         if self._target is not None:
             unpack_into(cache, self._target, self._filled(cached, start, cache.lengths.device))

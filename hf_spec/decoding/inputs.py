@@ -59,7 +59,7 @@ class OtherInputs(NamedTuple):
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] in widths:
                 raise ValueError(
                     f"model input {key!r} has one value per prompt token: strategies don't know "
-                    "its values for candidates. Generate without assistant_strategy."
+                    "its values for draft tokens. Generate without assistant_strategy."
                 )
         return found
 

@@ -10,16 +10,17 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_spec.cache.attention import zeros
+from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.acceptance import Acceptance, noise_of
+from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.batch import may_shrink, remaining_rows
 from hf_spec.decoding.compiling import warm
-from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
-from hf_spec.decoding.outputs import SpecGenerateOutput, remember_stats
+from hf_spec.decoding.outputs import SpecGenerateOutput
 from hf_spec.decoding.prefill import prefill, real_tokens
 from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import BatchLookup
@@ -47,31 +48,26 @@ def decode(
     The arguments are those of ``GenerationMixin._sample``, starting with the model.
     """
     config = generation_config
-    record = bool(config.return_dict_in_generate)
-    record_scores, record_logits = record and config.output_scores, record and config.output_logits
+    returns_dict = bool(config.return_dict_in_generate)
     ranks = Ranks(model)
     if config.do_sample:
         ranks.share_random_state()
     pad = config._pad_token_tensor
     real = real_tokens(input_ids, model_kwargs.get("attention_mask"))
-    emission = Emission(
+    sequences = Sequences(
         input_ids, real, stopping_criteria, None if pad is None else int(pad), streamer,
-        bool(record_scores), bool(record_logits), ranks.same,
+        returns_dict and bool(config.output_scores), ranks.same,
     )  # fmt: skip
-    check_length(model, emission.max_length)
-    scorer = Scorer(logits_processor, emission)
+    check_length(model, sequences.max_length)
+    scorer = Scorer(logits_processor, sequences)
     strategy = Strategy.of(model, config, unsure=synced_gpus or real is not None)
     drafter, graphs = strategy.drafter, strategy.graphs
-    noise = noise_of(config, strategy.options, len(input_ids), input_ids.device)
-    acceptance = Acceptance(
-        strategy.options, scorer, bool(config.do_sample), bool(record_scores or record_logits),
-        noise,
-    )  # fmt: skip
+    acceptance = Acceptance(config, strategy.options, scorer)
     stats = SpecStats()
     watch = Stopwatch(stats, model.device, ranks.same)
 
     handover = Handover(
-        cache_in(model_kwargs), emission, record, graphs.allocate if graphs else zeros
+        cache_in(model_kwargs), sequences, returns_dict, graphs.allocate if graphs else zeros
     )
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt
@@ -83,17 +79,16 @@ def decode(
         target, cache = prefilled.target, prefilled.target.cache
         prompt = cache.host_lengths
         state = DecodeState(
-            model, drafter, target, cache, emission.tokens, root=cache.lengths,
-            active=emission.active, remaining=emission.remaining,
+            model, drafter, target, cache, sequences, root=cache.lengths,
             do_sample=bool(config.do_sample), process=scorer, stats=stats, timed=strategy.timed,
-            noise=noise,
+            noise=acceptance.noise,
             lookups=BatchLookup(Limits(), len(prompt)) if strategy.lookup else None,
         )  # fmt: skip
 
         context, device = max(prompt).bit_length(), str(model.device)
         policy = strategy.policy(stats, (len(prompt), context, device), target.width)
         state.draft_cost = policy.draft_cost
-        steps = Steps(state, strategy, acceptance, policy, emission, watch, handover.ends)
+        steps = Steps(state, strategy, acceptance, policy, sequences, watch, handover.ends)
         steps.first(prefilled)
         if any(state.active):
             drafter.start(state)
@@ -116,19 +111,20 @@ def decode(
                 policy.move((state.batch_size, context, device))
             steps.take()
 
-        sequences = emission.finish()
-        stats.num_generated_tokens = sum(emission.emitted)  # stops that were told late are cut
+        ids = sequences.finish()
+        stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = handover.give_back()
-    if noise is not None:
-        noise.give_back(emission.emitted[0])
+    if acceptance.noise is not None:
+        acceptance.noise.give_back(sequences.emitted[0])
     stats.details = steps.details()
     if graphs is not None:
         graphs.spare(handover.release())
     watch.step(last=True)
-    remember_stats(model, stats)
-    if not config.return_dict_in_generate:
-        return sequences
+    memory(model)[SpecStats] = stats
+    if not returns_dict:
+        return ids
     return SpecGenerateOutput(
-        sequences=sequences, scores=emission.columns(emission.scores),
-        logits=emission.columns(emission.logits), spec_stats=stats, **{CACHE: past},
+        sequences=ids, logits=sequences.columns(0) if config.output_logits else None,
+        scores=sequences.columns(1) if config.output_scores else None, spec_stats=stats,
+        **{CACHE: past},
     )  # fmt: skip

@@ -25,10 +25,6 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     spec_stats: SpecStats | None = None
 
 
-def remember_stats(model: Any, stats: SpecStats) -> None:
-    memory(model)[SpecStats] = stats
-
-
 def last_stats(model: Any) -> SpecStats | None:
     """Statistics of the last call of ``model.generate`` with a strategy; None if there was none.
 

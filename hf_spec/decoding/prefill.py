@@ -119,14 +119,14 @@ def prefill(
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
-    given, emission = handover.given, handover.emission
+    given, sequences = handover.given, handover.sequences
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise ValueError(
             f"position_ids of shape {tuple(positions.shape)}: strategies know one position per "
             "token. Generate without assistant_strategy."
         )
-    budget = emission.max_length - emission.width
+    budget = sequences.max_length - sequences.width
     others = OtherInputs.of(model, input_ids, model_kwargs)
 
     probe_inputs = None if drafter is None else drafter.probe_inputs
@@ -148,7 +148,7 @@ def prefill(
         target = make_target(cache, cache.lengths + counts)
         end = _extend(target, rows, group)
     elif group is not None and not others.first and _rides(model, config, model_kwargs, handover):
-        rows = [list(row) for row in emission.tokens]
+        rows = [list(row) for row in sequences.tokens]
         lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
         cache = handover.empty(len(given.layers), len(rows), lengths.device)
         cache.states.reserve(max(map(len, rows)) + len(group) + min(budget, RESERVE))
@@ -183,7 +183,7 @@ def _rides(
     The result must equal plain generation: the prompt is short and complete, consists of tokens at
     the usual positions, runs in one forward, and the model's attention takes masks.
     """
-    given, emission = handover.given, handover.emission
+    given, sequences = handover.given, handover.sequences
     if not isinstance(given, DynamicCache) or not given.layers or given.get_seq_length():
         return False
     check_packable(given)
@@ -196,7 +196,7 @@ def _rides(
     devices = {device_of(part) for part in embeddings if part is not None}
     text = model.config.get_text_config(decoder=True)
     return (
-        0 < emission.width <= RIDING
+        0 < sequences.width <= RIDING
         and model_kwargs.get("inputs_embeds") is None
         and config.prefill_chunk_size is None
         and text._attn_implementation in TAKES_MASKS
@@ -211,8 +211,8 @@ def _new_tokens(
     handover: Handover, attention_mask: Tensor | None, config: GenerationConfig, model: Any
 ) -> list[list[int]]:
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
-    cache, emission = handover.given, handover.emission
-    rows, width = emission.tokens, emission.width
+    cache, sequences = handover.given, handover.sequences
+    rows, width = sequences.tokens, sequences.width
     if not width:
         raise ValueError(
             f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "

@@ -8,7 +8,6 @@ the middle of a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from hf_spec.core.memory import memory
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.handover import Handover
 from hf_spec.decoding.prefill import prefill
+from hf_spec.decoding.sequences import Sequences
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.graphs import tolerance
 from hf_spec.model.hidden_states import Reads, decoder_of, output_logits, taken
@@ -38,11 +37,12 @@ from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
 from modeling_patches.weights import placement
 
-_TREE = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
-#: What each of its nodes sees.
-_SEEN = Tree.of_shapes([_TREE]).ancestors[0]
-#: Its longest path, which is also the one that pruning leaves.
-_PATH = [node for node in range(len(_TREE)) if _SEEN[-1, node]]
+#: The root with two children, of which the second has a child.
+_TREE = TokenTree.from_paths([[0], [1], [1, 0]])
+#: What plain generation decodes instead: these nodes in turn. The second path is also what pruning
+#: leaves, and what is committed; the root follows it once more.
+_FORCED = [0, 1, 1, 0], [0, 2, 3, 0]
+_PATH = _FORCED[1][:3]
 _PROMPT, _PADDING = 8, 3
 
 _NO_TREE = (
@@ -83,26 +83,25 @@ def check_tree_forward(
         # Trials that cross the end of a context, where rotary frequencies may change.
         ends = [end for end in context_ends(model) if end > _PROMPT]
         trials = [(_Trial(model, False, end - _PROMPT - 1), None, False) for end in ends] + trials
-    try:
-        for trial, tried, read in trials:
+    for trial, tried, read in trials:
+        try:
             problem, error = trial.run(tried, read)
-            if not error <= trial.tolerance:
-                break
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as raised:
-        raise ValueError(
-            f"{type(model).__name__} does not work with {name}: a trial raised "
-            f"{type(raised).__name__}: {raised} Choose another strategy, or none."
-        ) from raised
-    if not error <= trial.tolerance:
-        if model.training:
-            problem = f"is in training mode, in which dropout may differ, or {problem}"
-        raise ValueError(
-            f"{type(model).__name__} does not work with {name}: it {problem} (relative error "
-            f"{error:.2g} in a trial{' with padding' * trial.padded} at position {trial.start})."
-            f"{' Call model.eval() first.' * model.training}"
-        )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as raised:
+            raise ValueError(
+                f"{type(model).__name__} does not work with {name}: a trial raised "
+                f"{type(raised).__name__}: {raised} Choose another strategy, or none."
+            ) from raised
+        if not error <= tolerance(trial.dtypes):  # NaN included
+            if model.training:
+                problem = f"is in training mode, in which dropout may differ, or {problem}"
+            raise ValueError(
+                f"{type(model).__name__} does not work with {name}: it {problem} (relative error "
+                f"{error:.2g} in a trial{' with padding' * trial.padded} at position "
+                f"{trial.start})."
+                f"{' Call model.eval() first.' * model.training}"
+            )
     checked.add(kind)
 
 
@@ -113,59 +112,45 @@ class _Pruning:
         self.layer = layer
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        if hidden.ndim != 3:
-            raise ValueError(f"hidden states between layers have shape {tuple(hidden.shape)}.")
         likely = torch.zeros_like(tree.valid)
         likely[:, _PATH] = True
         return likely, -tree.depths.float()
 
 
 class _Trial:
-    """Two prompts, one perhaps padded, from a given position, and a tree after each."""
+    """Two prompts, one perhaps padded, from a given position, and a tree after each.
+
+    Attributes:
+        dtypes: what was computed in; known after :meth:`run`.
+    """
 
     def __init__(self, model: Any, padded: bool, start: int = 0):
-        self.model = model
-        self.padded, self.start = padded, start
-        self._dtypes = {model.dtype}
+        self.model, self.padded, self.start = model, padded, start
+        self.dtypes = {model.dtype}
         self.text_config = model.config.get_text_config(decoder=True)
-        self.device = placement(model).device
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
         # A separate generator, so that the caller's seeded generator is not advanced.
         generator = torch.Generator("cpu").manual_seed(0)
-        size = (2, _PROMPT + len(_TREE))
-        vocab = self.text_config.vocab_size
-        ids = torch.randint(vocab, size, generator=generator, device="cpu")
-        self.prompt, self.nodes = ids.to(self.device).split([_PROMPT, len(_TREE)], dim=1)
+        size, device = (2, _PROMPT + len(_TREE)), placement(model).device
+        ids = torch.randint(self.text_config.vocab_size, size, generator=generator, device="cpu")
+        self.prompt, self.nodes = ids.to(device).split([_PROMPT, len(_TREE)], dim=1)
         self.mask = torch.ones_like(self.prompt)
-        if padded:
-            self.mask[1, :_PADDING] = 0
-        self.limit = _PROMPT + len(_TREE)
-
-    @property
-    def tolerance(self) -> float:
-        """Largest relative error that rounding explains; known after :meth:`run`."""
-        return tolerance(self._dtypes)
-
-    def _note_dtype(self, args: Any, kwargs: Any) -> None:
-        """Before a forward: note the dtype of autocast, which may be on in the forward alone."""
-        if torch.is_autocast_enabled(self.device.type):
-            self._dtypes.add(torch.get_autocast_dtype(self.device.type))
+        self.mask[1, : _PADDING * padded] = 0
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
-        """The failure, if any, and the largest relative error.
+        """What is wrong if the error, which is the largest relative one, is too large.
 
         Args:
             drafter: a drafter whose changes to forwards are applied.
             reads: whether final states must be the inputs of the output embeddings.
         """
-        model = self.model
-        tree = Tree.of_shapes([_TREE] * 2, self.device).with_tokens(self.nodes)
-        probe_inputs = None if drafter is None else drafter.probe_inputs
-        plain = self._plain()
-        inputs = self._inputs()
-        emission = Emission(self.prompt, self.mask.bool(), _until(self.limit), None)
-        handover = Handover(inputs[CACHE], emission, False)
+        model, device = self.model, self.nodes.device
+        tree = Tree.of_shapes([_TREE] * 2, device).with_tokens(self.nodes)
+        (root, first, *_), (_, second, third, again) = self._plain()
+        inputs = self._inputs(1)
+        sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
+        handover = Handover(inputs[CACHE], sequences, False)
         with as_before(model):
             target = prefill(
                 model,
@@ -181,80 +166,71 @@ class _Trial:
                     f"{_PROMPT} tokens of a prompt left {target.cache.max_length} in the cache."
                 )
             if drafter is not None and drafter.drafting is not None:
-                for first in range(2):
-                    chain = Tree.chain(self.nodes[:, : first + 1])
-                    target(chain, first=first, changes=drafter.drafting)
+                for node in range(2):
+                    chain = Tree.chain(self.nodes[:, : node + 1])
+                    target(chain, first=node, changes=drafter.drafting)
                 target.cache.rollback()
-            if probe_inputs is not None:
-                tree = tree.attach_probes(ProbeGroup.causal(len(probe_inputs.embeddings)))
+            if drafter is not None and drafter.probe_inputs is not None:
+                probes = len(drafter.probe_inputs.embeddings)
+                tree = tree.attach_probes(ProbeGroup.causal(probes))
             output = target(tree)
             if output.hidden is not None:
                 hidden = output.hidden[:, : tree.num_tokens]
                 error = _disagreement(output_logits(model, hidden), output.logits)
-                if not error <= self.tolerance:
+                if not error <= tolerance(self.dtypes):
                     return _NO_STATES, error
-            errors = [_error(output.logits[:, node], plain[node]) for node in range(len(_TREE))]
+            errors = [_error(output.logits, torch.stack([root, first, second, third], 1))]
             if drafter is not None and drafter.prune_layer is not None:
                 left = target(tree, pruning=_Pruning(drafter.prune_layer))
-                errors += [
-                    _error(left.logits[:, place], plain[node]) for place, node in enumerate(_PATH)
-                ]
+                errors.append(_error(left.logits, torch.stack([root, second, third], 1)))
             # The cache must then hold the accepted path as if it had been forwarded alone.
-            target.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=self.device))
-            root = target(Tree.roots(self.nodes[:, 0]))
-            errors.append(_error(root.logits[:, 0], plain[len(_TREE)]))
+            target.cache.commit([len(_PATH)] * 2, torch.tensor([_PATH] * 2, device=device))
+            errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
         return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
-    def _inputs(self) -> dict[str, Any]:
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0) + self.start
+    def _inputs(self, copies: int) -> dict[str, Any]:
+        """Inputs for so many copies of both prompts."""
+        mask = self.mask.repeat(copies, 1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0) + self.start
         return {
-            "attention_mask": self.mask,
-            CACHE: DynamicCache(config=self.text_config),
-            "use_cache": True,
+            "attention_mask": mask, CACHE: DynamicCache(config=self.text_config), "use_cache": True,
             **taken(self.model, position_ids=positions, logits_to_keep=1),
-        }
+        }  # fmt: skip
 
-    def _plain(self) -> dict[int, Tensor]:
-        """Logits ``(2, vocab)`` after each node, and after the longest path and the root again."""
-        found: dict[int, Tensor] = {}
+    def _plain(self) -> list[list[Tensor]]:
+        """Plain generation's logits ``(2, vocab)`` after each node of each of ``_FORCED``."""
+        forced = torch.cat([self.nodes[:, path] for path in _FORCED])
         changes = Changes()
         changes.before(decoder_of(self.model), self._note_dtype)
-        for leaf in (node for node in range(len(_TREE)) if int(_SEEN[:, node].sum()) == 1):
-            path = [node for node in range(len(_TREE)) if _SEEN[leaf, node]]
-            forced = self.nodes[:, path]
-            if path == _PATH:
-                forced = torch.cat([forced, self.nodes[:, :1]], dim=1)
-            length = _PROMPT + forced.shape[1] + 1
-            with as_before(self.model):
-                output = changes.run(
-                    GenerationMixin._sample, self.model, self.prompt,
-                    LogitsProcessorList([_force(forced)]), _until(length), self.config,
-                    **self._inputs(),
-                )  # fmt: skip
-            found |= dict(zip([*path, len(_TREE)], output.logits[1:]))
-        return found
+
+        def force(ids: Tensor, scores: Tensor) -> Tensor:
+            step = min(ids.shape[1] - _PROMPT, forced.shape[1] - 1)
+            return torch.full_like(scores, -torch.inf).scatter_(1, forced[:, step, None], 0.0)
+
+        with as_before(self.model):
+            output = changes.run(
+                GenerationMixin._sample, self.model, self.prompt.repeat(len(_FORCED), 1),
+                LogitsProcessorList([force]), _until(_PROMPT + forced.shape[1] + 1), self.config,
+                **self._inputs(len(_FORCED)),
+            )  # fmt: skip
+        steps = [logits.split(2) for logits in output.logits[1:]]
+        return [list(path) for path in zip(*steps)]
+
+    def _note_dtype(self, args: Any, kwargs: Any) -> None:
+        """Before a forward: note the dtype of autocast, which may be on in the forward alone."""
+        device = self.nodes.device.type
+        if torch.is_autocast_enabled(device):
+            self.dtypes.add(torch.get_autocast_dtype(device))
 
 
 def _until(length: int) -> StoppingCriteriaList:
     return StoppingCriteriaList([MaxLengthCriteria(length)])
 
 
-def _force(tokens: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A logits processor that forces each row to generate ``tokens`` (batch, n)."""
-
-    def process(ids: Tensor, scores: Tensor) -> Tensor:
-        step = ids.shape[1] - _PROMPT
-        if step == tokens.shape[1]:
-            return scores
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, step, None], 0.0)
-
-    return process
-
-
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Largest relative error of a row's logits (batch, vocab)."""
-    difference = (found.float() - expected.to(found.device).float()).norm(dim=-1)
-    return float((difference / expected.to(found.device).float().norm(dim=-1)).max())
+    """Largest relative error of logits (..., vocab)."""
+    expected = expected.to(found.device).float()
+    return float(((found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def _disagreement(found: Tensor, logits: Tensor) -> float:

@@ -13,8 +13,8 @@ from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.emission import Emission
 from hf_spec.decoding.prefill import Prefilled, catch_up
+from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import merged
 from hf_spec.drafting.state import DecodeState
@@ -32,7 +32,7 @@ class Steps:
         strategy: the call's strategy.
         acceptance: decides which draft tokens are accepted.
         policy: decides how much is drafted.
-        emission: receives the tokens.
+        sequences: the call's sequences, which grow.
         watch: measures times.
         ends: given rows of the call, 1 for each whose last token must be cached once it finishes.
     """
@@ -41,7 +41,7 @@ class Steps:
     strategy: Strategy
     acceptance: Acceptance
     policy: StepPolicy
-    emission: Emission
+    sequences: Sequences
     watch: Stopwatch
     ends: Callable[[Sequence[int]], list[int]]
 
@@ -89,7 +89,9 @@ class Steps:
         drafter.observe(state, tree, host)
         if state.lookups is not None:
             state.lookups.observe(host)
-        self.emission.show(output.tree, host)
+        streamer = self.sequences.streamer
+        if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
+            streamer.see_step(output.tree, host)
         if graphs is None or graphs.made == compiled:  # steps that compile are not typical
             policy.observe(tree, list(map(len, host.path)), seconds)
 
@@ -125,24 +127,18 @@ class Steps:
         Returns:
             The result without what a stop cut off.
         """
-        state, emission, stats = self.state, self.emission, self.state.stats
+        state, noise, stats = self.state, self.state.noise, self.state.stats
         stats.num_steps += 1
-        counts = []
-        for row, tokens in enumerate(host.tokens):
-            if not state.active[row]:
-                counts.append(0)
-                continue
-            depth = min(tree.row_depths[row], state.remaining[row] - 1)
-            scores, logits = self.acceptance.recorded(row, host.path[row])
-            count = emission.take(state.rows[row], tokens, scores, logits)
-            stats.record(count, depth, tree.row_sizes[row], kept=len(tokens) - 1)
-            if kept is not None and count:
-                stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
-            counts.append(count)
-        emission.end_step()
-        active, remaining = emission.active, emission.remaining
-        state.active = [active[row] for row in state.rows]
-        state.remaining = [remaining[row] for row in state.rows]
+        active, remaining = state.active, state.remaining
+        if noise is not None:
+            noise.advance([len(path) if on else 0 for path, on in zip(host.path, active)])
+        counts = self.sequences.append(host, self.acceptance.recorded)
+        for row, count in enumerate(counts):
+            if active[row]:
+                depth = min(tree.row_depths[row], remaining[row] - 1)
+                stats.record(count, depth, tree.row_sizes[row], len(host.tokens[row]) - 1)
+                if kept is not None:
+                    stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
         if not all(state.active):  # some rows may have stopped before their last accepted token
             state.root = sent([row[-1] for row in state.tokens], state.root.device)
         return HostResult(

@@ -72,7 +72,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     for option in ("output_attentions", "output_hidden_states"):
         if getattr(config, option, None):
             refuse(
-                option, True, "a step runs candidates that plain generation never sees.",
+                option, True, "a step runs draft tokens that plain generation never sees.",
                 "Run the model on the finished sequence to get them.",
             )  # fmt: skip
     if (config.guidance_scale or 1) != 1:

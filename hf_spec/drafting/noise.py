@@ -6,7 +6,7 @@ drawn for each token: the Gumbel-max trick, since -log E(y) is Gumbel distribute
 drawn first and shown to a drafter, which then proposes what is likely to be sampled *with them*
 (Daliri et al., "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2024).
 
-A token depends on p and on its own E only, never on the candidates, so output is sampled from the
+A token depends on p and on its own E only, never on the draft tokens, so output is sampled from the
 same distribution, and with the same numbers it is the same whatever was drafted.
 """
 
@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_spec.core.transfer import sent, waits
+from hf_spec.core.verify import sample
 from modeling_patches.random_state import random_state, set_random_state
 
 #: Draws from the default generator that can be given back.
@@ -58,6 +60,8 @@ class SamplingNoise:
             self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.
         self._drawn: list[deque[Tensor]] = [deque() for _ in range(batch_size)]
+        #: Tokens that a step emitted but the host does not know yet, and their largest number.
+        self._emitted: tuple[Tensor, int] | None = None
         self._vocab = 0
         self._states: deque[_States] = deque(maxlen=REMEMBERED)
         self._draws = 0  # from the default generator
@@ -71,21 +75,14 @@ class SamplingNoise:
             rows: sequences that take a token; None for all.
 
         Returns:
-            ``(batch,)`` int64; 0 for other sequences.
-
-        Raises:
-            RuntimeError: if the probabilities are not finite, as ``torch.multinomial`` does.
+            ``(batch,)`` int64; 0 for other sequences, -1 if probabilities are not finite.
         """
-        self._vocab = scores.shape[-1]
-        rows = range(len(scores)) if rows is None else rows
-        index = torch.tensor(rows, device=scores.device)
-        probabilities = (scores if len(rows) == len(scores) else scores[index]).softmax(-1)
-        # A sum is NaN if there is a NaN or an infinity among its terms.
-        if not probabilities.sum(-1).isfinite().all():
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        noise = torch.stack([self._of(row, ahead) for row in rows])
-        chosen = (probabilities.to(self.device) / noise).argmax(-1).to(scores.device)
-        return index.new_zeros(len(scores)).index_copy(0, index, chosen)
+        batch, self._vocab = scores.shape
+        index = sent(list(range(batch) if rows is None else rows), scores.device, torch.long)
+        p = scores[index].softmax(-1).to(self.device)
+        noise = torch.stack([self._of(row, ahead) for row in rows or range(batch)])
+        chosen = sample(p, noise=noise).to(scores.device)
+        return index.new_zeros(batch).index_copy(0, index, chosen)
 
     def ahead(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
         """What sampling adds to the logits of tokens to come, after one token has been sampled.
@@ -101,22 +98,37 @@ class SamplingNoise:
         Returns:
             ``(batch, count, n)`` float32
         """
+        emitted, most = self._emitted or (None, 0)
+        starts = [first] * len(self._drawn)
+        if emitted is not None and not waits(self.device):
+            starts = [first + number for number in emitted.tolist()]
+            emitted, most = None, 0
         found = [
             self._of(row, place)
-            for row in range(len(self._drawn))
-            for place in range(first, first + count)
+            for row, start in enumerate(starts)
+            for place in range(start, start + count + most)
         ]
         if tokens is not None:
             tokens = tokens.to(self.device)
             found = [one[tokens] for one in found]
-        return -self.temperature * torch.stack(found).log().unflatten(0, (-1, count))
+        noise = torch.stack(found).unflatten(0, (-1, count + most))
+        if emitted is not None:
+            place = emitted[:, None] + torch.arange(count, device=self.device)
+            noise = noise[torch.arange(len(place), device=self.device)[:, None], place]
+        return -self.temperature * noise.log()
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """Go on to the tokens after those that a step emitted.
+    def emit(self, counts: Tensor, most: int) -> None:
+        """Go on to the tokens after those that a step emitted, which the host does not know yet.
 
         Args:
-            counts: emitted tokens of each sequence; 0 for finished ones.
+            counts: ``(batch,)`` emitted tokens of each sequence; 0 for finished ones.
+            most: no sequence has emitted more.
         """
+        self._emitted = counts.to(self.device), most
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """:meth:`emit`, with counts that the host knows; they may be those of an earlier one."""
+        self._emitted = None
         for drawn, count in zip(self._drawn, counts):
             for _ in range(min(count, len(drawn))):
                 drawn.popleft()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,32 +24,39 @@ class FollowsBatch(Protocol):
         """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
 
 
-class Process(FollowsBatch, Protocol):
+class Growing(FollowsBatch, Protocol):
+    """The call's sequences, of which the batch's rows are still decoded."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The index in the call of each row."""
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each row so far, with the prompt, without padding."""
+
+    @property
+    def active(self) -> list[bool]:
+        """Whether each row is unfinished."""
+
+    @property
+    def remaining(self) -> list[int]:
+        """How many tokens each row may still emit."""
+
+
+class Process(Protocol):
     """The call's logits processors."""
 
     @property
     def trivial(self) -> bool:
         """Whether they keep the likeliest token the likeliest."""
 
-    @property
-    def stateful(self) -> Sequence[str]:
-        """Names of those that may keep a state."""
-
-    @property
-    def eos(self) -> Collection[int]:
-        """Tokens that end a sequence."""
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all sequences must take equally many tokens in each step."""
-
     def __call__(
-        self, logits: Tensor, suffixes: Sequence[Sequence[int]], active: Sequence[bool],
-        drafting: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Logits ``(batch, vocab)`` -> float32 scores after all processors. The prefix of each
-        active sequence is its tokens so far, then its suffix. While drafting, only processors run
-        that keep no state."""
+        self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False
+    ) -> Tensor:
+        """Logits ``(batch, vocab)`` -> float32 scores after all processors, for active rows. The
+        prefix of each is its tokens so far, then its ``suffix (batch, n)``. While drafting, only
+        processors run that keep no state."""
 
 
 @dataclass
@@ -64,14 +71,11 @@ class DecodeState:
         drafter: the call's drafter.
         target: runs the model on the nodes of a tree after the cached tokens.
         cache: the KV cache; it holds all tokens of a sequence except the last, the root.
-        tokens: the tokens of each sequence so far, with the prompt, without padding.
+        sequences: the call's sequences; :attr:`tokens`, :attr:`active` and so on are theirs.
         root: ``(batch,)`` the last token of each sequence.
-        active: whether each sequence is unfinished.
-        remaining: how many tokens each sequence may still emit.
         do_sample: whether tokens are sampled.
         process: applies the call's logits processors.
         stats: the statistics of the call so far.
-        rows: the index in the call of each batch row.
         timed: whether the amount of drafting may depend on step times.
         prefetched: what :meth:`Drafter.prefetch` returned, on the host; None if nothing.
         draft_cost: tokens that one more drafting forward must bring to pay for its time; None
@@ -85,14 +89,11 @@ class DecodeState:
     drafter: FollowsBatch
     target: Target
     cache: TreeCache
-    tokens: list[list[int]]
+    sequences: Growing
     root: Tensor
-    active: list[bool]
-    remaining: list[int]
     do_sample: bool
     process: Process
     stats: SpecStats = field(default_factory=SpecStats)
-    rows: list[int] = field(default_factory=list)
     timed: bool = False
     prefetched: Any = None
     draft_cost: Callable[[], float | None] = lambda: None
@@ -100,8 +101,25 @@ class DecodeState:
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
 
-    def __post_init__(self) -> None:
-        self.rows = self.rows or list(range(len(self.tokens)))
+    @property
+    def rows(self) -> Sequence[int]:
+        """See :class:`Growing`."""
+        return self.sequences.rows
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """See :class:`Growing`."""
+        return self.sequences.tokens
+
+    @property
+    def active(self) -> list[bool]:
+        """See :class:`Growing`."""
+        return self.sequences.active
+
+    @property
+    def remaining(self) -> list[int]:
+        """See :class:`Growing`."""
+        return self.sequences.remaining
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows in this order, and have all parts follow.
@@ -110,14 +128,11 @@ class DecodeState:
             rows: the former index of each row; each at most once.
         """
         parts: list[FollowsBatch | None] = [
-            self.cache, self.target, self.drafter, self.process, self.lookups, self.noise
+            self.sequences, self.cache, self.target, self.drafter, self.lookups, self.noise
         ]  # fmt: skip
         for part in parts:
             if part is not None:
                 part.select(rows)
-        for name in ("tokens", "active", "remaining", "rows"):
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in rows])
         self.root, self.prefetched = self.root[_index(rows, self.root)], None
 
     def lookup(self) -> Sequence[Row]:
@@ -130,7 +145,7 @@ class DecodeState:
     @property
     def batch_size(self) -> int:
         """Batch rows that are still carried."""
-        return len(self.tokens)
+        return len(self.rows)
 
     @property
     def max_depth(self) -> int:

@@ -45,7 +45,7 @@ def test_a_run_counted_by_hand() -> None:
 
 def test_stopping_cuts_what_is_emitted_not_what_was_accepted() -> None:
     stats = SpecStats()
-    stats.record(1, draft_depth=3, drafted=3, kept=3)
+    stats.record(1, draft_depth=3, drafted=3, num_accepted=3)
     assert stats.accepted_histogram == {1: 1}
     assert stats.acceptance_per_position == [1.0, 1.0, 1.0]
     assert stats.mean_accepted_tokens == 1.0

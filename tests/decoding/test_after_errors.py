@@ -166,7 +166,7 @@ WATCHED = {
     str((Path(hf_spec.__file__).parent / f"{name}.py").resolve(strict=True))
     for name in (
         "cache/attention", "cache/buffers", "cache/tree_cache", "decoding/acceptance",
-        "decoding/emission", "decoding/handover", "decoding/loop", "decoding/prefill",
+        "decoding/handover", "decoding/loop", "decoding/prefill", "decoding/sequences",
         "decoding/scoring", "decoding/step", "decoding/strategy", "drafting/lookup",
         "methods/prompt_lookup", "model/target",
     )

@@ -11,6 +11,9 @@ import torch
 from conftest import ragged
 from test_compiled import CAPTURED, adapt, generate
 
+from hf_spec.decoding import acceptance
+from hf_spec.drafting import noise
+
 #: What brings numbers to the host.
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
@@ -60,3 +63,47 @@ def test_one_read_per_step(
     steps = output.spec_stats.num_steps
     # Some more to begin with, and while rows end, when it matters how many tokens are left.
     assert steps > 60 and len(seen) < steps + 25, (steps, len(seen))
+
+
+WARPED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
+#: Strategy, its options, the call's settings.
+PROCESSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sampled": ("prompt_lookup", {}, {"do_sample": True, **WARPED}),
+    "sampled heads": ("medusa", {}, {"do_sample": True, **WARPED}),
+    "greedy, penalty": ("medusa", {}, {"repetition_penalty": 1.3, "min_new_tokens": 9}),
+    "sampled, penalty": ("ppd", {}, {"do_sample": True, "repetition_penalty": 1.3, **WARPED}),
+    "scores": ("medusa", {}, {"output_scores": True}),
+    "typical": ("medusa", {"acceptance": "typical"}, {"do_sample": True, **WARPED}),
+    "rejection": ("space", {"acceptance": "rejection"}, {"do_sample": True, **WARPED}),
+    "rejection, penalty": (
+        "space", {"acceptance": "rejection"}, {"do_sample": True, "repetition_penalty": 1.3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("case", PROCESSED)
+def test_one_read_per_sampled_or_processed_step(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
+) -> None:
+    """Where the host would wait for a read. On CPUs rules stop early instead: reads are free."""
+    strategy, options, settings = PROCESSED[case]
+    model = adapt(shallow(layers=1), strategy)
+    prompts = {name: values[:1].repeat(batch, 1) for name, values in ragged().items()}
+    kwargs = {
+        "assistant_strategy": strategy, "assistant_kwargs": {"drafting": "always", **options},
+        "eos_token_id": None, "max_new_tokens": 40, **settings,
+    }  # fmt: skip
+    outputs = []
+    for waits in (False, True):
+        for module in (acceptance, noise):
+            monkeypatch.setattr(module, "waits", lambda device, waits=waits: waits)
+        torch.manual_seed(0)
+        with counted(monkeypatch) as seen:
+            outputs.append(generate(model, prompts, **kwargs))
+    steps = outputs[1].spec_stats.num_steps
+    assert outputs[1].spec_stats.num_drafted_tokens
+    if "rejection" not in case:  # which draws a random number for each draft token it looks at
+        assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist()
+    # Now and then a call that samples learns how far to trust its drafts.
+    assert len(seen) < 1.3 * steps + 20, (steps, len(seen))

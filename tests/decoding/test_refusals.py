@@ -98,6 +98,17 @@ def test_options(tiny: Tiny, spec: Spec, case: str) -> None:
         model.generate(prompt(), **{**GREEDY, **spec, **kwargs})
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("use_mtp", True), ("speculation_type", "dflash"), ("low_memory", True)]
+)
+def test_modes_that_not_every_release_has(tiny: Tiny, spec: Spec, option: str, value: Any) -> None:
+    """A configuration keeps options that its release does not know."""
+    model, config = tiny(), GenerationConfig(**GREEDY, **spec)
+    setattr(config, option, value)
+    with no_forward(model), pytest.raises(ValueError, match=f"{option}={value!r}.*Leave one"):
+        model.generate(prompt(), generation_config=config)
+
+
 def test_options_without_a_strategy(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
     """They do nothing, which is said once; a strategy may be left out for a single call."""
     model = tiny()

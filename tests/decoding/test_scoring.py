@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import random
 from typing import Any
 
 import pytest
 import torch
+from random_trees import random_tree
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import logits_process
 
+from hf_spec.core.tree import Tree
+from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.scoring import ROWWISE, Scorer
+from hf_spec.decoding.sequences import Sequences
+from hf_spec.drafting.options import DraftOptions
 
 VOCAB = 20
 LENGTHS = [3, 5, 5, 8]
-SUFFIXES = [[4, 4], [], [7], [1, 2, 3]]
+SUFFIX = torch.tensor([[4, 4], [6, 5], [7, 4], [1, 2]])
 
 Temperature, TopP = logits_process.TemperatureLogitsWarper, logits_process.TopPLogitsWarper
 Repetition = logits_process.RepetitionPenaltyLogitsProcessor
@@ -33,13 +43,11 @@ class Counted(Temperature):
         return super().__call__(input_ids, scores)
 
 
-def emission() -> Any:
+def sequences() -> Sequences:
     ids = torch.randint(3, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
-
-    def write(row: int, start: int, tokens: list[int]) -> None:
-        ids[row, start : start + len(tokens)] = torch.tensor(tokens)
-
-    return SimpleNamespace(ids=ids, lengths=LENGTHS, write=write, shown=lambda n: ids[:, :n])
+    found = Sequences(ids, None, StoppingCriteriaList([MaxLengthCriteria(20)]))
+    found.lengths = list(LENGTHS)
+    return found
 
 
 def logits() -> Tensor:
@@ -55,15 +63,15 @@ LISTS = {
 
 
 @pytest.mark.parametrize("made", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("active", [None, [True, False, True, True], [False] * 4])
-def test_scores_are_those_of_each_row_alone(made: Any, active: list[bool] | None) -> None:
-    rows = emission()
-    found = Scorer(LogitsProcessorList(made()), rows)(logits(), SUFFIXES, active)
-    for row, suffix in enumerate(SUFFIXES):
+@pytest.mark.parametrize("active", [[True] * 4, [True, False, True, True], [False] * 4])
+@pytest.mark.parametrize("size", [0, 2])
+def test_scores_are_those_of_each_row_alone(made: Any, active: list[bool], size: int) -> None:
+    rows = sequences()
+    found = Scorer(LogitsProcessorList(made()), rows)(logits(), SUFFIX[:, :size], active)
+    for row, suffix in enumerate(SUFFIX[:, :size]):
         expected = logits()[row : row + 1]
-        if active is None or active[row]:
-            ids = torch.cat([rows.ids[row, : LENGTHS[row]], torch.tensor(suffix, dtype=torch.long)])
-            ids = ids[None]
+        if active[row]:
+            ids = torch.cat([rows.ids[row, : LENGTHS[row]], suffix])[None]
             expected = LogitsProcessorList(made())(ids, expected)
         assert torch.equal(found[row : row + 1], expected)
 
@@ -71,10 +79,9 @@ def test_scores_are_those_of_each_row_alone(made: Any, active: list[bool] | None
 def test_processors_of_the_user_see_the_batch() -> None:
     """Once for each length, and not less because only some rows are asked for."""
     counted = Counted(0.7)
-    Scorer(LogitsProcessorList([counted]), emission())(
-        logits(), SUFFIXES, [True, False, True, True]
-    )
-    assert counted.shapes == [(4, 5), (4, 6), (4, 11)]
+    scorer = Scorer(LogitsProcessorList([counted]), sequences())
+    scorer(logits(), SUFFIX, [True, False, True, True])
+    assert counted.shapes == [(4, 5), (4, 7), (4, 10)]
 
 
 @pytest.mark.parametrize("kind", ROWWISE)
@@ -87,10 +94,31 @@ def test_what_treats_rows_alone(kind: type) -> None:
         "TopKLogitsWarper": {"top_k": 3}, "TopPLogitsWarper": {"top_p": 0.6},
         "TypicalLogitsWarper": {"mass": 0.5},
     }  # fmt: skip
-    ids = emission().ids
+    ids = sequences().ids
     together = kind(**arguments.get(kind.__name__, {}))(ids, logits())
     if kind is not logits_process.InfNanRemoveLogitsProcessor:
         assert not torch.equal(together, logits())
     for row in range(4):
         alone = kind(**arguments.get(kind.__name__, {}))(ids[:1, :1], logits()[row : row + 1])
         assert torch.equal(together[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("made", LISTS.values(), ids=LISTS)
+def test_scores_of_whole_trees(made: Any) -> None:
+    """Typical acceptance needs those of all nodes, each after its own prefix."""
+    rows, rng = sequences(), random.Random(0)
+    shapes = [random_tree(rng, size) for size in (7, 1, 4, 6)]
+    tree = Tree.of_shapes(shapes)
+    generator = torch.Generator().manual_seed(2)
+    tree = tree.with_tokens(torch.randint(VOCAB, tree.tokens.shape, generator=generator))
+    logits = torch.randn(4, tree.num_nodes, VOCAB, generator=generator)
+    options, scorer = DraftOptions(acceptance="typical"), Scorer(LogitsProcessorList(made()), rows)
+    found = Acceptance(GenerationConfig(), options, scorer)._everywhere(tree, logits)
+    for row, shape in enumerate(shapes):
+        for node in range(len(shape)):
+            path, above = [], node
+            while above:
+                path, above = [int(tree.tokens[row, above]), *path], shape.parents[above]
+            ids = torch.tensor([[*rows.ids[row, : LENGTHS[row]].tolist(), *path]])
+            expected = LogitsProcessorList(made())(ids, logits[row : row + 1, node].clone())
+            assert torch.equal(found[row, node], expected[0])

@@ -12,6 +12,7 @@ from conftest import VOCAB
 from torch import Tensor
 
 import hf_spec
+from hf_spec.drafting import noise as noises
 from hf_spec.drafting.noise import REMEMBERED, SamplingNoise
 
 CPU = torch.device("cpu")
@@ -130,15 +131,28 @@ def test_some_sequences_take_a_token() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float) -> None:
+def test_probabilities_that_are_not_finite(value: float) -> None:
     given = scores(2)
     given[1, 3] = value
-    with pytest.raises(RuntimeError) as plain:
-        torch.multinomial(given.softmax(-1), 1)
-    with pytest.raises(RuntimeError) as ours:
-        SamplingNoise(2, CPU).choose(given, 0)
-    SamplingNoise(2, CPU).choose(given, 0, rows=[0])
-    assert str(ours.value) == str(plain.value)
+    first, second = SamplingNoise(2, CPU).choose(given, 0).tolist()
+    assert first >= 0 and second == -1
+    assert SamplingNoise(2, CPU).choose(given, 0, rows=[0]).tolist()[1] == 0
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_the_noise_after_tokens_that_the_host_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, waiting: bool
+) -> None:
+    monkeypatch.setattr(noises, "waits", lambda device: waiting)
+    noise, some = SamplingNoise(3, CPU), torch.tensor([4, 40, 7])
+    noise.choose(scores(3), 0)
+    whole = noise.ahead(8)
+    counts = [2, 0, 4]
+    noise.emit(torch.tensor(counts), 4)
+    before = noise.ahead(3), noise.ahead(2, some, first=1)
+    noise.advance(counts)
+    assert torch.equal(noise.ahead(3), before[0]) and torch.equal(before[0][2], whole[2, 4:7])
+    assert torch.equal(noise.ahead(2, some, first=1), before[1])
 
 
 # -- the default generator after a call ------------------------------------------------------------

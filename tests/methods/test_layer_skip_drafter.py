@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,10 +150,13 @@ class Setting:
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
         cache = pack(prefilled[CACHE], mask, width + 16, "cpu")
         target = Target(model, cache, torch.full((len(rows),), 1000))
+        sequences = SimpleNamespace(
+            tokens=rows, rows=range(len(rows)), active=[True] * len(rows),
+            remaining=[50] * len(rows),
+        )  # fmt: skip
         self.state = DecodeState(
-            model, None, target, cache, rows,
-            root=torch.tensor([row[-1] for row in rows]), active=[True] * len(rows),
-            remaining=[50] * len(rows), do_sample=False,
+            model, None, target, cache, sequences,
+            root=torch.tensor([row[-1] for row in rows]), do_sample=False,
             process=lambda logits, suffixes, active, drafting: logits.float(),
         )  # fmt: skip
 
@@ -252,7 +256,8 @@ def test_skipping_changes_the_drafts(setting: Callable[..., Setting]) -> None:
 @pytest.mark.parametrize("left", [1, 2, 4])
 def test_finished_rows_and_budgets_that_end(setting: Callable[..., Setting], left: int) -> None:
     one = setting([5, 6])
-    one.state.active, one.state.remaining = [False, True], [50, left]
+    rows = one.state.sequences
+    rows.active, rows.remaining = [False, True], [50, left]
     drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="fixed"))
     drafter.start(one.state)
     assert drafter.propose(one.state).row_depths == (0, left - 1)
@@ -456,10 +461,11 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
 
 def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
     one, drafter = timed(setting, [5, 6])
-    one.state.active, one.state.remaining = [False, True], [1, 3]
+    rows = one.state.sequences
+    rows.active, rows.remaining = [False, True], [1, 3]
     tree = drafter.propose(one.state)
     assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
-    one.state.remaining = [1, 1]
+    rows.remaining = [1, 1]
     tree = drafter.propose(one.state)
     assert tree.num_nodes == 1 and tree.host is not None
     assert tree.host.probs.tolist() == [[1.0], [1.0]]

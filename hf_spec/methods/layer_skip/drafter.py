@@ -109,7 +109,7 @@ class LayerSkipDrafter(Drafter):
         output = state.target(Tree.chain(tokens), first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
-        return logits.float(), state.process(logits, drafted, drafting, drafting=True)
+        return logits.float(), state.process(logits, tokens[:, 1:], drafting, drafting=True)
 
     def _chain(self, state: DecodeState, depth: int, samples: bool) -> Tree:
         """Chains with the paper's exits; sampled ones have their distributions."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_spec.adapters.active import require_active
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.verify import sample
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
@@ -78,17 +79,14 @@ class SpaceDrafter(ProbeDrafter):
         assert self.hidden is not None
         states = self.corrected(self.hidden[:, :depth], state.root)
         logits = model_logits(self.model, states)  # (batch, depth, vocab)
-        drafted: list[list[int]] = [[] for _ in state.tokens]
         tokens, distributions = [state.root.to(logits.device)], []
         for place in range(depth):
             own = logits[:, place]
             if self.transition is not None:
                 own = own + self.transition.logits(tokens[-1], states[:, place]).to(own)
+            drafted = torch.stack(tokens, 1)[:, 1:]
             q = distribution(state.process(own, drafted, state.active, drafting=True))
-            token = (torch.multinomial(q, 1) if samples else q.argmax(-1, keepdim=True))[:, 0]
-            for row, chosen in zip(drafted, token.tolist()):
-                row.append(chosen)
-            tokens.append(token)
+            tokens.append(sample(q).clamp(min=0) if samples else q.argmax(-1))
             distributions.append(q)
         columns = torch.stack([token.to(state.root.device) for token in tokens], dim=1)
         if not samples:

@@ -1,0 +1,258 @@
+"""The growing sequences of a call: stopping criteria, streaming, recorded scores, final ids.
+
+(:mod:`hf_spec.model.sequences` is about sequences for training.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+from hf_spec.core.transfer import sent
+from hf_spec.core.verify import HostResult
+
+#: More tokens than any call emits; sums of a few such numbers fit into int64.
+NO_LIMIT = 2**60
+
+
+class Sequences:
+    """The call's sequences. Those still in the batch are its rows; all others have ended.
+
+    Args:
+        input_ids: ``(sequences, width)`` the prompt as passed to ``generate``.
+        real: ``(sequences, width)`` bool, False for padding; None if there is none.
+        criteria: the prepared stopping criteria; one of them is a ``MaxLengthCriteria``.
+        pad_token_id: fills sequences past their end.
+        streamer: receives the same calls as in plain generation. If it has a method ``end_step``,
+            this is called after each step.
+        shows_scores: whether criteria are given the recorded scores.
+        same: makes numbers equal in all processes that decode together.
+
+    Attributes:
+        ids: ``(sequences, capacity)`` prompt and emitted tokens, ``lengths[i]`` columns in use;
+            what follows is scratch space for draft tokens. Grows as needed.
+        lengths: columns in use of each sequence.
+        rows: the sequence of each row of the batch.
+        eos: tokens that end a sequence.
+    """
+
+    def __init__(
+        self, input_ids: Tensor, real: Tensor | None, criteria: StoppingCriteriaList,
+        pad_token_id: int | None = None, streamer: Any = None, shows_scores: bool = False,
+        same: Callable[[Sequence[float]], list[float]] = list,
+    ):  # fmt: skip
+        count, self.width = input_ids.shape
+        self.max_length = min(int(criteria.max_length), NO_LIMIT)
+        self.ids = input_ids.clone()
+        self.lengths = [self.width] * count
+        self.rows = list(range(count))
+        prompts = input_ids if real is None else [ids[own] for ids, own in zip(input_ids, real)]
+        self._tokens: list[list[int]] = [ids.tolist() for ids in prompts]
+        self.streamer, self._streamed = streamer, self.width
+        self._pad = pad_token_id or 0
+        #: Length at which a sequence's criteria first stopped it.
+        self._stops: list[int | None] = [None] * count
+        #: Logits and scores ``(vocab,)`` of each emitted token, if they are recorded.
+        self._recorded: list[list[tuple[Tensor, ...]]] = [[] for _ in self.rows]
+        #: Scores of each column that criteria were asked about; None if they are given none.
+        self._asked_scores: list[Tensor] | None = [] if shows_scores else None
+
+        # Length, EOS, time and stop strings are checked for each token. Other criteria may look at
+        # the whole batch: they are called once all sequences have got as far.
+        self.eos: set[int] = set()
+        self._deadline, self._same = float("inf"), same
+        self._by_token: list[Any] = []
+        self._by_column: list[Any] = []
+        self._asked = self.width
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxTimeCriteria:
+                self._deadline = criterion.initial_timestamp + criterion.max_time
+            elif type(criterion) is StopStringCriteria:
+                self._by_token.append(criterion)
+            elif type(criterion) is not MaxLengthCriteria:
+                self._by_column.append(criterion)
+        # Plain generation pads finished sequences if any criterion knows EOS; otherwise they run on
+        # until the last one is done.
+        self._pads = count == 1 or any(hasattr(one, "eos_token_id") for one in criteria)
+
+    # -- the rows of the batch ---------------------------------------------------------------
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order; the others have ended."""
+        self.rows = [self.rows[row] for row in rows]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Real tokens of each row, with the prompt."""
+        return [self._tokens[row] for row in self.rows]
+
+    @property
+    def active(self) -> list[bool]:
+        """Whether each row still takes tokens."""
+        return [self._takes(row) for row in self.rows]
+
+    @property
+    def remaining(self) -> list[int]:
+        """Tokens that each row may still emit."""
+        return [self.max_length - self.lengths[row] for row in self.rows]
+
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens that each sequence of the call has emitted."""
+        return [length - self.width for length in self.lengths]
+
+    # -- growing -----------------------------------------------------------------------------
+
+    def write(self, tokens: Tensor) -> None:
+        """Put tokens ``(batch, n)`` into the scratch space of each row; it grows by doubling."""
+        lengths = [self.lengths[row] for row in self.rows]
+        end = max(lengths) + tokens.shape[1]
+        if end > self.ids.shape[1]:
+            grown = self.ids.new_zeros((len(self.ids), 2 * end))
+            grown[:, : self.ids.shape[1]] = self.ids
+            self.ids = grown
+        rows, columns = sent([self.rows, lengths], self.ids.device)[:, :, None]
+        columns = columns + torch.arange(tokens.shape[1], device=columns.device)
+        self.ids[rows, columns] = tokens.to(self.ids)
+
+    def shown(self, length: int) -> Tensor:
+        """``(sequences, length)`` the ids as in plain generation, finished sequences padded."""
+        for row, own in enumerate(self.lengths):
+            if own < length and not self._takes(row):
+                self.ids[row, own:length] = self._pad
+        return self.ids[:, :length]
+
+    def append(
+        self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> list[int]:
+        """Append what a step emitted: to each row until a token stops it.
+
+        Args:
+            result: of each row of the batch; ignored for finished ones.
+            recorded: logits and scores ``(batch, vocab)`` of each emitted token, if recorded.
+
+        Returns:
+            How many tokens each row took.
+        """
+        before, size = list(self.lengths), max(map(len, result.tokens))
+        filled = [[*tokens, *[0] * (size - len(tokens))] for tokens in result.tokens]
+        self.write(sent(filled, self.ids.device))
+        for place, (row, tokens) in enumerate(zip(self.rows, result.tokens)):
+            for number, token in enumerate(tokens):
+                if not self._takes(row):
+                    break
+                self._tokens[row].append(token)
+                self.lengths[row] += 1
+                if recorded:
+                    self._recorded[row].append(tuple(x[place] for x in recorded[number]))
+                if self._stops[row] is None and self._is_stop(row, token):
+                    self._stops[row] = self.lengths[row]
+        while self._by_column and self._ask(self._asked + 1):
+            self._asked += 1
+        self._stream()
+        return [max(self.lengths[row] - before[row], 0) for row in self.rows]
+
+    def _takes(self, row: int) -> bool:
+        if self.lengths[row] >= self.max_length:
+            return False
+        if self._pads:
+            return self._stops[row] is None
+        return None in self._stops or self.lengths[row] < self._end()
+
+    def _is_stop(self, row: int, token: int) -> bool:
+        if token in self.eos or self.lengths[row] >= self.max_length:
+            return True
+        if self._deadline != float("inf") and self._same([time.time() > self._deadline])[0]:
+            return True
+        ids = self.ids[row : row + 1, : self.lengths[row]]
+        return any(bool(criterion(ids, None).any()) for criterion in self._by_token)
+
+    def _ask(self, length: int) -> bool:
+        """Ask criteria about the first tokens of all sequences; False if it is too early or late.
+
+        They see what they would see in plain generation: the whole batch, one more column each
+        time, finished sequences padded. Some are ahead of others by then; what they have taken
+        beyond a stop is dropped.
+        """
+        every = range(len(self.lengths))
+        running = [row for row in every if (self._stops[row] or length) >= length]
+        waits_for = running if self._pads else every
+        if not running or min(self.lengths[row] for row in waits_for) < length:
+            return False
+        shown = self.shown(length)
+        scores = None
+        if self._asked_scores is not None:
+            self._asked_scores.append(self._column(1, length - self.width - 1))
+            scores = tuple(self._asked_scores)
+        stopped = torch.zeros(len(every), dtype=torch.bool, device="cpu")
+        for criterion in self._by_column:
+            stopped |= torch.as_tensor(criterion(shown, scores), device="cpu").bool()
+        for row in running:
+            if stopped[row]:
+                self._stops[row] = length
+                if self._pads:
+                    self._cut(row, length)
+        return True
+
+    def _cut(self, row: int, end: int) -> None:
+        """Drop a sequence's tokens from column ``end`` on."""
+        dropped = max(self.lengths[row] - end, 0)
+        for values in (self._tokens[row], self._recorded[row]):
+            del values[max(len(values) - dropped, 0) :]
+        self.lengths[row] -= dropped
+
+    def _stream(self) -> None:
+        """Pass the columns that all sequences have reached to the streamer, one by one."""
+        if self.streamer is None:
+            return
+        unfinished = [own for row, own in enumerate(self.lengths) if self._takes(row)]
+        end = min(unfinished, default=self._end())
+        new = self.ids[:, self._streamed : end].to("cpu", copy=True)
+        for row, own in enumerate(self.lengths):
+            new[row, max(own - self._streamed, 0) :] = self._pad
+        for values in new.unbind(1):
+            self.streamer.put(values)
+        self._streamed = max(end, self._streamed)
+        if hasattr(self.streamer, "end_step"):
+            self.streamer.end_step()
+
+    # -- finishing ---------------------------------------------------------------------------
+
+    def _end(self) -> int:
+        if self._pads:
+            return max(self.lengths)
+        return max((stop for stop in self._stops if stop is not None), default=max(self.lengths))
+
+    def finish(self) -> Tensor:
+        """Cut all sequences to a common end and pad them: ``(sequences, seq)``."""
+        end = self._end()
+        for row in range(len(self.lengths)):
+            self._cut(row, end)
+            self.ids[row, self.lengths[row] :] = self._pad
+        if self.streamer is not None:
+            self._stream()
+            self.streamer.end()
+        return self.ids[:, :end].clone()
+
+    def columns(self, kind: int) -> tuple[Tensor, ...]:
+        """Recorded logits (0) or scores (1): ``(sequences, vocab)`` for each emitted column."""
+        return tuple(self._column(kind, i) for i in range(max(self.emitted)))
+
+    def _column(self, kind: int, i: int) -> Tensor:
+        """``(sequences, vocab)``, zero for sequences that ended before."""
+        empty = torch.zeros_like(next(own[0][kind] for own in self._recorded if own))
+        found = [own[i][kind] if i < len(own) else empty for own in self._recorded]
+        return torch.stack(found)
