@@ -73,6 +73,10 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
     return made
 
 
+#: Kinds of layers with a recurrent state and no attention, as configs name them.
+RECURRENT = ("linear_attention", "conv", "mamba")
+
+
 class _Attention:
     """An attention function of Transformers that runs the call's own one instead, if any."""
 
@@ -154,7 +158,8 @@ class TreeAttention:
                 made[id(mask)] = _block_mask(mask) if self._flex else _additive(mask, dtype)
         if "" in masks:
             return made[id(masks[""])]
-        return {kind: made[id(mask)] for kind, mask in masks.items()}
+        by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
+        return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,17 +202,22 @@ def mask_kinds(model: Any, windows: list[int | None]) -> dict[str, int | None]:
     Raises:
         ValueError: for a mixture of layers that the model does not name in its config.
     """
-    distinct = set(windows)
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    attends = [True] * len(windows)
+    if types is not None and len(types) == len(windows):
+        attends = [kind not in RECURRENT for kind in types]
+    distinct = {window for window, here in zip(windows, attends) if here}
     if len(distinct) <= 1:
         return {"": distinct.pop() if distinct else None}
-    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     if types is None or len(types) != len(windows):
         raise ValueError(
             f"{type(model).__name__} mixes attention windows {windows} but its config has "
             "no layer_types: masks cannot be assigned to layers. Generate without a strategy."
         )
     kinds: dict[str, int | None] = {}
-    for kind, window in zip(types, windows):
+    for kind, window, here in zip(types, windows, attends):
+        if not here:
+            continue
         if kinds.setdefault(kind, window) != window:
             raise ValueError(f"{type(model).__name__}: layers of type {kind!r} differ in window.")
     return kinds
