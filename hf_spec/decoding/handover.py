@@ -17,6 +17,7 @@ from hf_spec.cache.buffers import Allocate
 from hf_spec.cache.convert import take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.emission import Emission
+from modeling_patches.recurrences import Rule
 
 
 class Handover:
