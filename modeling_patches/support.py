@@ -180,7 +180,7 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     if bare and not all(one.is_meta for one in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
     cache = _one_token(model)
-    without = [index for index, layer in enumerate(cache.layers) if layer.keys is None]
+    without = [i for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is None]
     if without:
         raise ValueError(
             f"layers {without} of {name} keep no keys and values of their own, and learned states "

@@ -192,32 +192,50 @@ class RecurrentStates:
         self.visible = None
 
     def _advanced(self, last: Committed, counts: Sequence[int]) -> list[Tensor]:
+        """The states after so many nodes of each row's path."""
         if not any(counts):
             return last.before.tensors
         most = max(counts)
-        path, narrowed = last.path[:, :most], last.narrowed[:, :most]
         found = []
         for places, states in zip(self.groups, last.before.tensors):
             count = sent(list(counts), states.device)
-            kept = [last.kept[place] for place in places]
-            if "state" in kept[0][0]:
-                ends = torch.stack([calls[0]["state"] for calls in kept]).to(states.dtype)
-                moves = (count > 0).view(1, -1, *[1] * (states.ndim - 2))
-                found.append(torch.where(moves, ends, states))
-                continue
-            rule = CONV if places[0][0] == "conv" else self.rules[places[0][1]]
-            paths = torch.stack([narrowed if p in self._narrowed else path for p in places])
-            # Layers become rows of the batch.
-            paths, counted = paths.to(states.device).flatten(0, 1), count.repeat(len(places))
-            split = states.ndim - 1 > rule.state_ndim
-            parts = []
-            for call in range(len(kept[0])):
-                flat = _stacked([calls[call] for calls in kept])
-                state = (states[:, :, call] if split else states).flatten(0, 1)
-                new = rule.advance(state, flat, paths, counted)
-                parts.append(new.unflatten(0, states.shape[:2]))
-            found.append(torch.stack(parts, 2) if split else parts[0])
+            parts: dict[int, Tensor] = {}
+            # Layers after those where nodes were dropped number them anew.
+            for path, narrowed in ((last.path, False), (last.narrowed, True)):
+                some = [
+                    i for i, place in enumerate(places) if (place in self._narrowed) == narrowed
+                ]
+                if some:
+                    kept = [last.kept[places[i]] for i in some]
+                    some_states = states if len(some) == len(places) else states[some]
+                    new = self._advance(
+                        places[0], some_states, kept, path[:, :most].to(states.device), count
+                    )
+                    parts |= dict(zip(some, new)) if len(some) < len(places) else {-1: new}
+            found.append(
+                parts[-1] if -1 in parts else torch.stack([parts[i] for i in sorted(parts)])
+            )
         return found
+
+    def _advance(
+        self, place: Place, states: Tensor, kept: list[list[Kept]], path: Tensor, count: Tensor
+    ) -> Tensor:
+        """Advance the states ``(layers, batch, ...)`` of layers that are alike."""
+        if "state" in kept[0][0]:
+            ends = torch.stack([calls[0]["state"] for calls in kept]).to(states.dtype)
+            return torch.where((count > 0).view(1, -1, *[1] * (states.ndim - 2)), ends, states)
+        rule = CONV if place[0] == "conv" else self.rules[place[1]]
+        # Layers become rows of the batch.
+        paths, counts = path.repeat(len(kept), 1), count.repeat(len(kept))
+        split = states.ndim - 1 > rule.state_ndim  # a call per head
+        parts = []
+        for call in range(len(kept[0])):
+            flat = {
+                name: torch.cat([calls[call][name] for calls in kept]) for name in kept[0][call]
+            }
+            state = (states[:, :, call] if split else states).flatten(0, 1)
+            parts.append(rule.advance(state, flat, paths, counts).unflatten(0, states.shape[:2]))
+        return torch.stack(parts, 2) if split else parts[0]
 
     def rollback(self) -> None:
         """Close the block; the states stay."""
@@ -335,11 +353,6 @@ def fill(layers: Sequence[Any], states: RecurrentStates) -> None:
             layer.update_conv_state(state, number)
         else:
             layer.update_recurrent_state(state, number)
-
-
-def _stacked(kept: list[Kept]) -> Kept:
-    """What several layers have kept, as rows of one batch."""
-    return {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
 
 
 def _selected(version: Version, rows: Sequence[int]) -> Version:

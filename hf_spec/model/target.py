@@ -270,9 +270,12 @@ class Target:
         positions = torch.minimum(
             lengths[:, None] + self.position_shift + block.depths, self.last_position
         )
+        recurrent_only = self.cache.recurrent is not None and self.cache.states.is_empty
         inputs: dict[str, Any] = {
             **self.model_kwargs,
-            "attention_mask": tree_mask(
+            "attention_mask": None
+            if recurrent_only
+            else tree_mask(
                 self.attention,
                 block,
                 keys,
