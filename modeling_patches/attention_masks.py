@@ -14,17 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_patches import alibi, local_attention
 from modeling_patches.per_call import Changes, replaced, step_aside
-from modeling_patches.support import sliding_windows
+from modeling_patches.positions import Positions, needs_positions, tree_positions
 
 logger = logging.getLogger(__name__)
-
-#: Architecture patches; each has ``applies(model)`` and ``tree_positions``.
-PATCHES: tuple[Any, ...] = (alibi, local_attention)
 
 
 def grouped_sdpa(
@@ -37,11 +33,10 @@ def grouped_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``sdpa`` for masked grouped-query attention without copying keys and values per head.
+    """``sdpa`` for masked grouped-query attention without copying the KV per query head.
 
-    The stock function repeats every cached key and value for each query head when there is a mask
-    and more than one query: a copy of the whole cache per layer and step. Here the query heads of a
-    group are folded into the query dimension instead.
+    With a mask and several queries, the stock function repeats the KV of a layer for each query
+    head in each step. Here the query heads of a group are folded into the query dimension instead.
 
     Args:
         query: ``(batch, heads, query, dim)``.
@@ -111,27 +106,25 @@ class TreeAttention:
 
     def __init__(self, model: Any, checkpointing: bool = False) -> None:
         step_aside(model)
-        self.windows = mask_kinds(model, sliding_windows(model))
+        self.windows = mask_windows(model)
         self.changes = Changes()
         current = model.config.get_text_config(decoder=True)._attn_implementation
         self._flex = current == "flex_attention"
-        patches = [patch for patch in PATCHES if patch.applies(model)]
+        self.wants_positions = needs_positions(model)
         if checkpointing:
-            needed = [patch.__name__.rpartition(".")[2] for patch in patches]
-            if needed or current not in ("eager", "flex_attention", "sdpa"):
+            if self.wants_positions or current not in ("eager", "flex_attention", "sdpa"):
                 raise ValueError(
-                    f"gradient_checkpointing: {type(model).__name__} takes tree masks only with "
-                    f"changes of ours ({', '.join(needed) or current}), and activations are "
-                    "computed again without them. Train without checkpointing, or with "
+                    f"gradient_checkpointing: {type(model).__name__} with attention {current!r} "
+                    "takes tree masks only with changes of ours, and activations are computed "
+                    "again without them. Train without checkpointing, or with "
                     "attn_implementation='sdpa' if it is the attention."
                 )
         elif current not in ("eager", "flex_attention"):
             self._take_over(model, current)
-        positions = alibi.Positions()
-        for patch in patches:
-            patch.tree_positions(model, positions, self.changes)
-        self.wants_positions = bool(patches)
+        positions = Positions()
         self.set_positions = positions.set
+        if self.wants_positions:
+            tree_positions(model, positions, self.changes)
 
     def _take_over(self, model: Any, current: str) -> None:
         """Let attention that is looked up by name take tree masks."""
@@ -192,35 +185,28 @@ def narrowed_block_mask(mask: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     return _block_mask(pick(mask.tree_mask))
 
 
-def mask_kinds(model: Any, windows: list[int | None]) -> dict[str, int | None]:
-    """The masks that the model's forward expects.
-
-    Args:
-        model: a causal language model.
-        windows: attention window of each layer, None for full attention.
+def mask_windows(model: Any) -> dict[str, int | None]:
+    """The masks that the model's forward expects: see :attr:`TreeAttention.windows`.
 
     Raises:
         ValueError: for a mixture of layers that the model does not name in its config.
     """
-    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-    attends = [True] * len(windows)
-    if types is not None and len(types) == len(windows):
-        attends = [kind not in RECURRENT for kind in types]
-    distinct = {window for window, here in zip(windows, attends) if here}
-    if len(distinct) <= 1:
-        return {"": distinct.pop() if distinct else None}
-    if types is None or len(types) != len(windows):
-        raise ValueError(
-            f"{type(model).__name__} mixes attention windows {windows} but its config has "
-            "no layer_types: masks cannot be assigned to layers. Generate without a strategy."
-        )
-    kinds: dict[str, int | None] = {}
-    for kind, window, here in zip(types, windows, attends):
-        if not here:
-            continue
-        if kinds.setdefault(kind, window) != window:
-            raise ValueError(f"{type(model).__name__}: layers of type {kind!r} differ in window.")
-    return kinds
+    text = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=text).layers
+    kinds = getattr(text, "layer_types", None) or [""] * len(layers)
+    windows: dict[str, int | None] = {}
+    for kind, layer in zip(kinds, layers):
+        if kind in RECURRENT or type(layer).__name__ == "DummyLayer":
+            continue  # no attention, or that to the KV of an earlier layer of its type
+        window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
+        if windows.setdefault(kind, window) != window:
+            raise ValueError(
+                f"{type(model).__name__}: layers of type {kind!r} (layer_types in its config) "
+                "differ in attention window: masks cannot be assigned to layers. Generate without "
+                "a strategy."
+            )
+    distinct = set(windows.values())
+    return {"": distinct.pop() if distinct else None} if len(distinct) <= 1 else windows
 
 
 @functools.cache  # once for each

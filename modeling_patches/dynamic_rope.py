@@ -17,8 +17,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.per_call import Changes
 
 #: A length that no sequence has.
 _NEVER = 2**62
@@ -48,7 +48,11 @@ class Reach:
         self.lead = list(lead)
         self.least = 0
         self._ends = [_NEVER if forgets is None else forgets] * len(self.lead)
-        self._modules = {module: _Frozen(module) for module in followers(model)}
+        #: Of the running forward: each token's reach, the smallest and the largest one.
+        self._running: tuple[Tensor, int, int] | None = None
+        self._changes = Changes()
+        for module in followers(model):
+            self._changes.after(module, partial(self._rotated, _Frozen(module)))
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
@@ -60,7 +64,7 @@ class Reach:
         return [max(length + lead, self.least) for length, lead in zip(lengths, self.lead)]
 
     def room(self, lengths: Sequence[int]) -> list[int]:
-        """How much deeper than the next token the candidates of each sequence may be.
+        """How much deeper than the next token the draft tokens of each sequence may be.
 
         Negative if the sequence must be recomputed before its next token.
 
@@ -78,7 +82,7 @@ class Reach:
         self, function: Callable[..., Any], lengths: Sequence[int], depths: Tensor, deepest: int,
         **inputs: Any,
     ) -> Any:  # fmt: skip
-        """Run a forward with the reach of each token; to be called in a context of its own.
+        """Run a forward with the reach of each token.
 
         Args:
             function: the forward, called with ``inputs``.
@@ -88,34 +92,22 @@ class Reach:
         """
         first = [length + lead for length, lead in zip(lengths, self.lead)]
         reach = torch.tensor(first, device=depths.device)[:, None] + depths
-        bounds = min(self.next(lengths)), max(self.next(lengths)) + deepest
-        _current.set((self, reach.clamp(min=self.least), *bounds))
-        return function(**inputs)
+        least, most = min(self.next(lengths)), max(self.next(lengths)) + deepest
+        self._running = reach.clamp(min=self.least), least, most
+        return self._changes.run(function, **inputs)
 
-    def rotated(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The output of a rotary module, for each token as in its own step; None for others."""
-        frozen = self._modules.get(module)
-        current = _current.get()
-        if frozen is None or current is None:
-            return None
-        _, reach, low, high = current
+    def _rotated(self, frozen: _Frozen, args: tuple, kwargs: dict, output: Any) -> Any:
+        """The output of a rotary module, for each token as in its own step."""
+        assert self._running is not None
+        reach, least, most = self._running
         given = {**dict(zip(frozen.names, args)), **kwargs}
-        last, *earlier = reversed(frozen.last_of_each(low, high, given.get("layer_type")))
+        last, *earlier = reversed(frozen.last_of_each(least, most, given.get("layer_type")))
         made = frozen.run(last, given)
         for last in earlier:
             within = (reach <= last)[..., None]  # (batch, tokens, 1)
-            made = _map(partial(_where, within), frozen.run(last, given), made)
-        return made
-
-
-_current: ContextVar[tuple[Reach, Tensor, int, int] | None] = ContextVar("reach", default=None)
-
-
-@torch.compiler.disable  # it does not synchronise, but calls modules in Python
-def _rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Forward hook of the modules: changes nothing outside of :meth:`Reach.run`."""
-    current = _current.get()
-    return None if current is None else current[0].rotated(module, args, kwargs)
+            made = [torch.where(within.to(new.device), new, old)
+                    for new, old in zip(frozen.run(last, given), made)]  # fmt: skip
+        return tuple(made) if isinstance(output, tuple) else made[0]
 
 
 class _Frozen:
@@ -127,18 +119,18 @@ class _Frozen:
 
     def __init__(self, module: nn.Module, device: Any = None):
         self._module = _copy(module, device)
-        self.names = _names(type(module).forward)
-        self._answers: dict[tuple[str | None, int], list[Tensor]] = {}
+        self.names = _inputs(module)
+        self._rotations: dict[tuple[str | None, int], list[Tensor]] = {}
 
-    def run(self, reach: int, given: dict[str, Any]) -> Any:
-        """The output in a forward whose largest position is ``reach - 1``."""
+    def run(self, reach: int, given: dict[str, Any]) -> list[Tensor]:
+        """The outputs in a forward whose largest position is ``reach - 1``."""
         ids = given["position_ids"]
         longest = torch.full_like(ids[..., :1], reach - 1)
         # A token's position is below its reach, so clamped positions belong to other reaches.
         ids = torch.cat([ids.clamp(max=reach - 1), longest], dim=-1)
         module = _copy(self._module)
         made = type(module).forward(module, **{**given, "position_ids": ids})
-        return _map(lambda one: one[..., :-1, :], made)
+        return [part[..., :-1, :] for part in (made if isinstance(made, tuple) else [made])]
 
     def last_of_each(self, low: int, high: int, kind: str | None) -> list[int]:
         """For each set of frequencies, the largest reach in ``low .. high`` that has it, ascending.
@@ -156,25 +148,24 @@ class _Frozen:
 
     def same(self, one: int, other: int, kind: str | None) -> bool:
         """Whether both reaches give the same rotation."""
-        return all(map(torch.equal, self._answer(one, kind), self._answer(other, kind)))
+        return all(map(torch.equal, self._rotation(one, kind), self._rotation(other, kind)))
 
-    def _answer(self, reach: int, kind: str | None) -> list[Tensor]:
+    def _rotation(self, reach: int, kind: str | None) -> list[Tensor]:
         """The rotation of two positions, computed on the CPU to avoid a synchronisation."""
-        if (kind, reach) not in self._answers:
-            ids = torch.tensor([[0, 1]], device="cpu")
-            like = torch.zeros(1, 1, 2, 8, device="cpu")
-            given: dict[str, Any] = {self.names[0]: like, "position_ids": ids}
+        if (kind, reach) not in self._rotations:
+            given: dict[str, Any] = {
+                self.names[0]: torch.zeros(1, 1, 2, 8, device="cpu"),
+                "position_ids": torch.tensor([[0, 1]], device="cpu"),
+            }
             if kind is not None:
                 given["layer_type"] = kind
-            made = _Frozen(self._module, "cpu").run(reach, given)
-            self._answers[kind, reach] = list(made) if isinstance(made, tuple) else [made]
-        return self._answers[kind, reach]
+            self._rotations[kind, reach] = _Frozen(self._module, "cpu").run(reach, given)
+        return self._rotations[kind, reach]
 
 
-@lru_cache(maxsize=64)
-def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the inputs of a module's forward; asked in every forward of the model."""
-    return tuple(inspect.signature(forward).parameters)[1:]
+def _inputs(module: nn.Module) -> list[str]:
+    """Names of the inputs of a module's forward."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _copy(module: nn.Module, device: Any = None) -> Any:
@@ -188,32 +179,19 @@ def _copy(module: nn.Module, device: Any = None) -> Any:
     return made
 
 
-def _where(within: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(within.to(new.device), new, old)
-
-
-def _map(function: Any, *made: Any) -> Any:
-    if isinstance(made[0], tuple):
-        return tuple(function(*ones) for ones in zip(*made))
-    return function(*made)
-
-
 # -- which models --------------------------------------------------------------------------------
 
-_found: weakref.WeakKeyDictionary[Any, list[nn.Module]] = weakref.WeakKeyDictionary()
+_followers: weakref.WeakKeyDictionary[Any, list[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def followers(model: Any) -> list[nn.Module]:
     """The modules of a model whose output depends on the largest position of a forward."""
-    if model not in _found:
+    if model not in _followers:
         text = model.config.get_text_config(decoder=True)
         kinds = sorted(set(getattr(text, "layer_types", None) or [])) or [None]
         far = 2 * (getattr(text, "max_position_embeddings", None) or 2**16)
-        _found[model] = [module for module in model.modules() if _follows(module, kinds, far)]
-        for module in _found[model]:
-            if _rotate not in module._forward_hooks.values():
-                module.register_forward_hook(_rotate, with_kwargs=True)
-    return _found[model]
+        _followers[model] = [module for module in model.modules() if _follows(module, kinds, far)]
+    return _followers[model]
 
 
 @contextmanager
@@ -228,18 +206,18 @@ def as_before(model: Any) -> Iterator[None]:
 
 
 def _follows(module: nn.Module, kinds: Sequence[str | None], far: int) -> bool:
-    names = _names(type(module).forward)
+    names = _inputs(module)
     # In Transformers, the inputs are states, whose values do not matter, and positions.
-    if names[1:2] != ("position_ids",) or any(True for _ in module.parameters()):
+    if names[1:2] != ["position_ids"] or any(True for _ in module.parameters()):
         return False
     frozen = _Frozen(module)
-    found = False
     for kind in kinds if "layer_type" in names else [None]:
         try:
-            found = found or not frozen.same(2, far, kind)
+            if not frozen.same(2, far, kind):
+                return True
         except Exception:  # no such layers, or another signature
             continue
-    return found
+    return False
 
 
 class _Filled(DynamicCache):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modeling_patches.attention_masks import narrowed_block_mask
 from modeling_patches.modules import decoder_layers
-from modeling_patches.per_call import Changes, step_aside
+from modeling_patches.per_call import Changes
 
 #: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.
 Choose = Callable[[Tensor], Tensor | None]
@@ -39,21 +39,22 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
     layers = decoder_layers(model)
     if not 1 <= layer < len(layers):
         raise ValueError(
-            f"layer={layer}: the model has {len(layers)} layers, so rows can be dropped after 1 to "
-            f"{len(layers) - 1} of them."
+            f"layer={layer}: the model has {len(layers)} layers, so tokens can be dropped after 1 "
+            f"to {len(layers) - 1} of them."
         )
-    step_aside(model)
-    narrowing = _Narrowing()
+    narrowing: _Narrowing | None = None
 
     def decide(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        nonlocal narrowing
         hidden = args[0] if args else kwargs["hidden_states"]
-        narrowing.begin(hidden.shape[0], hidden.shape[1], choose(hidden))
-        if narrowing.rows is None:
+        tokens = choose(hidden)
+        narrowing = None if tokens is None else _Narrowing(hidden, tokens)
+        if narrowing is None:
             return None
         return narrowing(args), {name: narrowing(value) for name, value in kwargs.items()}
 
     def narrow(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if narrowing.rows is None:
+        if narrowing is None:
             return None
         # Hidden states are already narrowed by the previous layer.
         named = {
@@ -63,17 +64,17 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
         return args[:1] + narrowing(args[1:]), named
 
     def widen(args: tuple, kwargs: dict, output: Any) -> Any:
-        if narrowing.rows is None:
+        if narrowing is None:
             return None
         if isinstance(output, tuple):
             return (narrowing.widened(output[0]), *output[1:])
         return narrowing.widened(output)
 
-    deeper = [*layers][layer:]
-    changes.before(deeper[0], decide)
-    for one in deeper[1:]:
-        changes.before(one, narrow)
-    changes.after(deeper[-1], widen)
+    first, *others = [*layers][layer:]
+    changes.before(first, decide)
+    for other in others:
+        changes.before(other, narrow)
+    changes.after(layers[-1], widen)
 
 
 def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
@@ -91,55 +92,41 @@ def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
 
 
 class _Narrowing:
-    """Narrows inputs with one entry per query token; those that all layers share only once."""
+    """Narrows inputs with one entry per query token; those that all layers share only once.
 
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None
-        self._size = (0, 0)
+    Args:
+        hidden: ``(batch, tokens, hidden)`` hidden states of all query tokens.
+        kept: ``(batch, kept)`` indices of the tokens to keep.
+    """
+
+    def __init__(self, hidden: Tensor, kept: Tensor) -> None:
+        self._batch, self._tokens = hidden.shape[:2]
+        self._kept = kept
+        #: By id: the original, so that no other object can take its id, and what it became.
         self._made: dict[int, tuple[Any, Any]] = {}
-
-    def begin(self, batch: int, rows: int, kept: Tensor | None) -> None:
-        """Begin a forward.
-
-        Args:
-            batch: batch size.
-            rows: number of query tokens.
-            kept: ``(batch, kept)`` indices of the tokens to keep; None for all.
-        """
-        self._size, self.rows, self._made = (batch, rows), kept, {}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(self(one) for one in value)
-        if not isinstance(value, Tensor) and not hasattr(value, "tree_mask"):
-            return value
+            return tuple(map(self, value))
         if id(value) not in self._made:
-            # The original is kept, too, so that no other object can take its id.
-            self._made[id(value)] = value, self._narrow(value)
+            if hasattr(value, "tree_mask"):
+                narrowed = narrowed_block_mask(value, lambda mask: self._pick(mask, 2))
+            elif isinstance(value, Tensor) and value.ndim in (2, 3, 4):
+                dim = 2 if value.ndim == 4 else 1
+                per_token = value.shape[0] in (1, self._batch) and value.shape[dim] == self._tokens
+                narrowed = self._pick(value, dim) if per_token else value
+            else:
+                return value
+            self._made[id(value)] = value, narrowed
         return self._made[id(value)][1]
 
     def widened(self, hidden: Tensor) -> Tensor:
         """Hidden states (batch, kept, hidden), padded with zeros to the original length."""
-        missing = self._size[1] - hidden.shape[1]
-        return torch.nn.functional.pad(hidden, (0, 0, 0, missing))
-
-    def _narrow(self, value: Any) -> Any:
-        assert self.rows is not None
-        if not isinstance(value, Tensor):
-            return narrowed_block_mask(value, lambda mask: self._pick(mask, 2))
-        batch, rows = self._size
-        if value.ndim not in (2, 3, 4) or value.shape[0] not in (1, batch):
-            return value
-        dim = 2 if value.ndim == 4 else 1
-        return self._pick(value, dim) if value.shape[dim] == rows else value
+        return torch.nn.functional.pad(hidden, (0, 0, 0, self._tokens - hidden.shape[1]))
 
     def _pick(self, value: Tensor, dim: int) -> Tensor:
         """Select the kept tokens along `dim`; a batch dimension of 1 is expanded."""
-        assert self.rows is not None
-        rows = self.rows.to(value.device)
-        if rows.shape[0] == 1:
-            return value.index_select(dim, rows[0])
-        shape = [rows.shape[0], *value.shape[1:]]
-        shape[dim] = rows.shape[1]
-        index = rows.view(rows.shape[0], *[1] * (dim - 1), -1, *[1] * (value.ndim - dim - 1))
-        return value.expand(rows.shape[0], *value.shape[1:]).gather(dim, index.expand(shape))
+        kept = self._kept.to(value.device)
+        value = value.expand(len(kept), *value.shape[1:])
+        index = kept.view(len(kept), *[1] * (dim - 1), -1, *[1] * (value.ndim - dim - 1))
+        return value.take_along_dim(index, dim)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling_patches.modules import decoder_layers
-from modeling_patches.per_call import Changes, step_aside
+from modeling_patches.per_call import Changes
 
 
 def averaged_exits(
@@ -28,7 +28,6 @@ def averaged_exits(
     """
     if count == 1:
         return
-    step_aside(model)
     *before, last = decoder_layers(model)[-count:]
     seen: list[Tensor] = []
 

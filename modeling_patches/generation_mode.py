@@ -56,23 +56,24 @@ def register(
     for attribute in attributes:
         setattr(GenerationConfig, attribute, None)
 
-    original_init = GenerationConfig.__init__
-
-    @functools.wraps(original_init)
-    def __init__(self: GenerationConfig, **kwargs: Any) -> None:
-        # Transformers drops unknown fields of a saved configuration that was derived from a
-        # model's. The attributes would get lost when a model is saved and loaded.
-        given = {name: kwargs.pop(name) for name in attributes if name in kwargs}
-        original_init(self, **kwargs)
-        for name, value in given.items():
-            setattr(self, name, value)
-
-    GenerationConfig.__init__ = __init__
     generation_utils.GENERATION_MODES_MAPPING[mode] = method
     setattr(mixin, method, decode)
 
     def is_chosen(config: Any) -> bool:
         return getattr(config, switch, None) is not None
+
+    @_around(GenerationConfig, "__init__")
+    def init(original: Any, self: GenerationConfig, **kwargs: Any) -> None:
+        # Transformers drops unknown fields of a saved configuration that was derived from a
+        # model's. The attributes would get lost when a model is saved and loaded.
+        given = {name: kwargs.pop(name) for name in attributes if name in kwargs}
+        original(self, **kwargs)
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    @_around(GenerationConfig, "get_generation_mode")
+    def get_generation_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mode if is_chosen(self) else original(self, *args, **kwargs)
 
     original_load = GenerationConfig.from_pretrained.__func__
 
@@ -86,43 +87,41 @@ def register(
 
     GenerationConfig.from_pretrained = classmethod(from_pretrained)
 
-    original_mode = GenerationConfig.get_generation_mode
-
-    @functools.wraps(original_mode)
-    def get_generation_mode(self: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
-        return mode if is_chosen(self) else original_mode(self, *args, **kwargs)
-
-    GenerationConfig.get_generation_mode = get_generation_mode
-
-    original_validate = mixin._validate_generation_mode
-
-    @functools.wraps(original_validate)
-    def _validate_generation_mode(
-        self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
+    @_around(mixin, "_validate_generation_mode")
+    def validate_generation_mode(
+        original: Any, self: Any, generation_mode: Any, config: Any, mode_kwargs: Any
     ) -> None:
         if generation_mode is mode:
-            validate(self, generation_config, generation_mode_kwargs)
+            validate(self, config, mode_kwargs)
         else:
-            unused = [name for name in attributes if getattr(generation_config, name, None)]
+            unused = [name for name in attributes if getattr(config, name, None)]
             if unused:
                 _warn_of_unused(unused[0], switch)
-            original_validate(self, generation_mode, generation_config, generation_mode_kwargs)
+            original(self, generation_mode, config, mode_kwargs)
 
-    mixin._validate_generation_mode = _validate_generation_mode
+    @_around(mixin, "generate_batch")
+    def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values(), self.generation_config)
+        config = next(value for value in values if isinstance(value, GenerationConfig))
+        if is_chosen(config):
+            raise ValueError(
+                f"{switch}={getattr(config, switch)!r} with continuous batching "
+                "(generate_batch, cache_implementation='paged'): the paged cache cannot hold a "
+                f"tree. Call generate() without 'paged', or leave {switch} out."
+            )
+        return original(self, *args, **kwargs)
 
-    original_batch = getattr(mixin, "generate_batch", None)
-    if original_batch is not None:
 
-        @functools.wraps(original_batch)
-        def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            values = (*args, *kwargs.values(), self.generation_config)
-            config = next(value for value in values if isinstance(value, GenerationConfig))
-            if is_chosen(config):
-                raise ValueError(
-                    f"{switch}={getattr(config, switch)!r} with continuous batching "
-                    "(generate_batch, cache_implementation='paged'): the paged cache cannot hold a "
-                    f"tree. Call generate() without 'paged', or leave {switch} out."
-                )
-            return original_batch(self, *args, **kwargs)
+def _around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace a method by a function that gets the original one as its first argument."""
 
-        mixin.generate_batch = generate_batch
+    def replace(function: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+    return replace

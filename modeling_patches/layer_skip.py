@@ -56,32 +56,31 @@ class LayerSkipper:
         self, model: nn.Module, skip_attention: Sequence[int] = (), skip_mlp: Sequence[int] = ()
     ) -> None:
         layers = decoder_layers(model)
-        self.num_layers = len(layers)
-        self.skip_attention = _checked("skip_attention", skip_attention, self.num_layers)
-        self.skip_mlp = _checked("skip_mlp", skip_mlp, self.num_layers)
-        if self.skip_attention:
+        for name, indices in (("skip_attention", skip_attention), ("skip_mlp", skip_mlp)):
+            _check(name, indices, len(layers))
+        if skip_attention:
             _refuse_shared_cache(unwrapped(model))
-        stubs = [stub for index in self.skip_attention for stub in _attention(layers[index], index)]
-        stubs += [stub for index in self.skip_mlp for stub in _mlp(layers[index], index)]
-        self.replaced = [module for module, _ in stubs]
-        empty = [layers[index] for index in self.skip_attention if index in self.skip_mlp]
+        stubs: dict[nn.Module, Callable[..., Any]] = {}
+        for index in skip_attention:
+            stubs |= _attention(layers[index], index)
+        for index in skip_mlp:
+            stubs |= _mlp(layers[index], index)
+        self.replaced = list(stubs)
+        for index in {*skip_attention} & {*skip_mlp}:
+            stubs[layers[index]] = _EmptyLayer(layers[index])
         step_aside(unwrapped(model))
         self.changes = Changes()
-        for module, stub in stubs:
+        for module, stub in stubs.items():
             self.changes.instead(module, "forward", stub)
-        for layer in empty:
-            self.changes.instead(layer, "forward", _EmptyLayer(layer))
 
 
-def _checked(name: str, indices: Sequence[int], count: int) -> tuple[int, ...]:
-    """`indices`, sorted; a ValueError names the first invalid one."""
+def _check(name: str, indices: Sequence[int], count: int) -> None:
     for place, index in enumerate(indices):
         if type(index) is not int or not 0 <= index < count or index in indices[:place]:
             raise ValueError(
                 f"{name} must list distinct layer indices from 0 to {count - 1} (the model has "
                 f"{count} layers), got {index!r} in {list(indices)}. Remove or correct it."
             )
-    return tuple(sorted(indices))
 
 
 def _refuse_shared_cache(model: Any) -> None:
@@ -95,6 +94,27 @@ def _refuse_shared_cache(model: Any) -> None:
         )
 
 
+# -- stubs ---------------------------------------------------------------------------------------
+
+
+def _attention(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., Any]]:
+    attention = child_of(layer, ATTENTION_NAMES)
+    if attention is None:
+        raise _missing(layer, index, "attention", ATTENTION_NAMES)
+    return {attention: _nothing(attention, pair=True)}  # (output, attention weights)
+
+
+def _mlp(layer: nn.Module, index: int) -> dict[nn.Module, Callable[..., Any]]:
+    mlps = [mlp for name in MLP_NAMES if (mlp := getattr(layer, name, None)) is not None]
+    if mlps:
+        return {m: _nothing(m, pair=type(m).__name__ in _PAIR_RETURNING_MLPS) for m in mlps}
+    first, last = (getattr(layer, name, None) for name in INLINE_MLP)
+    if first is None or last is None:
+        raise _missing(layer, index, "MLP", (*MLP_NAMES, *INLINE_MLP))
+    # Only the activation between them still runs, on the narrow hidden states.
+    return {first: _hidden_states, last: _nothing(last)}
+
+
 def _missing(layer: nn.Module, index: int, what: str, names: Sequence[str]) -> ValueError:
     children = ", ".join(name for name, _ in layer.named_children())
     return ValueError(
@@ -103,78 +123,53 @@ def _missing(layer: nn.Module, index: int, what: str, names: Sequence[str]) -> V
     )
 
 
-# ------------------------------------------------------------------------------------------ stubs
-
-Stubs = list[tuple[nn.Module, Callable[..., Any]]]
-
-
-def _attention(layer: nn.Module, index: int) -> Stubs:
-    attention = child_of(layer, ATTENTION_NAMES)
-    if attention is None:
-        raise _missing(layer, index, "attention", ATTENTION_NAMES)
-    return [(attention, _with_none(_nothing(attention)))]  # (output, attention weights)
-
-
-def _mlp(layer: nn.Module, index: int) -> Stubs:
-    mlps = [m for m in (getattr(layer, name, None) for name in MLP_NAMES) if m is not None]
-    if mlps:
-        pairs = [type(mlp).__name__ in _PAIR_RETURNING_MLPS for mlp in mlps]
-        nothing = [_nothing(mlp) for mlp in mlps]
-        return [(m, _with_none(f) if pair else f) for m, f, pair in zip(mlps, nothing, pairs)]
-    first, last = (getattr(layer, name, None) for name in INLINE_MLP)
-    if first is None or last is None:
-        raise _missing(layer, index, "MLP", (*MLP_NAMES, *INLINE_MLP))
-    # Only the activation between them still runs, on the narrow hidden states.
-    return [(first, _same), (last, _zeros)]
-
-
-def _same(*args: Any, **kwargs: Any) -> Tensor:
-    """Return the hidden states unchanged; further arguments (caches, masks) are ignored."""
+def _hidden_states(*args: Any, **kwargs: Any) -> Tensor:
+    """The hidden states that a layer or sublayer is called with."""
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _zeros(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.zeros_like(_same(*args, **kwargs))
+def _nothing(sublayer: nn.Module, pair: bool = False) -> Callable[..., Any]:
+    """A forward that contributes nothing: zeros, or the residual if the sublayer adds that itself.
 
+    Args:
+        sublayer: the sublayer.
+        pair: whether it returns something beside the hidden states.
+    """
+    names = list(inspect.signature(type(sublayer).forward).parameters)[1:]
+    place = names.index("residual") if "residual" in names else None
 
-def _nothing(sublayer: nn.Module) -> Callable[..., Tensor]:
-    """A stub that contributes nothing: zeros, or the residual if the sublayer adds that itself."""
-    parameters = list(inspect.signature(type(sublayer).forward).parameters)
-    if "residual" not in parameters:
-        return _zeros
-    position = parameters.index("residual") - 1  # without self
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return args[position] if len(args) > position else kwargs["residual"]
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if place is None:
+            output = torch.zeros_like(_hidden_states(*args, **kwargs))
+        else:
+            output = args[place] if len(args) > place else kwargs["residual"]
+        return (output, None) if pair else output
 
     return forward
 
 
-def _with_none(stub: Callable[..., Tensor]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: (stub(*args, **kwargs), None)
-
-
 class _EmptyLayer:
-    """A decoder layer without attention and MLP, which is left out if nothing else is in it.
+    """The forward of a decoder layer without attention and MLP, which is left out if nothing else
+    is in it: if the first forward of the emptied layer returns its input.
 
-    The first forward runs the emptied layer. If that returns its input, the next ones do not run it
-    at all. Norms in the residual stream, cross-attention, Mamba branches and scales are examples of
-    what else may be in it.
+    Norms in the residual stream, cross-attention, Mamba branches and scales are examples of what
+    else may be in it.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
+        self._num_outputs: int | None = None  # of a layer that is left out, if it returns a tuple
         self._is_identity: bool | None = None
-        self._rest: tuple[None, ...] | None = None  # what follows the hidden states in a tuple
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = _same(*args, **kwargs)
+        hidden = _hidden_states(*args, **kwargs)
         if self._is_identity:
-            return hidden if self._rest is None else (hidden, *self._rest)
+            rest = self._num_outputs
+            return hidden if rest is None else (hidden, *[None] * (rest - 1))
         # The class's forward, as a hook of accelerate would fetch weights that are not needed.
         output = type(self._layer).forward(self._layer, *args, **kwargs)
         if self._is_identity is None and not torch.compiler.is_compiling():
-            first = output[0] if isinstance(output, tuple) else output
-            self._is_identity = torch.equal(first, hidden)
-            self._rest = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
+            several = isinstance(output, tuple)
+            self._is_identity = torch.equal(output[0] if several else output, hidden)
+            self._num_outputs = len(output) if several else None
         return output

@@ -5,25 +5,39 @@ Here modules are not replaced: a module has a forward hook while its update is a
 updated only in the forwards of one call. Only a module's input and output are used, so quantised
 linear modules work like plain ones.
 
-Updates can also be merged into the weights of plain modules, and unmerged bit for bit; or merged
-into copies of these weights, for the forwards of some calls (`MergedCopies`). This module knows no
-adapters or files; the caller provides the factors.
+Updates can also be merged into the weights of plain modules, and unmerged bit for bit. This module
+knows no adapters or files; the caller provides the factors.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.merging import Factors, bit_sum, check_mergeable, merged
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import own_share, summed
 
 #: Returns the number of tokens of a forward, and how many of the last ones are updated.
 Gate = Callable[[], tuple[int, int]]
+
+
+class Factors(NamedTuple):
+    """A low-rank update.
+
+    Attributes:
+        down: A, ``(rank, in_features)``.
+        up: B, ``(out_features, rank)``.
+        scale: factor of their product.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
 
 
 class LowRank:
@@ -44,7 +58,7 @@ class LowRank:
         self.modules: dict[str, Any] = dict(modules)
         self.factors = factors
         self._handles: list[Any] = []
-        # While merged: the original weights, and a sum over the bits of the merged ones.
+        # While merged: the original weights, and a checksum of the merged ones.
         self._originals: dict[str, tuple[Tensor, int]] = {}
 
     def attach(self) -> None:
@@ -72,13 +86,11 @@ class LowRank:
         Args:
             changes: the changes that this is added to.
             gate: determines the updated tokens of a forward, called in every forward of a module;
-                None for all.
+                None for all. Factors are then read once, unless gradients are computed.
         """
         for name, module in self.modules.items():
             hook = _Hook(self, name)
             changes.after(module, hook.within_call if gate is None else _Gated(hook, gate))
-
-    # -- merging -----------------------------------------------------------------------------------
 
     @property
     def merged(self) -> bool:
@@ -99,7 +111,16 @@ class LowRank:
         """
         if self.merged:
             return
-        check_mergeable(model, self.modules)
+        uses = Counter(id(p) for module in model.modules() for p in module.parameters(False))
+        for name, module in self.modules.items():
+            reason = unmergeable(module)
+            if not reason and uses[id(module.weight)] > 1:
+                reason = "shares its weight with another module"
+            if reason:
+                raise ValueError(
+                    f"cannot merge into {name}, which {reason}: leave the update unmerged, or load "
+                    "the model in bfloat16 or another plain type, in memory."
+                )
         for name, module in self.modules.items():
             factors = self.factors(name)
             if factors is None:
@@ -111,7 +132,7 @@ class LowRank:
                     f"merging gives entries of {name}.weight that are not finite: the update is "
                     "broken, or too large for the weight's type."
                 )
-            self._originals[name] = (original, bit_sum(result))
+            self._originals[name] = (original, _checksum(result))
             module.weight.data = result
 
     @torch.no_grad()
@@ -121,8 +142,8 @@ class LowRank:
         Raises:
             ValueError: weights were changed after the merge, which restoring would undo, too.
         """
-        for name, (_, bits) in self._originals.items():
-            if bit_sum(self.modules[name].weight.data) != bits:
+        for name, (_, checksum) in self._originals.items():
+            if _checksum(self.modules[name].weight.data) != checksum:
                 raise ValueError(
                     f"{name}.weight has been changed since the update was merged into it: undo "
                     "that first (another adapter merged later, a cast), or load the model anew."
@@ -147,13 +168,24 @@ class _Hook:
         return self(None, args, output)
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        owner = self.owner
-        if owner.merged:
-            return None
-        factors = owner.factors(self.name)
-        if factors is None:
-            return None
-        return _updated(args[0], output, *factors, self.owner.modules[self.name])
+        factors = None if self.owner.merged else self.owner.factors(self.name)
+        return None if factors is None else self.updated(args[0], output, factors)
+
+    def updated(self, inputs: Tensor, output: Tensor, factors: Factors) -> Tensor:
+        """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features).
+
+        If a module is split (tensor parallelism), either may be this rank's share.
+        """
+        module = self.owner.modules[self.name]
+        # No-ops unless the model is spread over devices, or the factors have a higher precision.
+        down, up = factors.down.to(output.device), factors.up.to(output.device)
+        down = own_share(down, inputs.shape[-1], 1, module)
+        up = own_share(up, output.shape[-1], 0, module)
+        inner = nn.functional.linear(inputs.to(output.device, down.dtype), down)  # (..., rank)
+        if down.shape[1] != factors.down.shape[1]:
+            inner = summed(inner, module)
+        update = nn.functional.linear(inner, up)  # (..., out_features)
+        return torch.add(output, update, alpha=factors.scale).to(output.dtype)
 
 
 class _Gated:
@@ -161,71 +193,70 @@ class _Gated:
 
     def __init__(self, hook: _Hook, gate: Gate) -> None:
         self.hook, self.gate = hook, gate
-        #: A and B as the computation takes them, cached for all steps of a call.
-        self._ready: tuple[Tensor, Tensor] | None = None
+        self._factors: Factors | None = None  # for all steps of a call
 
     def __call__(self, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor | None:
-        rows, last = self.gate()
+        tokens, last = self.gate()
         if not last:
             return None
-        inputs = args[0]
-        if last == rows:
+        if last == tokens:
             return self.hook(None, args, output)
-        whole = output
+        inputs, whole = args[0], output
         if output.ndim == 2:  # some models flatten (batch, tokens, features) before a module
-            inputs, whole = (x.unflatten(0, (-1, rows)) for x in (inputs, output))
-        if whole.shape[1] != rows:
+            inputs, whole = (x.unflatten(0, (-1, tokens)) for x in (inputs, output))
+        if whole.shape[1] != tokens:
             raise ValueError(
-                f"{self.hook.name} sees {whole.shape[1]} rows of a forward over {rows}: only "
-                "modules that see all rows in order can be updated in some of them. Leave it out "
+                f"{self.hook.name} sees {whole.shape[1]} tokens of a forward over {tokens}: only "
+                "modules that see all tokens in order can be updated in some of them. Leave it out "
                 "of target_modules."
             )
-        inputs, tail = inputs[:, -last:], whole[:, -last:]
-        if self._ready is None:
-            self._ready = self._prepared(inputs, output)
-        if self._ready is None:  # the module is split over ranks, or gradients are needed
-            updated = self.hook(None, (inputs,), tail)
-            if updated is not None:
-                tail.copy_(updated)
-            return output
-        down, up = self._ready
-        inner = inputs.to(down.dtype) @ down
-        if not inner.dtype == up.dtype == output.dtype:  # autocast may have cast the inner one
-            tail.add_(inner @ up)
-        elif len(tail) == 1:
-            tail[0].addmm_(inner[0], up)
-        else:
-            tail.baddbmm_(inner, up.expand(len(tail), -1, -1))
+        if self._factors is None or torch.is_grad_enabled():
+            self._factors = self._read(output)
+        if self._factors is not None:
+            tail = whole[:, -last:]
+            tail.copy_(self.hook.updated(inputs[:, -last:], tail, self._factors))
         return output
 
-    def _prepared(self, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _read(self, output: Tensor) -> Factors | None:
         factors = self.hook.owner.factors(self.hook.name)
-        if factors is None or torch.is_grad_enabled():
-            return None
-        down, up, scale = factors
-        if (inputs.shape[-1], output.shape[-1]) != (down.shape[1], up.shape[0]):
+        if factors is None:
             return None
         dtype = output.dtype
         if output.device.type == "cpu":
-            # Products of so few rows take two to three times as long in bfloat16 as in float32.
+            # Products of so few tokens take two to three times as long in bfloat16 as in float32.
             dtype = torch.promote_types(dtype, torch.float32)
-        return down.T.to(output.device, dtype), (up.T * scale).to(output.device, dtype)
+        down, up = (part.to(output.device, dtype) for part in factors[:2])
+        return Factors(down, up, factors.scale)
 
 
-def _updated(
-    inputs: Tensor, output: Tensor, down: Tensor, up: Tensor, scale: float, module: nn.Module
-) -> Tensor:
-    """``output`` (..., out_features) plus the update of ``inputs`` (..., in_features).
+# -- weights -------------------------------------------------------------------------------------
 
-    If a module is split (tensor parallelism), either may be this rank's share.
-    """
-    # No-ops unless the model is spread over devices, or the factors have a higher precision.
-    down, up = down.to(output.device), up.to(output.device)
-    whole = down.shape[1]
-    down = own_share(down, inputs.shape[-1], 1, module)
-    up = own_share(up, output.shape[-1], 0, module)
-    inner = nn.functional.linear(inputs.to(output.device, down.dtype), down)  # (..., rank)
-    if inputs.shape[-1] != whole:
-        inner = summed(inner, module)
-    update = nn.functional.linear(inner, up)  # (..., out_features)
-    return torch.add(output, update, alpha=scale).to(output.dtype)
+
+def merged(module: Any, factors: Factors) -> Tensor:
+    """The weight of ``module`` with the update added."""
+    weight = module.weight.data
+    precise = torch.promote_types(weight.dtype, torch.float32)
+    down, up = (part.to(weight.device, precise) for part in factors[:2])
+    update = (up @ down) * factors.scale  # (out_features, in_features)
+    if isinstance(module, Conv1D):
+        update = update.T
+    return (weight.to(precise) + update).to(weight.dtype)
+
+
+def unmergeable(module: Any) -> str:
+    """Why updates cannot be merged into a module; empty if it has a plain weight in memory."""
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return f"is a {type(module).__name__}"
+    weight = module.weight
+    # Quantised parameters are tensor subclasses or integers; sharded ones are DTensors, or
+    # DeepSpeed's, which are whole within forwards only.
+    plain = type(weight) is nn.Parameter and weight.dtype.is_floating_point
+    if not plain or hasattr(weight, "ds_id"):
+        return f"is quantised or sharded ({type(weight).__name__} of {weight.dtype})"
+    if weight.dtype.itemsize < 2:
+        return f"is stored in {weight.dtype}"
+    return "has no weight in memory" if weight.is_meta else ""
+
+
+def _checksum(weight: Tensor) -> int:
+    return int(weight.contiguous().view(torch.uint8).sum(dtype=torch.int64))

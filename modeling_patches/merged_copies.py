@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modeling_patches.contents import contents
-from modeling_patches.low_rank import LowRank
-from modeling_patches.merging import Factors, merged, unmergeable
+from modeling_patches.low_rank import Factors, LowRank, merged, unmergeable
 from modeling_patches.per_call import Changes, plain
 
 
@@ -37,22 +36,25 @@ class MergedCopies:
             factors = update.factors(name)
             if factors is not None and _copyable(module, factors):
                 self._factors[name] = factors
-                changes.instead(module, "forward", _Forward(self, name, module))
+                changes.instead(module, "forward", partial(self._forward, name))
             else:
                 LowRank({name: module}, update.factors).add_to(changes)
+
+    def _forward(self, name: str, inputs: Tensor) -> Tensor:
+        module, weight = self._update.modules[name], self.weights[name]
+        weight = weight.T if isinstance(module, Conv1D) else weight
+        return nn.functional.linear(inputs, weight, module.bias)
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The copies by name of module, in the shape of the originals."""
         modules = {name: self._update.modules[name] for name in self._factors}
-        factors = [part for one in self._factors.values() for part in (one.down, one.up)]
+        parts = [part for factors in self._factors.values() for part in factors[:2]]
         with _COPYING, torch.inference_mode(False), torch.no_grad():
-            made_of = contents([*(module.weight for module in modules.values()), *factors])
-            kept = _COPIES.get(self._update)
-            if kept is not None and kept[0] == made_of:
-                return kept[1]
+            made_of = contents([*(module.weight for module in modules.values()), *parts])
+            if self._update in _COPIES and _COPIES[self._update][0] == made_of:
+                return _COPIES[self._update][1]
             _COPIES.pop(self._update, None)  # frees them before new ones are allocated
-            del kept
             copies = {name: merged(modules[name], factors)
                       for name, factors in self._factors.items()}  # fmt: skip
             _COPIES[self._update] = made_of, copies
@@ -63,19 +65,6 @@ class MergedCopies:
         """Bytes of the copies; 0 while they are not needed."""
         made: dict[str, Tensor] = vars(self).get("weights", {})
         return sum(weight.nbytes for weight in made.values())
-
-
-class _Forward:
-    """A linear module's forward with another weight."""
-
-    def __init__(self, owner: MergedCopies, name: str, module: Any) -> None:
-        self.owner, self.name, self.module = owner, name, module
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        weight = self.owner.weights[self.name]
-        if isinstance(self.module, Conv1D):
-            weight = weight.T
-        return nn.functional.linear(inputs, weight, self.module.bias)
 
 
 #: The copies of each update, and what identifies their sources. They are not an attribute of the

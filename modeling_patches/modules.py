@@ -27,7 +27,7 @@ MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 INLINE_MLP = ("fc1", "fc2")
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder layers of a causal language model, also inside a `PeftModel` or compiled model.
 
     Raises:
@@ -42,17 +42,15 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
     expected = getattr(config, "num_hidden_layers", None)
+    # An encoder of a multimodal model may be as deep as its decoder.
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     found = {
         path: module
-        for path, module in model.named_modules()
+        for path, module in decoder.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == expected
         and any(child_of(layer, ATTENTION_NAMES) is not None for layer in module)
     }
-    if len(found) > 1:  # a multimodal model whose encoder is as deep as its decoder
-        get_decoder = getattr(model, "get_decoder", None)
-        inside = {id(m) for m in get_decoder().modules()} if get_decoder is not None else set()
-        found = {path: module for path, module in found.items() if id(module) in inside} or found
     if len(found) != 1:
         what = f"several ({', '.join(found)})" if found else "none"
         raise ValueError(
@@ -61,19 +59,6 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
             f"({', '.join(ATTENTION_NAMES)}), found {what}. Choose a method that needs none."
         )
     return next(iter(found.values()))
-
-
-def sublayers(layer: nn.Module) -> list[list[nn.Module]]:
-    """The modules of a decoder layer's attention, and those of its MLP, dense or shared.
-
-    Routed experts are left out, as each of them sees only some of the tokens.
-    """
-    attention = child_of(layer, ATTENTION_NAMES)
-    inline = [getattr(layer, name) for name in INLINE_MLP if hasattr(layer, name)]
-    mlp = child_of(layer, MLP_NAMES)
-    dense = [] if mlp is None else [child for name, child in mlp.named_children()
-                                    if "expert" not in name]  # fmt: skip
-    return [[] if attention is None else [attention], dense or inline]
 
 
 def num_layers(model: nn.Module) -> int:
@@ -142,16 +127,20 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: there is none.
     """
-    hidden = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
+    width = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[union-attr, operator]
     names = {id(module): name for name, module in walk(model)}
     found: dict[str, nn.Module] = {}
     for layer in decoder_layers(model):
+        mlp = child_of(layer, MLP_NAMES)
+        # Routed experts are left out, as each of them sees only some of the tokens.
+        dense = [] if mlp is None else [m for n, m in mlp.named_children() if "expert" not in n]
+        inline = [getattr(layer, name) for name in INLINE_MLP if hasattr(layer, name)]
         inside = [
             module
-            for parts in sublayers(layer)  # attention comes first
-            for part in parts
+            for part in (child_of(layer, ATTENTION_NAMES), *(dense or inline))
+            if part is not None
             for _, module in walk(part)
-            if _is_linear(module) and (features(module) or (0, 0))[1] == hidden
+            if _is_linear(module) and (features(module) or (0, 0))[1] == width
         ]
         found |= {names[id(module)]: module for module in inside[-1:]}
     if not found:
@@ -183,12 +172,13 @@ def compiled(pattern: str) -> regex.Pattern[str]:
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that match; `regex`, as some patterns take exponential time and `re` no timeout."""
     expression, end = compiled(pattern), time.monotonic() + PATTERN_SECONDS
+
+    def matches(name: str) -> bool:
+        remaining = max(end - time.monotonic(), 1e-3)
+        return expression.fullmatch(name, timeout=remaining) is not None
+
     try:
-        return [
-            name
-            for name in names
-            if expression.fullmatch(name, timeout=max(end - time.monotonic(), 1e-3))
-        ]
+        return list(filter(matches, names))
     except TimeoutError as error:
         raise ValueError(
             f"the pattern {pattern!r} takes longer than {PATTERN_SECONDS:g} seconds to match the "

@@ -59,9 +59,7 @@ class Changes:
     def instead(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
         """Call ``function`` instead of a method of this module, such as ``forward``."""
         with _installing:
-            own = vars(module).get(method)
-            if not isinstance(own, _Method):
-                setattr(module, method, _Method(module, method, own))
+            _dispatcher(module, method)
         self._instead[module, method] = function
 
     def replace_function(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -113,18 +111,16 @@ def replaced(owner: Any, name: str) -> Callable[..., Any] | None:
 
 def plain(module: nn.Module, method: str) -> Callable[..., Any]:
     """A method of a module without the changes of any call."""
-    own = vars(module).get(method)
-    if isinstance(own, _Method):
-        return own.plain
     found: Callable[..., Any] = getattr(module, method)
-    return found
+    return found.plain if isinstance(found, _Method) else found
 
 
 def step_aside(model: nn.Module) -> None:
     """Let the model's compiled parts run as they were before, in calls with changes.
 
-    Parts are compiled by ``torch.compile`` of a module, its ``forward`` or the model, or by
-    ``module.compile()``. This warns of what was compiled since the last time.
+    To be called before a call with changes to any module of the model. Parts are compiled by
+    ``torch.compile`` of a module, its ``forward`` or the model, or by ``module.compile()``. This
+    warns of what was compiled since the last time.
 
     Raises:
         ValueError: a module's ``forward`` is compiled inside a wrapper of other code.
@@ -135,9 +131,7 @@ def step_aside(model: nn.Module) -> None:
             for attribute, eager in (("forward", None), ("_compiled_call_impl", module._call_impl)):
                 code = vars(module).get(attribute)
                 if isinstance(code, _Method):
-                    code = code.own
-                if code is None or isinstance(code, _Compiled):
-                    continue
+                    code = code.own if code.eager is None else None
                 inner = _uncompiled(code)
                 if inner is None:
                     continue
@@ -147,7 +141,7 @@ def step_aside(model: nn.Module) -> None:
                         "wrapped, and compiled code leaves out what strategies change: compile it "
                         "after wrapping (accelerate's prepare(), for example), or not at all."
                     )
-                _put(module, attribute, _Compiled(code, eager or inner))
+                _dispatcher(module, attribute).eager = eager or inner
                 found.append(name or "it")
     if found:
         more = f" and {len(found) - 3} more" * (len(found) > 3)
@@ -158,10 +152,10 @@ def step_aside(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
+def _uncompiled(function: Any) -> Callable[..., Any] | None:
     """What a compiled function was made of; the function itself if it is only wrapped around
     compiled code, and None if there is none."""
-    wrapped: Any = function
+    wrapped = function
     while wrapped is not None:
         if getattr(wrapped, "_torchdynamo_orig_callable", None) is not None:
             # functools.wraps copies attributes to wrappers, this one's mark is then another's.
@@ -170,14 +164,6 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
                 return inner if wrapped is function else function
         wrapped = getattr(wrapped, "__func__", None) or getattr(wrapped, "__wrapped__", None)
     return None
-
-
-def _put(module: nn.Module, attribute: str, code: _Compiled) -> None:
-    dispatcher = vars(module).get(attribute)
-    if isinstance(dispatcher, _Method):
-        dispatcher.own = code
-    else:
-        setattr(module, attribute, code)
 
 
 def foreign_hooks(model: nn.Module) -> set[str]:
@@ -219,6 +205,14 @@ def _dispatch_after(module: nn.Module, args: Any, kwargs: Any, output: Any = Non
     return changed
 
 
+def _dispatcher(module: nn.Module, name: str) -> _Method:
+    method = vars(module).get(name)
+    if not isinstance(method, _Method):
+        method = _Method(module, name, method)
+        setattr(module, name, method)
+    return method
+
+
 class _Method:
     """A module's method that runs the call's function instead, if there is one.
 
@@ -227,15 +221,21 @@ class _Method:
         name: name of the method.
         own: the instance's replacement of its class's method, such as a hook of accelerate; None if
             there is none.
+        eager: what ``own`` was made of if it is compiled, which runs in calls with changes.
     """
 
-    def __init__(self, module: nn.Module, name: str, own: Callable[..., Any] | None):
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        own: Callable[..., Any] | None,
+        eager: Callable[..., Any] | None = None,
+    ):
         self._module = ref(module)
-        self.name = name
-        self.own = own
+        self.name, self.own, self.eager = name, own, eager
 
     def __reduce__(self) -> Any:
-        return _Method, (self.module, self.name, self.own)
+        return _Method, (self.module, self.name, self.own, self.eager)
 
     @property
     def module(self) -> nn.Module:
@@ -245,6 +245,8 @@ class _Method:
 
     @property
     def plain(self) -> Callable[..., Any]:
+        if self.eager is not None and not torch.compiler.is_compiling() and _running.get():
+            return self.eager
         if self.own is not None:
             return self.own
         method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
@@ -255,21 +257,3 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (replaced(self.module, self.name) or self.plain)(*args, **kwargs)
-
-
-class _Compiled:
-    """Compiled code of a module; in calls with changes, the code that it was made of.
-
-    Args:
-        code: the compiled code.
-        eager: what it was made of.
-    """
-
-    def __init__(self, code: Callable[..., Any], eager: Callable[..., Any]):
-        self.code, self.eager = code, eager
-        self.__wrapped__ = eager  # for `inspect.signature`, which tells what a forward takes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _running.get():
-            return self.eager(*args, **kwargs)
-        return self.code(*args, **kwargs)

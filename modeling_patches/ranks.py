@@ -36,11 +36,6 @@ class Ranks:
             if mesh is not None:
                 self._group = mesh.get_group("tp" if "tp" in names else None)
 
-    @property
-    def index(self) -> int:
-        """Index of this rank, from 0."""
-        return distributed.get_rank(self._group) if self.size > 1 else 0
-
     def same(self, numbers: Sequence[float]) -> list[float]:
         """The first rank's numbers; all ranks call this with equally many."""
         if self.size == 1:
@@ -58,15 +53,15 @@ class Ranks:
         set_random_state(self._device, shared.cpu())
 
     def own_heads(self, states: Tensor, heads: int) -> Tensor:
-        """This rank's share of learned states, ``(kv_heads, slots, head_dim)``.
+        """This rank's share of prefix KV, ``(kv_heads, slots, head_dim)``.
 
         Args:
-            states: the states of all heads.
+            states: the keys or values of all heads.
             heads: number of key-value heads of this rank.
         """
         if self.size == 1 or states.shape[0] != self.size * heads:
             return states
-        return states[self.index * heads : (self.index + 1) * heads]
+        return states.narrow(0, distributed.get_rank(self._group) * heads, heads)
 
 
 def tensor_parallel_size(model: Any) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from modeling_patches import alibi
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
+from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
 
@@ -29,42 +29,24 @@ LAYERS = frozenset(
 )  # fmt: skip
 
 
-def sliding_windows(model: Any) -> list[int | None]:
-    """Size of each layer's attention window in tokens; None for full attention."""
-    text = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=text).layers
-    windows = [
-        layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers
-    ]
-    # Layers that read an earlier layer's keys store none; their windows are those of their type.
-    keeps = [type(layer).__name__ != "DummyLayer" for layer in layers]
-    types = getattr(text, "layer_types", None) or []
-    own = {kind: window for kind, window, kept in zip(types, windows, keeps) if kept}
-    for index, (kind, kept) in enumerate(zip(types, keeps)):
-        if not kept:
-            windows[index] = own.get(kind)
-    return windows
-
-
 def context_ends(model: Any) -> list[int]:
     """Positions after which a model may compute differently: context lengths in its config.
 
     The end of a table of positions is not among them, as no token can follow it.
     """
-    found: set[int] = set()
 
-    def search(value: Any) -> None:
-        for key, part in value.items() if isinstance(value, dict) else ():
-            search(part)
-            if str(key).endswith("max_position_embeddings") and isinstance(part, int):
-                found.add(part)
+    def lengths(config: dict[Any, Any]) -> Iterator[int]:
+        for key, value in config.items():
+            if isinstance(value, dict):
+                yield from lengths(value)
+            elif str(key).endswith("max_position_embeddings") and isinstance(value, int):
+                yield value
 
-    search(model.config.get_text_config(decoder=True).to_dict())
-    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    sizes = {table.num_embeddings for table in tables}
+    ends = set(lengths(model.config.get_text_config(decoder=True).to_dict()))
+    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     sizes |= {size for buffer in model.buffers() for size in buffer.shape}
     # Some tables have a few entries before the first position.
-    return sorted(end for end in found if sizes.isdisjoint(range(end, end + 8)))
+    return sorted(end for end in ends if sizes.isdisjoint(range(end, end + 8)))
 
 
 def check_model(model: Any) -> None:
@@ -110,9 +92,9 @@ def _obstacles(model: Any) -> Iterator[str]:
         yield " uses chunked attention, which takes no tree mask"
     forward = inspect.signature(model.forward).parameters
     if CACHE not in forward:
-        yield f".forward takes no {CACHE}: it keeps no cache of keys"
+        yield f".forward takes no {CACHE}: it has no KV cache"
     attends = any(hasattr(layer, "keys") for layer in DynamicCache(config=text).layers)
-    if attends and "position_ids" not in forward and text.model_type not in alibi.MODEL_TYPES:
+    if attends and "position_ids" not in forward and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 
 
@@ -130,7 +112,7 @@ def check_length(model: Any, length: int) -> None:
     if keep is not None and length > keep:
         raise ValueError(
             f"{type(model).__name__} keeps keep_window_size={keep} keys, and which of equal ones "
-            "depends on how many there are, candidates included: prompt and max_new_tokens make "
+            "depends on how many there are, draft tokens included: prompt and max_new_tokens make "
             f"{length} tokens. Lower max_new_tokens, or generate without assistant_strategy."
         )
 
@@ -145,10 +127,11 @@ def check_cache_stays(model: Any) -> None:
     Raises:
         ValueError: it does.
     """
-    modules = model.modules()
-    if not any(getattr(one, "gradient_checkpointing", False) and one.training for one in modules):
-        return
-    if not _one_token(model).get_seq_length():
+    checkpointing = any(
+        getattr(module, "gradient_checkpointing", False) and module.training
+        for module in model.modules()
+    )
+    if checkpointing and not _one_token(model).get_seq_length():
         raise ValueError(
             f"{type(model).__name__} is in training mode with gradient checkpointing, in which it "
             "drops its cache: each token would be computed from the one before it alone. Call "
@@ -171,27 +154,26 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     It also works for a model that is entirely on the meta device.
 
     Raises:
-        ValueError: some weights are not loaded, a layer stores no keys, or the shapes of layers, or
+        ValueError: some weights are not loaded, a layer stores no KV, or the shapes of layers, or
             of keys and values, differ.
     """
     check_model(model)
     name = type(model).__name__
-    bare = placement(model).device.type == "meta"
-    if bare and not all(one.is_meta for one in model.parameters()):
+    on_meta = placement(model).device.type == "meta"
+    if on_meta and not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
     cache = _one_token(model)
     without = [i for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is None]
     if without:
         raise ValueError(
-            f"layers {without} of {name} keep no keys and values of their own, and learned states "
-            "are for every layer. Choose an adapter without such states."
+            f"layers {without} of {name} have no KV of their own, and prefix KV is for every "
+            "layer. Choose an adapter without it."
         )
     shapes = {part.shape for layer in cache.layers for part in (layer.keys, layer.values)}
     if len(shapes) != 1:
         raise ValueError(
-            f"{name} has keys and values of several shapes "
-            f"({sorted(tuple(shape) for shape in shapes)}), and learned states are of one. Choose "
-            "an adapter without such states."
+            f"{name} has KV of several shapes ({sorted(map(tuple, shapes))}), and prefix KV is of "
+            "one. Choose an adapter without it."
         )
     _, heads, _, dim = shapes.pop()
     return len(cache.layers), heads * tensor_parallel_size(model), dim

@@ -129,7 +129,7 @@ def device_of(module: Any) -> torch.device:
 def loaded(module: nn.Module) -> Iterator[None]:
     """Within the block, the module's own weights have data; tensors taken from it keep it."""
     hooks: list[Any] = []
-    if any(one.is_meta for one in chain(module.parameters(False), module.buffers(False))):
+    if any(tensor.is_meta for tensor in chain(module.parameters(False), module.buffers(False))):
         hooks = [hook for hook in _hooks(module) if getattr(hook, "offload", False)]
     for hook in hooks:
         hook.pre_forward(module)

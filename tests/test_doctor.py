@@ -1,4 +1,4 @@
-"""``hf-spec doctor``: what it says of surroundings and models."""
+"""``hf-spec doctor``: what it says of the environment and of models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     model, adapter = str(DEMO / "model"), str(DEMO / "adapters" / "medusa")
     assert main(["doctor", "--model", model, "--adapter", adapter, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    about = found["surroundings"]
+    about = found["environment"]
     assert (about["torch"], about["hf_spec"]) == (torch.__version__, hf_spec.__version__)
     assert about["device"] in ("cpu", "cuda", "mps", "xpu")
     assert found["strategies"] == dict.fromkeys(hf_spec.strategies())

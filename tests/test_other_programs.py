@@ -164,34 +164,40 @@ def compared(model: Any) -> tuple[list[torch.Tensor], list[int]]:
     return rollouts, drafted
 
 
-@pytest.mark.parametrize("name", GUIDED)
-def test_rollouts_of_trl(name: str, tmp_path: Path) -> None:
-    """Each rollout is what plain generate gives with the weights of that moment."""
+def train_with_grpo(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Any:
+    """A short training of TRL, whose rollouts come from the model's ``generate``."""
     trl = pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
     from datasets import Dataset
 
-    model, tokenizer = make_model(), make_tokenizer()
-    if name == "medusa":
-        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=4, draft_vocab_size=64)
-        model.add_adapter(config)
-        model.requires_grad_(True)  # the base learns, under an adapter that drafts
-    rollouts, drafted = compared(model)
     trainer = trl.GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
         train_dataset=Dataset.from_list([{"prompt": question} for question in QUESTIONS]),
         args=trl.GRPOConfig(
-            output_dir=str(tmp_path), max_steps=3, learning_rate=0.05, num_generations=2,
-            per_device_train_batch_size=2, max_completion_length=12, use_cpu=True, bf16=False,
-            generation_kwargs={
-                "do_sample": False, "assistant_strategy": name, "assistant_kwargs": GUIDED[name]
-            },
-            report_to="none", beta=0.0,
-            save_strategy="no", gradient_checkpointing=False, disable_tqdm=True,
+            output_dir=str(folder), num_generations=2, per_device_train_batch_size=2,
+            max_completion_length=12, use_cpu=True, report_to="none", save_strategy="no",
+            disable_tqdm=True, **settings,
         ),
     )  # fmt: skip
     trainer.train()
+    return trainer.args
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_rollouts_of_trl(name: str, tmp_path: Path) -> None:
+    """Each rollout is what plain generate gives with the weights of that moment."""
+    model, tokenizer = make_model(), make_tokenizer()
+    if name == "medusa":
+        config = hf_spec.MedusaConfig(num_heads=2, transition_rank=4, draft_vocab_size=64)
+        model.add_adapter(config)
+        model.requires_grad_(True)  # the base learns, under an adapter that drafts
+    rollouts, drafted = compared(model)
+    spec = {"do_sample": False, "assistant_strategy": name, "assistant_kwargs": GUIDED[name]}
+    train_with_grpo(
+        model, tokenizer, tmp_path, max_steps=3, learning_rate=0.05, bf16=False, beta=0.0,
+        gradient_checkpointing=False, generation_kwargs=spec,
+    )  # fmt: skip
     assert len(rollouts) == 3 and sum(drafted) > 0
     assert not torch.equal(rollouts[0], rollouts[1]) and not torch.equal(rollouts[1], rollouts[2])
 
@@ -203,9 +209,6 @@ def test_rollouts_of_trl_with_its_defaults(name: str, tmp_path: Path) -> None:
     In bfloat16, forwards over several tokens round differently. So the model is sure of each next
     token: its logit is several times as large as all others.
     """
-    trl = pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
-    from datasets import Dataset
-
     model, tokenizer = make_model(), make_tokenizer()
     size = len(model.lm_head.weight)
     embeddings = model.model.embed_tokens.weight.data
@@ -217,20 +220,7 @@ def test_rollouts_of_trl_with_its_defaults(name: str, tmp_path: Path) -> None:
         model.add_adapter(hf_spec.MedusaConfig(num_heads=2, transition_rank=4))
         model.requires_grad_(True)
     _, drafted = compared(model)
-    trainer = trl.GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=lambda completions, **_: [float(i) for i, _ in enumerate(completions)],
-        train_dataset=Dataset.from_list([{"prompt": question} for question in QUESTIONS]),
-        args=trl.GRPOConfig(
-            output_dir=str(tmp_path), max_steps=2, num_generations=2, use_cpu=True,
-            per_device_train_batch_size=2, max_completion_length=12, report_to="none",
-            save_strategy="no", disable_tqdm=True,
-            generation_kwargs={
-                "assistant_strategy": name, "assistant_kwargs": {"drafting": "always"}
-            },
-        ),
-    )  # fmt: skip
-    assert trainer.args.bf16 and trainer.args.gradient_checkpointing
-    trainer.train()
+    spec = {"assistant_strategy": name, "assistant_kwargs": {"drafting": "always"}}
+    used = train_with_grpo(model, tokenizer, tmp_path, max_steps=2, generation_kwargs=spec)
+    assert used.bf16 and used.gradient_checkpointing
     assert len(drafted) == 2 and sum(drafted) > 0

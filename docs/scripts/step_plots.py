@@ -101,8 +101,8 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
     """Draw the tree of a step from left to right, a box for each node.
 
     A box shows the token and, if it is known, the estimated probability that it and all nodes
-    before it are accepted. Accepted candidates are green, the root is blue. The dashed box is the
-    token that the model adds itself after the last accepted node.
+    before it are accepted. Accepted draft tokens are green, the root is blue. The dashed box is the
+    bonus token.
 
     Args:
         tokenizer: decodes the tokens.
@@ -114,8 +114,8 @@ def plot_tree(tokenizer: Any, step: VerifiedTree) -> Any:
     tree, accepted = step.tree, set(step.accepted)
     depths, heights = list(tree.depths), _heights(tree)
     labels = [_label(tokenizer, token) for token in step.tokens]
-    if step.chances is not None:
-        labels[1:] = [f"{label}\n{p:.2f}" for label, p in zip(labels[1:], step.chances[1:])]
+    if step.probabilities is not None:
+        labels[1:] = [f"{label}\n{p:.2f}" for label, p in zip(labels[1:], step.probabilities[1:])]
     colours = [ACCEPTED if node in accepted else REJECTED for node in range(len(tree))]
     colours[0] = ROOT
     edges = [(tree.parents[node], node) for node in range(1, len(tree))]

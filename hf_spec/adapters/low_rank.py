@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.layer import SpecAdapterLayer
 from hf_spec.core.checks import check_count, check_range
 from hf_spec.core.limits import MAX_ALPHA, MAX_RANK
-from modeling_patches.low_rank import LowRank
-from modeling_patches.merging import Factors
+from modeling_patches.low_rank import Factors, LowRank
 from modeling_patches.modules import compiled
 from modeling_patches.weights import features, held
 

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Sequence
 from enum import StrEnum
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -48,12 +47,6 @@ def is_tie(scores: torch.Tensor, ours: int, plain: int, dtype: torch.dtype) -> b
     return best - worse <= TIE_ULPS * ulp(max(abs(best), abs(worse)), dtype)
 
 
-def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
-    """Index of the first token that differs; ``None`` if the sequences are equal."""
-    pairs = zip_longest(ours, plain)  # None where one has ended
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-
-
 def classify(
     model: Any,
     prompt: Sequence[int],
@@ -73,10 +66,10 @@ def classify(
         ours, plain: the new tokens of both.
         repetition_penalty: the penalty that both were generated with; None for none.
     """
-    index = first_difference(ours, plain)
-    if index is None:
+    if list(ours) == list(plain):
         return Agreement.IDENTICAL
-    if index >= min(len(ours), len(plain)):
+    index = next((i for i, (a, b) in enumerate(zip(ours, plain)) if a != b), None)
+    if index is None:  # one of them has ended
         return Agreement.DIVERGED
     prefix = torch.tensor([[*prompt, *plain[:index]]], device=model.device)  # (1, seq)
     scores = next_token_logits(model, prefix)

@@ -56,7 +56,7 @@ class Contender:
 PLAIN = Contender(PLAIN_NAME, stock=True)
 
 
-def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> list[Contender]:
+def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -> list[Contender]:
     """The contenders, each followed by a copy with a static cache and compiled steps.
 
     Stock assistants get no copy, as their caches are dynamic.
@@ -70,11 +70,13 @@ def with_compiled(lineup: Iterable[Contender], backend: str, longest: int) -> li
     config._compile_all_devices = True  # stock calls, too, also on a CPU
     kwargs = {"cache_implementation": "static", "compile_config": config}
     result = []
-    for one in lineup:
-        result.append(one)
-        if not one.single_row:
-            own = {**one.kwargs, **kwargs, **({"max_cache_len": longest} if one.stock else {})}
-            result.append(replace(one, name=f"{one.name}{COMPILED}", kwargs=own, compiled=True))
+    for contender in uncompiled:
+        result.append(contender)
+        if not contender.single_row:
+            limit = {"max_cache_len": longest} if contender.stock else {}
+            options = {**contender.kwargs, **kwargs, **limit}
+            name = f"{contender.name}{COMPILED}"
+            result.append(replace(contender, name=name, kwargs=options, compiled=True))
     return result
 
 
@@ -180,16 +182,16 @@ def contenders(
             kwargs = {**default, **given, **(assistants or {}).get(name, {})}
             result.append(Contender(name, kwargs, stock=True, single_row=True))
             continue
-        own = _of(strategy, adapters)
-        if not own:
+        fitting = _of(strategy, adapters)
+        if not fitting:
             result.append(Contender(name, ours(strategy, given)))
-        for adapter in own:
-            label = name if len(own) == 1 else f"{name}@{Path(adapter.path).name}"
+        for adapter in fitting:
+            label = name if len(fitting) == 1 else f"{name}@{Path(adapter.path).name}"
             kwargs = ours(strategy, {**adapter.options, **given})
             active = [adapter, *_companions(kwargs, adapters)]
-            plain = next((_baseline(one).name for one in active if one.changes_model), PLAIN_NAME)
+            plain = next((_baseline(a).name for a in active if a.changes_model), PLAIN_NAME)
             result.append(Contender(label, kwargs, tuple(a.name for a in active), baseline=plain))
-    used = {name for one in result if not one.stock for name in one.adapters}
+    used = {name for item in result if not item.stock for name in item.adapters}
     for adapter in adapters:
         if adapter.name not in used:
             raise ValueError(
@@ -214,13 +216,13 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
     wrapped = methods().get(getattr(options, method.wraps)) if method.wraps else None
     if wrapped is None or not wrapped.needs_adapter:
         return []
-    found = _of(wrapped.name, adapters)
-    if len(found) != 1:
+    fitting = _of(wrapped.name, adapters)
+    if len(fitting) != 1:
         raise ValueError(
-            f"{method.name} drafts with {wrapped.name!r} here, for which {len(found)} adapters are "
-            "given: give one with --adapter"
+            f"{method.name} drafts with {wrapped.name!r} here, for which {len(fitting)} adapters "
+            "are given: give one with --adapter"
         )
-    return found
+    return fitting
 
 
 def _baseline(adapter: Adapter) -> Contender:

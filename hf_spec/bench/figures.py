@@ -1,21 +1,11 @@
-"""Helpers of all plots; matplotlib is imported when drawing."""
+"""Helpers of all plots; matplotlib is imported when drawing (``pip install 'hf_spec[plots]'``)."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from hf_spec.files import replacing
-
-NEEDS_MATPLOTLIB = (
-    "drawing needs matplotlib, which is not installed; run: pip install 'hf_spec[plots]'"
-)
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -23,12 +13,7 @@ def new_figure(width: float, height: float) -> Any:
 
     Args:
         width, height: in inches.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
-    if not can_draw():
-        raise ImportError(NEEDS_MATPLOTLIB)
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

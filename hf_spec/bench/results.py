@@ -142,10 +142,10 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[int, str, str], list[Measurement]] = {}
     for name in dict.fromkeys((item.batch_size, item.strategy) for item in measurements):
-        own = [item for item in measurements if (item.batch_size, item.strategy) == name]
-        for task in dict.fromkeys(item.category for item in own):
-            groups[(*name, task)] = [item for item in own if item.category == task]
-        groups[(*name, ALL)] = own
+        calls = [item for item in measurements if (item.batch_size, item.strategy) == name]
+        for task in dict.fromkeys(item.category for item in calls):
+            groups[(*name, task)] = [item for item in calls if item.category == task]
+        groups[(*name, ALL)] = calls
     return [
         {
             "strategy": strategy,
@@ -185,10 +185,10 @@ def _speedup(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -
 def _agreeing(group: Sequence[Measurement], kind: Agreement) -> int | None:
     if any(m.agreement is None for m in group):
         return None
-    found = [one for m in group for one in m.agreement or ()]
-    if None in found and kind != Agreement.IDENTICAL:
+    agreements = [agreement for m in group for agreement in m.agreement or ()]
+    if None in agreements and kind != Agreement.IDENTICAL:
         return None
-    return found.count(kind)
+    return agreements.count(kind)
 
 
 def _stats(group: Sequence[Measurement]) -> dict[str, Any]:

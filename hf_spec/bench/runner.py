@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_spec.bench.agreement import Agreement, classify
-from hf_spec.bench.contenders import PLAIN, Contender, contenders, parse_names, with_compiled
+from hf_spec.bench.contenders import PLAIN, Contender, with_compiled
 from hf_spec.bench.prompts import Prompt, batches, encode_prompts
 from hf_spec.bench.results import BenchResult, Measurement
 from hf_spec.bench.session import Session
@@ -23,61 +23,55 @@ def run(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    strategies: Sequence[str | Contender],
+    contenders: Sequence[Contender],
     *,
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
-    strategy_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     generate_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
-    warmup: bool = True,
     compiled: str | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> BenchResult:
-    """Generate with plain decoding and every strategy, and compare.
+    """Generate with plain decoding and every contender, and compare.
 
-    On ``KeyboardInterrupt``, the batches that all contenders have finished are returned, and
-    ``interrupted`` is set.
+    Each contender first makes a short call that is not measured. On ``KeyboardInterrupt``, the
+    batches that all contenders have finished are returned, and ``interrupted`` is set.
 
     Args:
         model: a causal language model in evaluation mode, on its device.
         tokenizer: its tokenizer.
         prompts: see :func:`hf_spec.bench.prompts.read_prompts`.
-        strategies: names, or contenders from :func:`hf_spec.bench.contenders.contenders`.
+        contenders: see :func:`hf_spec.bench.contenders.contenders`; plain decoding is added.
         batch_sizes: the benchmark runs once for each.
         max_new_tokens: limit for each prompt, from 1.
-        strategy_kwargs: options by strategy name, for strategies given as names.
         generate_kwargs: passed to every ``generate``, plain ones included; greedy unless
             ``do_sample`` is among them.
         seed: seed for the sampling of the first batch; the next batches count up from it. All
             contenders start a batch with the same seed.
-        warmup: whether each contender makes a short call first, which is not measured.
         compiled: a backend of ``torch.compile``, with which contenders take part a second time,
             with a static cache and compiled steps; None for none. Calls that compile are repeated
             and counted apart.
         progress: called as ``progress(done, total)`` with numbers of calls.
 
     Raises:
-        ValueError: a strategy is unknown, or does not support this model or these options.
+        ValueError: a strategy does not support this model or these options.
     """
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
     if not batch_sizes or min(batch_sizes) < 1 or max_new_tokens < 1:
         raise ValueError("batch sizes and max_new_tokens must be at least 1")
-    names = parse_names([item for item in strategies if isinstance(item, str)])
-    made = contenders(names, strategy_kwargs)
-    lineup = [PLAIN, *made, *(item for item in strategies if isinstance(item, Contender))]
+    contenders = [PLAIN, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
-        lineup = with_compiled(lineup, compiled, max(map(len, token_ids)) + max_new_tokens)
+        contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
     settings = {
         **options,
         "batch_sizes": list(batch_sizes),
         "seed": seed,
-        "strategies": {item.name: _plain_options(item) for item in lineup},
+        "strategies": {item.name: _plain_options(item) for item in contenders},
     }
-    result = BenchResult(list(prompts), lineup, settings, truncated_prompts=truncated)
+    result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
     if truncated:
         result.notes.append(
             f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
@@ -86,8 +80,8 @@ def run(
 
     plan = []
     for size in batch_sizes:
-        taking_part = [item for item in lineup if size == 1 or not item.single_row]
-        for item in lineup:
+        taking_part = [item for item in contenders if size == 1 or not item.single_row]
+        for item in contenders:
             if item not in taking_part:
                 result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
         parts = list(batches(prompts, size))
@@ -100,10 +94,9 @@ def run(
         plan += [(size, taking_part, part) for part in parts]
     calls, done = sum(len(taking_part) for _, taking_part, _ in plan), 0
 
-    with Session.open(model, tokenizer, options, lineup) as session:
+    with Session.open(model, tokenizer, options, contenders) as session:
         try:
-            if warmup:
-                session.warm_up(plan, token_ids)
+            session.warm_up(plan, token_ids)
             for turn, (size, taking_part, indices) in enumerate(plan):
                 outcome: dict[str, Measurement] = {}
                 start = turn % len(taking_part)
@@ -154,12 +147,12 @@ def _compare(
     session: Session,
     outcome: Mapping[str, Measurement],
     token_ids: Sequence[list[int]],
-    lineup: Sequence[Contender],
+    contenders: Sequence[Contender],
 ) -> None:
     """Set the ``agreement`` of every measurement with its baseline."""
     default = session.model.generation_config.repetition_penalty
     penalty = session.options.get("repetition_penalty", default)
-    plains = {item.name: item for item in lineup if item.name == item.baseline}
+    plains = {item.name: item for item in contenders if item.name == item.baseline}
     for item in sorted(outcome.values(), key=lambda item: item.baseline):
         session.activate(plains[item.baseline])
         plain = outcome[item.baseline]

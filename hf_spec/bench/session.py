@@ -77,10 +77,10 @@ class Session:
     @classmethod
     @contextmanager
     def open(
-        cls, model: Any, tokenizer: Any, options: dict[str, Any], lineup: Iterable[Contender]
+        cls, model: Any, tokenizer: Any, options: dict[str, Any], contenders: Iterable[Contender]
     ) -> Iterator[Session]:
         """A session for these contenders; the block ends with the model as it was."""
-        session = cls(model, options, any(one.adapters for one in lineup))
+        session = cls(model, options, any(item.adapters for item in contenders))
         with (
             own_generation_config(model, tokenizer, greedy=not options["do_sample"]),
             closing(session),
@@ -116,10 +116,10 @@ class Session:
         Raises:
             ValueError: a contender does not work.
         """
-        first = {size: (lineup, indices[:size]) for size, lineup, indices in reversed(plan)}
+        first = {size: (contenders, indices[:size]) for size, contenders, indices in reversed(plan)}
         short = min(self.options["max_new_tokens"], WARMUP_TOKENS)
-        for lineup, indices in first.values():
-            for item in lineup:
+        for contenders, indices in first.values():
+            for item in contenders:
                 try:
                     self.generate(item, [token_ids[i] for i in indices], max_new_tokens=short)
                 except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:

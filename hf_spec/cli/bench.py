@@ -89,7 +89,7 @@ def bench(
       hf-spec bench --model LARGE --prompts P.jsonl \\
           --strategies transformers:assisted=SMALL,transformers:assisted=./ppd-of-small
     """
-    from hf_spec.bench import contenders as lineup
+    from hf_spec.bench import contenders as entries
     from hf_spec.bench.prompts import read_prompts, spread
 
     # Everything that can be checked without a model comes first.
@@ -97,21 +97,21 @@ def bench(
     if backend is not None and not compile:
         raise ValueError("--backend needs --compile")
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
-    adapters = lineup.read_adapters(adapter or ())
-    default = [one.strategy for one in adapters] or [DEFAULT_STRATEGY]
-    names = lineup.parse_names(default if strategies is None else strategies)
+    adapters = entries.read_adapters(adapter or ())
+    default = [adapter.strategy for adapter in adapters] or [DEFAULT_STRATEGY]
+    names = entries.parse_names(default if strategies is None else strategies)
     options = opt.parse_kwargs(strategy_kwargs or (), names)
     # Only checks that every adapter is used; assistants are loaded later.
-    own = [name for name in names if not name.startswith(lineup.STOCK_ASSISTED)]
-    lineup.contenders(own, options, adapters)
+    unassisted = [name for name in names if not name.startswith(entries.STOCK_ASSISTED)]
+    entries.contenders(unassisted, options, adapters)
     chosen = spread(read_prompts(prompts), limit)
     check_writable(output)
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation, adapters)
     assistants = {
-        name: _assistant(name.removeprefix(lineup.STOCK_ASSISTED), loaded, tokenizer)
+        name: _assistant(name.removeprefix(entries.STOCK_ASSISTED), loaded, tokenizer)
         for name in names
-        if name not in own
+        if name not in unassisted
     }
     generate_kwargs: dict[str, Any] = {"do_sample": do_sample, **sampling}
     if repetition_penalty is not None:
@@ -126,7 +126,7 @@ def bench(
     environment = environment_of(loaded, model, prompts)
     with progress_bar("benchmark") as progress:
         result = run(
-            loaded, tokenizer, chosen, lineup.contenders(names, options, adapters, assistants),
+            loaded, tokenizer, chosen, entries.contenders(names, options, adapters, assistants),
             batch_sizes=sizes, max_new_tokens=max_new_tokens, generate_kwargs=generate_kwargs,
             seed=seed, compiled=(backend or DEFAULT_BACKEND) if compile else None,
             progress=progress,

@@ -47,7 +47,7 @@ def demo(
     from rich.console import Console
 
     from hf_spec.bench import report
-    from hf_spec.bench.figures import NEEDS_MATPLOTLIB, can_draw, save_figure
+    from hf_spec.bench.figures import save_figure
     from hf_spec.bench.results import ALL
     from hf_spec.demo.demo import draw_chart, run_demo
     from hf_spec.demo.steps import colored, pieces
@@ -61,8 +61,11 @@ def demo(
     stop_without(result.bench.measurements)
     results, chart = output / "results.json", output / "speed.png"
     report.write_results(results, result.bench, result.environment)
-    if can_draw():
+    drawn: object = chart
+    try:
         save_figure(draw_chart(result.bench), chart)
+    except ImportError:
+        drawn = "not drawn, as this needs matplotlib; run: pip install 'hf_spec[plots]'"
     given, written = (text.splitlines() for text in result.sample)
     console.rule("end of a prompt", align="left")
     console.print("\n".join(given[-SHOWN_LINES:]), markup=False)
@@ -77,7 +80,7 @@ def demo(
             console.print("|".join(pieces(result.tokenizer, steps)), markup=False)
     console.rule()
     report.print_table(result.bench, console)
-    console.print(f"results: {results}\nchart:   {chart if can_draw() else NEEDS_MATPLOTLIB}")
+    console.print(f"results: {results}\nchart:   {drawn}")
     if result.bench.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not result.all_identical:

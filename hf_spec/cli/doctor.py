@@ -44,7 +44,7 @@ def doctor(
         raise ValueError("--adapter needs --model: name the model that the adapters are for")
     adapters = read_adapters(adapter or ())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found: dict[str, Any] = {"surroundings": machine(accelerator or torch.device("cpu"))}
+    found: dict[str, Any] = {"environment": machine(accelerator or torch.device("cpu"))}
     if model is not None:
         loaded, _ = load_model(model, dtype, device, adapters=adapters)
         found["strategies"] = supported(loaded)
@@ -69,36 +69,33 @@ def supported(model: Any) -> dict[str, str | None]:
     Args:
         model: a causal language model; its active adapters stay active.
     """
-    from hf_spec.methods.registry import methods
-
-    return {name: _obstacle(model, method) for name, method in methods().items()}
-
-
-def _obstacle(model: Any, method: Any) -> str | None:
     import warnings
 
     import torch
 
     from hf_spec.adapters.active import find_active
     from hf_spec.core.checks import first_line
+    from hf_spec.methods.registry import methods
 
     ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
-    config, on_trial = method.adapter_config, False
     active = [*model.active_adapters()] if getattr(model, "peft_config", None) else []
-    with warnings.catch_warnings(action="ignore"):  # of adapters side by side
-        try:
-            if config is not None and find_active(model, config.type_name) is None:
-                model.add_adapter(config(), TRIAL)
-                on_trial = True
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
-                assistant_strategy=method.name, assistant_kwargs={"drafting": "always"},
-            )  # fmt: skip
-        except (ValueError, NotImplementedError) as error:
-            return first_line(error)
-        finally:
-            if on_trial:
-                model.delete_adapter(TRIAL)
-            if active:
-                model.set_adapter(active)
-    return None
+    obstacles: dict[str, str | None] = {}
+    for name, method in methods().items():
+        config, on_trial, obstacles[name] = method.adapter_config, False, None
+        with warnings.catch_warnings(action="ignore"):  # of adapters side by side
+            try:
+                if config is not None and find_active(model, config.type_name) is None:
+                    model.add_adapter(config(), TRIAL)
+                    on_trial = True
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
+                    assistant_strategy=name, assistant_kwargs={"drafting": "always"},
+                )  # fmt: skip
+            except (ValueError, NotImplementedError) as error:
+                obstacles[name] = first_line(error)
+            finally:
+                if on_trial:
+                    model.delete_adapter(TRIAL)
+                if active:
+                    model.set_adapter(active)
+    return obstacles

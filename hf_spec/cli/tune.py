@@ -108,7 +108,7 @@ def _answers(
     """Answer the prompts at each batch size, from which the policy learns; return the answers."""
     from hf_spec.bench.contenders import Contender, ours
     from hf_spec.bench.session import Session
-    from hf_spec.policy.guard import Guard
+    from hf_spec.policy.budget import Budget
     from hf_spec.policy.step_policy import explore
 
     name, learned = strategy.method.name, strategy.learned
@@ -123,7 +123,7 @@ def _answers(
         for turn, size in enumerate(sizes):
             answers: list[list[int]] = []
             while len(answers) < len(ids):
-                learned.guard = Guard()  # steps are measured also where drafting does not pay
+                learned.budget = Budget()  # steps are measured also where drafting does not pay
                 rows = ids[len(answers) : len(answers) + size]
                 answers += session.generate(contender, rows)[1]
                 for key in learned.settings.keys() - explored:

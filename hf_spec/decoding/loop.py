@@ -103,7 +103,7 @@ def decode(
         if any(state.active):
             drafter.start(state)
         if getattr(config, "_warms_up", False):
-            shapes = policy.shapes(drafter.num_probes, strategy.lookup)
+            shapes = policy.shapes.all(drafter.num_probes, strategy.lookup)
             warm(state, drafter, shapes, acceptance.matches(Tree.roots(state.root)))
         rows_stay = handover.keeps_rows or state.batch_size == 1
         shrinks = not rows_stay and may_shrink(model, target.model_kwargs, state.batch_size)

@@ -30,10 +30,10 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.hidden_states import NO_STATES, Reads, captured, states_at
 from hf_spec.model.target import Target
-from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE, cache_in
 from modeling_patches.dynamic_rope import Reach, followers, forgets_at
 from modeling_patches.per_call import Changes
+from modeling_patches.positions import needs_positions
 from modeling_patches.weights import device_of
 
 #: New tokens per forward of a continued TreeCache; bounds the size of the explicit mask.
@@ -205,7 +205,7 @@ def _rides(
         and text._attn_implementation in TAKES_MASKS
         and type(model)._prefill is GenerationMixin._prefill
         and not followers(model)
-        and not any(patch.applies(model) for patch in PATCHES)
+        and not needs_positions(model)
         and len(devices) == 1  # what is on the host else stands where the prompt's logits are
     )
 

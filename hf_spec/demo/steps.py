@@ -22,21 +22,20 @@ STYLES = ("black on cyan", "black on yellow")
 
 @dataclass(frozen=True)
 class VerifiedTree:
-    """The candidates of one step, and which of them it accepted.
+    """The draft tree of one step, and which of its tokens were accepted.
 
     Attributes:
-        tree: the root, which is the last token of the step before, and the candidates below it.
+        tree: the root, which is the last token of the step before, and the draft tokens below it.
         tokens: token id of each node.
-        chances: estimated probability, for each node, that it and all nodes above it are accepted;
-            None if the strategy does not estimate it.
+        probabilities: of each node, the estimate that it and all nodes above it are accepted; None
+            if the strategy does not estimate it.
         accepted: the accepted nodes in order, the root first.
-        emitted: the tokens that the step emitted: those of the accepted candidates, then one of the
-            model's own.
+        emitted: the tokens that the step emitted: the accepted draft tokens, then the bonus token.
     """
 
     tree: TokenTree
     tokens: list[int]
-    chances: list[float] | None
+    probabilities: list[float] | None
     accepted: list[int]
     emitted: list[int]
 
@@ -57,7 +56,7 @@ class StepStreamer(BaseStreamer):
         self.steps: list[list[int]] = []
         self.trees: dict[int, VerifiedTree] = {}
         self._put: list[int] = []
-        self._prompt, self._told = True, False
+        self._is_prompt, self._has_steps = True, False
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt, then the tokens of each step.
@@ -73,14 +72,14 @@ class StepStreamer(BaseStreamer):
                 f"a batch of {len(value)} sequences: StepStreamer records one sequence, as all "
                 "streamers of Transformers do. Generate with batch size 1."
             )
-        if self._prompt:
-            self._prompt = False
+        if self._is_prompt:
+            self._is_prompt = False
         else:
             self._put += value.flatten().tolist()
 
     def end_step(self) -> None:
         """Count the tokens received since the last call as one step."""
-        self._told = True
+        self._has_steps = True
         if self._put:
             self.steps.append(self._put)
             self._put = []
@@ -103,7 +102,7 @@ class StepStreamer(BaseStreamer):
 
     def end(self) -> None:
         """Complete the last step."""
-        if self._told:
+        if self._has_steps:
             self.end_step()
         else:
             self.steps = [[token] for token in self._put]

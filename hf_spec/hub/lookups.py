@@ -1,10 +1,11 @@
-"""Look-ups for requests of a serving engine, in their own text and that of earlier requests.
+"""Prompt lookup for requests of a serving engine, in their own text and in earlier ones.
 
 This module knows tokens and probabilities, but no engines, models or clocks.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,15 +17,15 @@ END = -1
 
 
 class Chain(NamedTuple):
-    """Candidates that follow one another.
+    """Draft tokens that follow one another.
 
     Attributes:
-        tokens: tokens of the candidates.
-        chances: probabilities that each candidate and all before it are right.
+        tokens: the draft tokens.
+        probabilities: that each draft token and all before it are accepted.
     """
 
     tokens: Sequence[int]
-    chances: Sequence[float]
+    probabilities: Sequence[float]
 
 
 NO_CHAIN = Chain((), ())
@@ -34,7 +35,7 @@ class ChainLookup:
     """Finds the likeliest chain in one text, and learns how far such chains can be trusted.
 
     Args:
-        limits: of the look-up.
+        limits: of the lookup.
         prior: what other requests have learned of such a text.
     """
 
@@ -54,7 +55,7 @@ class ChainLookup:
             index: index of the text.
             text: ``tokens`` themselves, or other texts, each followed by :data:`END`.
             tokens: tokens of the request.
-            depth: largest number of candidates.
+            depth: largest number of draft tokens.
         """
         limits = self.limits
         matches = index.matches(tokens, limits.max_matches, same=text is tokens)
@@ -67,13 +68,12 @@ class ChainLookup:
 
     def observe(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed where the last chain was found, once."""
-        chain, self._chain = self._chain.tokens, NO_CHAIN
-        depth = min(len(chain), len(emitted))
+        drafted, self._chain = self._chain.tokens, NO_CHAIN
+        depth = min(len(drafted), len(emitted))
         if not depth:
             return
-        accepted = 0
-        while accepted < depth and chain[accepted] == emitted[accepted]:
-            accepted += 1
+        equal = (a == b for a, b in zip(drafted, emitted))
+        accepted = sum(itertools.takewhile(bool, equal))
         # The first token's probability is weighted by the matches that agree with it.
         if not accepted and emitted[0] in self._first:
             accepted = depth = 1
@@ -84,7 +84,7 @@ class EarlierTexts:
     """The latest tokens of ended requests; drops the older half when there are too many.
 
     Args:
-        limits: limits of look-ups.
+        limits: limits of the lookup.
         capacity: largest number of tokens; 0 keeps none.
     """
 
@@ -117,10 +117,10 @@ class EarlierTexts:
 
 
 class Lookups:
-    """Look-ups of one request.
+    """Prompt lookup of one request.
 
     Args:
-        limits: limits of each look-up.
+        limits: limits of each lookup.
         priors: what all requests have learned about their own texts, and about earlier ones.
         earlier: texts of earlier requests.
     """
@@ -133,20 +133,20 @@ class Lookups:
         self._own, self._others = (ChainLookup(limits, prior) for prior in priors)
 
     def find(self, tokens: Sequence[int], depth: int) -> Chain:
-        """The chain with the largest expected number of right tokens.
+        """The chain with the largest expected number of accepted tokens.
 
         Args:
             tokens: tokens of the request so far; they only grow.
-            depth: largest number of candidates.
+            depth: largest number of draft tokens.
         """
         self.index.update(tokens)
         chain = self._own.find(self.index, tokens, tokens, depth)
         if not self.earlier.capacity:
             return chain
         other = self.earlier.find(self._others, tokens, depth)
-        return max(chain, other, key=lambda one: sum(one.chances))
+        return max(chain, other, key=lambda chain: sum(chain.probabilities))
 
     def observe(self, emitted: Sequence[int]) -> None:
-        """Learn from the tokens that followed the last look-up, once."""
+        """Learn from the tokens that followed the last lookup, once."""
         self._own.observe(emitted)
         self._others.observe(emitted)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -60,16 +58,27 @@ def push(
         ValueError: the folder is incomplete, a name is invalid, or the Hub refuses the upload or
             cannot be reached.
     """
+    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id
 
+    # The HTTP library differs between releases of huggingface_hub.
+    transport: type[Exception] = HfHubHTTPError.__bases__[0]
     if repository.count("/") != 1:
         raise ValueError(f"{repository!r} is no repository: give owner/name")
     validate_repo_id(repository)
     check_complete(folder)
     with tempfile.TemporaryDirectory() as name:
         _stage(folder, Path(name), repository, base_model)
-        with _one_line_errors(repository):
+        try:
             return _upload(Path(name), repository, private, revision)
+        # Failed uploads of single files end in a RuntimeError.
+        except (transport, OSError, RuntimeError) as error:
+            message = getattr(error, "server_message", None)
+            reason = first_line(Exception(message) if message else error.__cause__ or error)
+            response = getattr(error, "response", None)
+            if getattr(response, "status_code", None) in (401, 403):
+                reason += " (is your token valid, and may it write there? 'hf auth login')"
+            raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
 
 
 def _upload(staged: Path, repository: str, private: bool, revision: str | None) -> str:
@@ -97,25 +106,6 @@ def _upload(staged: Path, repository: str, private: bool, revision: str | None) 
         commit_message="Upload adapter with hf_spec",
     )
     return str(commit.commit_url)
-
-
-@contextmanager
-def _one_line_errors(repository: str) -> Iterator[None]:
-    """Turn errors of the upload into a ValueError of one line."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # The HTTP library differs between releases of huggingface_hub.
-    transport: type[Exception] = HfHubHTTPError.__bases__[0]
-    try:
-        yield
-    # Failed uploads of single files end in a RuntimeError.
-    except (transport, OSError, RuntimeError) as error:
-        said = getattr(error, "server_message", None)
-        reason = first_line(Exception(said) if said else error.__cause__ or error)
-        response = getattr(error, "response", None)
-        if getattr(response, "status_code", None) in (401, 403):
-            reason += " (is your token valid, and may it write there? 'hf auth login')"
-        raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
 
 
 def _stage(folder: Path, staged: Path, repository: str, base_model: str | None) -> None:

@@ -1,27 +1,28 @@
-"""hf_spec's look-ups inside vLLM, as a proposer that its ``speculative_config`` names:
+"""Prompt lookup inside vLLM, as a proposer that its ``speculative_config`` names:
 
     vllm serve M --speculative-config '{"model": "hf_spec.hub.vllm.LookupProposer",
         "num_speculative_tokens": 8}'
 
 After every step, vLLM passes the tokens of its rows and takes draft tokens for each row, any number
 of them; it verifies them in the next step. The policy is that of ``generate()``: per step, as many
-tokens as pay by their probabilities and the step times, possibly none. vLLM is not imported.
+tokens as save time by their probabilities and the step times, possibly none. vLLM is not imported.
 docs/guides/engines.md has options and limits.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_spec.core.checks import check_choices, check_count
 from hf_spec.core.limits import MAX_CANDIDATES, MAX_SIZE
 from hf_spec.core.stats import SpecStats
 from hf_spec.drafting.ngram import Confidence, Limits
 from hf_spec.hub.lookups import NO_CHAIN, Chain, EarlierTexts, Lookups
-from hf_spec.hub.requests import Followed, Request, Requests
+from hf_spec.hub.requests import Request, Requests
 from hf_spec.policy.learned import Learned, Setting
 from hf_spec.policy.step_policy import StepPolicy
 
@@ -44,7 +45,8 @@ class LookupOptions:
         max_matches: places whose continuations are weighed against one another.
         shared_tokens: tokens of ended requests in which others look up, too; 0: each request looks
             up in its own text only.
-        drafting: ``auto``: as many tokens as pay, none included. ``always``: all that are found.
+        drafting: ``auto``: as many tokens as save time, none included. ``always``: all that are
+            found.
     """
 
     max_ngram: int = Limits.max_ngram
@@ -68,7 +70,7 @@ class LookupOptions:
             ValueError: one is unknown, or out of its range.
         """
         given = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
-        known = [one.name for one in fields(cls)]
+        known = [field.name for field in fields(cls)]
         if not isinstance(given or {}, Mapping) or not {*(given or {})} <= {*known}:
             raise ValueError(
                 f"additional_config[{SECTION!r}]={given!r}: must be an object with options among "
@@ -87,7 +89,7 @@ class Policies:
     """The policies of steps, by number of rows.
 
     Step times are kept per number of rows; gains of speculation per power of two, so that large
-    batches where it does not pay do not affect small ones.
+    batches that it slows down do not affect small ones.
 
     Args:
         stats: counts seconds of drafting.
@@ -101,33 +103,32 @@ class Policies:
 
     def of(self, rows: int) -> StepPolicy:
         """The policy of a step with this number of rows."""
-        key, about = (batch_key(rows), 0, "vllm"), rows.bit_length()
-        if about not in self._policies:
+        key, power = (batch_key(rows), 0, "vllm"), rows.bit_length()
+        if power not in self._policies:
             learned = Learned(settings=self._settings, packed=True)
-            self._policies[about] = StepPolicy(self.stats, learned, key, self.enabled)
-        policy = self._policies[about]
+            self._policies[power] = StepPolicy(self.stats, learned, key, self.enabled)
+        policy = self._policies[power]
         policy.move(key)
         return policy
 
     def begin(self) -> None:
         """Called when a request begins, whose text may differ."""
         for policy in self._policies.values():
-            policy.learned.guard.begin()
+            policy.begin()
 
 
-@dataclass
-class Step:
-    """The drafts for the running step.
+class Step(NamedTuple):
+    """The step that is running.
 
     Attributes:
-        policy: the policy that chose them.
+        policy: the policy that chose its draft tokens.
         began: time when drafting began, in seconds.
-        drafts: number of drafted tokens, by ``id`` of the request.
+        rows: number of rows that it may draft for.
     """
 
     policy: StepPolicy
     began: float
-    drafts: dict[int, int]
+    rows: int
 
 
 class LookupProposer:
@@ -152,12 +153,11 @@ class LookupProposer:
                 f"tried with {', '.join(TRIED)}; install one of these."
             ) from error
         self.options = options = LookupOptions.read(given)
-        limits = Limits(options.max_ngram, options.min_ngram, options.max_matches)
+        self._limits = Limits(options.max_ngram, options.min_ngram, options.max_matches)
         self._clock = clock
-        self._limits = limits
         self._priors = Confidence(), Confidence()
-        self._earlier = EarlierTexts(limits, options.shared_tokens)
-        self._requests: Requests[Lookups] = Requests()
+        self._earlier = EarlierTexts(self._limits, options.shared_tokens)
+        self._requests = Requests(self._new_lookups)
         self.stats = SpecStats()
         self._policies = Policies(self.stats, options.drafting == "auto")
         self._step: Step | None = None
@@ -182,12 +182,10 @@ class LookupProposer:
             Draft tokens per row, at most ``num_speculative_tokens`` each.
         """
         began = self._clock()
-        rows, gone = self._requests.follow(
-            sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._new
-        )
+        rows, absent = self._requests.follow(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         self._observe(rows, began, len(sampled_token_ids))
-        for one in gone:
-            self._earlier.add(one.tokens)
+        for request in absent:
+            self._earlier.add(request.tokens)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         self._step = None
         if rows:
@@ -195,55 +193,48 @@ class LookupProposer:
             if policy.drafts():
                 for row, tokens in self._draft(policy, rows).items():
                     drafts[row] = tokens
-            counts = {id(one.request): len(drafts[row]) for row, one in rows.items()}
-            self._step = Step(policy, began, counts)
+            for row, request in rows.items():
+                request.num_drafted = len(drafts[row])
+            self._step = Step(policy, began, len(rows))
             self.stats.draft_seconds += self._clock() - began
         return drafts
 
-    def _new(self) -> Lookups:
+    def _new_lookups(self) -> Lookups:
         self._policies.begin()
         return Lookups(self._limits, self._priors, self._earlier)
 
-    def _observe(self, rows: Mapping[int, Followed], now: float, batch: int) -> None:
+    def _observe(self, rows: Mapping[int, Request], now: float, batch: int) -> None:
         """Learn from the last step: its tokens and its time.
 
-        The times of steps with prompts, or in which requests came or went, are not representative.
+        The times of steps with prompts, or with other requests than before, are not representative.
         """
-        for one in rows.values():
-            if one.new is not None:
-                one.request.held.observe(one.new)
+        emitted = [request.emitted for request in rows.values() if request.emitted is not None]
+        for request in rows.values():
+            if request.emitted is not None:
+                request.lookups.observe(request.emitted)
         step = self._step
-        if step is None or len(rows) != batch or len(rows) != len(step.drafts):
-            return
-        steady = [one for one in rows.values() if one.new and id(one.request) in step.drafts]
-        if len(steady) != batch:
+        if step is None or not len(emitted) == batch == step.rows:
             return
         seconds, plain = now - step.began, step.policy.setting.times.plain_seconds()
-        drafted, came = sum(step.drafts.values()), sum(len(one.new or ()) for one in steady)
-        for one in steady:
-            count = step.drafts[id(one.request)]
-            self.stats.record(len(one.new or ()), count, count)
+        for request, tokens in zip(rows.values(), emitted):
+            self.stats.record(len(tokens), request.num_drafted, request.num_drafted)
+        drafted = sum(request.num_drafted for request in rows.values())
         seconds = seconds if plain is None else min(seconds, PAUSE * plain)
-        step.policy.note(drafted, 1 + drafted, came, batch, seconds)
+        step.policy.note(drafted, 1 + drafted, sum(map(len, emitted)), batch, seconds)
 
-    def _draft(self, policy: StepPolicy, rows: Mapping[int, Followed]) -> dict[int, list[int]]:
-        """The candidates of the step: the likeliest ones found, as many as pay."""
-        chains = {row: self._find(one.request) for row, one in rows.items()}
+    def _draft(self, policy: StepPolicy, rows: Mapping[int, Request]) -> dict[int, list[int]]:
+        """The likeliest draft tokens of all rows, as many as the policy takes."""
+        chains = {row: self._find(request) for row, request in rows.items()}
         if self.options.drafting == "always":
             return {row: list(chain.tokens) for row, chain in chains.items()}
-        # Probabilities fall along a chain, so the likeliest candidates form prefixes of the chains.
-        order = sorted(
-            ((-chance, row) for row, chain in chains.items() for chance in chain.chances)
-        )
-        taken = policy.count([-chance for chance, _ in order], len(rows))
-        drafts: dict[int, list[int]] = {}
-        for _, row in order[:taken]:
-            drafts.setdefault(row, [])
-            drafts[row].append(chains[row].tokens[len(drafts[row])])
-        return drafts
+        # Probabilities fall along a chain, so the likeliest tokens form prefixes of the chains.
+        order = sorted((-p, row) for row, chain in chains.items() for p in chain.probabilities)
+        count = policy.count([-p for p, _ in order], len(rows))
+        lengths = Counter(row for _, row in order[:count])
+        return {row: list(chains[row].tokens[:length]) for row, length in lengths.items()}
 
-    def _find(self, request: Request[Lookups]) -> Chain:
-        """Candidates of a request; leaves room for the step's own token in the context length."""
+    def _find(self, request: Request) -> Chain:
+        """Draft tokens of a request; leaves room for the step's own token in the context length."""
         room = self._longest - len(request.tokens) - 1
         depth = min(self._depth, room)
-        return request.held.find(request.tokens, depth) if depth > 0 else NO_CHAIN
+        return request.lookups.find(request.tokens, depth) if depth > 0 else NO_CHAIN

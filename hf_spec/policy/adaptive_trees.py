@@ -24,7 +24,7 @@ from hf_spec.drafting.predictions import Predictions, Tempered
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import TreeDrafter, TreeSource
 from hf_spec.model.graphs import Graphs
-from hf_spec.policy.calibration import Array, Calibration, walk
+from hf_spec.policy.calibration import Calibration, walk
 from hf_spec.policy.tempering import Sample, Tempering, noise_ahead
 
 #: Number of candidates grown for the policy to choose from: at first, and at most.
@@ -218,28 +218,3 @@ def _compiled(
     name = "tree", count, depth, tempered is not None, *made
     found = graphs.run(name, function, inputs, plain, tuple)
     return found[0].to(state.root.device)
-
-
-def best_ends(likely: Array, parents: Array, count: int) -> Array:
-    """``(batch, nodes)`` bool, the up to ``count`` nodes per row where a step is likeliest to end.
-
-    Args:
-        likely: ``(batch, nodes)`` probability of each path; 0 for padding, which is left out.
-        parents: ``(batch, nodes)``
-    """
-    real = likely > 0
-    if count >= likely.shape[1]:
-        return real
-    ended = np.where(real, ends(likely, parents), -1.0)
-    order = np.argsort(-ended, axis=1, kind="stable")[:, :count]
-    chosen = np.zeros_like(real)
-    np.put_along_axis(chosen, order, True, axis=1)
-    return chosen & real
-
-
-def ends(likely: Array, parents: Array) -> Array:
-    """``(batch, nodes)`` the probability that a step's accepted path ends at each node."""
-    ended, nodes = likely.copy(), likely.shape[1]
-    rows = np.arange(len(likely))[:, None]
-    np.subtract.at(ended, (rows, parents[:, 1:nodes]), likely[:, 1:])
-    return ended

@@ -124,8 +124,8 @@ class Saved:
         """What the policy starts with on a device, as ``str(model.device)`` gives it."""
         with _named(self.path):
             found = Learned()
-            check_range("worth", self.entry["worth"], 0.0, MAX_FUTURE)
-            found.worth = float(self.entry["worth"])
+            check_range("prediction_value", self.entry["prediction_value"], 0.0, MAX_FUTURE)
+            found.prediction_value = float(self.entry["prediction_value"])
             for one in self.entry["settings"]:
                 check_count("batch_size", one["batch_size"], 1, MAX_SIZE)
                 check_count("context_bits", one["context_bits"], 0, MAX_SIZE)
@@ -175,7 +175,7 @@ def to_entry(learned: Learned, calibration: Calibration | None) -> dict[str, Any
         name: getattr(calibration, name).tolist() for name in ("promised", "came", "tries")
     }  # fmt: skip
     return {
-        "worth": learned.worth,
+        "prediction_value": learned.prediction_value,
         "settings": [
             {
                 "batch_size": batch_size, "context_bits": bits,

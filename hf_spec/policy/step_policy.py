@@ -1,6 +1,6 @@
-"""Decides how much to draft in each step: candidates, probes, pruning, or a plain step.
+"""Decides how much to draft in each step: draft tokens, probes, pruning, or a plain step.
 
-The value of a step is its expected number of tokens, 1 plus the sum of the candidates'
+The value of a step is its expected number of tokens, 1 plus the sum of the draft tokens'
 probabilities, minus what its time would otherwise yield: rho T, where rho is the recent number of
 tokens per second (a semi-Markov decision process of average reward; Howard, "Dynamic Programming
 and Markov Processes", 1960, chapter 7). The policy takes the step of the largest value; a plain
@@ -12,6 +12,8 @@ with and without them, learned while decoding. A probe group under a node is thu
 probability that the step ends there. This is PPD's dynamic sparse tree (section 5.4), decided in
 every step.
 
+Whatever is expected, drafting stays within a budget (:mod:`hf_spec.policy.budget`).
+
 This module knows probabilities, step tokens and seconds, but no models. docs/inside/policy.md has
 the measurements.
 """
@@ -19,9 +21,9 @@ the measurements.
 from __future__ import annotations
 
 import operator
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,39 +32,13 @@ from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.policy.adaptive_trees import best_ends, ends
 from hf_spec.policy.calibration import Array
 from hf_spec.policy.learned import ALPHA, WARM_UP, Learned, Setting
-from hf_spec.policy.step_times import CLIP, StepTimes
+from hf_spec.policy.plans import SIZES, Plan, Shapes, best_ends, ends
+from hf_spec.policy.step_times import CLIP, TICK, StepTimes
 
-#: Numbers of candidates that a step may have. There are few, so that steps repeat, above all
-#: compiled ones.
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: The same if shapes are padded to powers of two.
-FIXED = (1, 3, 7, 15, 31, 63)
-#: Step tokens per batch row of the widest step in that case.
-WIDEST = 64
-#: Steps after which both are tried again, in case larger steps only once seemed expensive.
-AFRESH = 64
-#: Least duration of a step; clocks may be coarse.
-TICK = 1e-9
 #: Number of recent decisions kept for reports.
 HISTORY = 128
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The plan of a step.
-
-    Attributes:
-        candidates: number of the tree's likeliest candidates to take.
-        probed: number of nodes with probes.
-        promised: expected number of emitted tokens of all rows; 0 if unknown.
-    """
-
-    candidates: int = 0
-    probed: int = 0
-    promised: float = 0.0
 
 
 def explore(setting: Setting) -> None:
@@ -78,63 +54,69 @@ class StepPolicy:
         learned: what was learned about the strategy on the model; updated.
         setting: batch size, context length and device.
         enabled: if False, every step drafts.
-        width: number of step tokens of a forward with given numbers of nodes and probes; more than
-            their sum if shapes are padded.
+        width: see :class:`Shapes`.
 
     Attributes:
-        lookups_only: whether drafting steps use only look-ups, as everything else is paused.
+        lookups_only: whether drafting steps use only lookups, as everything else is paused.
         prunes: whether the step prunes unlikely draft tokens.
+        history: the latest decisions.
     """
 
     def __init__(
         self, stats: SpecStats, learned: Learned, setting: tuple[int, int, str],
         enabled: bool = True, width: Callable[[int, int], int] = operator.add,
     ):  # fmt: skip
-        self.stats = stats
-        self.learned = learned
-        self.enabled = enabled
-        self.width = width
-        self._padded = width(3, 0) > 3
-        self.setting = learned.setting(setting)
-        self._key = setting
+        self.stats, self.learned, self.enabled = stats, learned, enabled
+        self.shapes = Shapes(width)
+        self._key, self.setting = setting, learned.setting(setting)
+        self.lookups_only = self.prunes = False
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._plan: Plan | None = None
         self._live = 1
         self._before = 0.0, 0  # seconds of drafting, and forwards
-        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        self._taken: Counter[tuple[int, int]] = Counter()
-        self.lookups_only = self.prunes = False
+        self._steps: Counter[tuple[int, int]] = Counter()
         if enabled:
-            learned.guard.begin()
-            learned.lookups.begin()
+            self.begin()
+
+    @locked
+    def begin(self) -> None:
+        """Called when another text begins."""
+        self.learned.budget.begin()
+        self.learned.lookup_budget.begin()
+
+    def move(self, setting: tuple[int, int, str]) -> None:
+        """Switch to another setting, such as a smaller batch."""
+        self._key, self.setting = setting, self.learned.setting(setting)
 
     # -- before a step -----------------------------------------------------------------------
 
     @locked
-    def drafts(self, looks_up: bool = False) -> bool:
+    def drafts(self, lookup: bool = False) -> bool:
         """Whether the step that begins now drafts.
 
         Args:
-            looks_up: whether look-ups alone are possible (:attr:`lookups_only`).
+            lookup: whether lookups alone are possible (:attr:`lookups_only`).
         """
         self._plan, self.prunes = None, False
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
-        paused = self.enabled and self.learned.guard.paused
-        self.lookups_only = paused and looks_up and not self.learned.lookups.paused
-        plain = (paused and not self.lookups_only) or (self.enabled and self.setting.plain_is_due())
+        paused = not self.prefetches
+        self.lookups_only = paused and lookup and not self.learned.lookup_budget.paused
+        plain = paused and not self.lookups_only
+        plain = plain or (self.enabled and self.setting.times_plain())
         self.stats.num_fallback_steps += plain
         return not plain
 
     @property
     def prefetches(self) -> bool:
-        """Whether the next step may draft more than look-ups, as far as is known before this one
+        """Whether the next step may draft more than lookups, as far as is known before this one
         is over."""
-        return not (self.enabled and self.learned.guard.paused)
+        return not (self.enabled and self.learned.budget.paused)
 
     @locked
     def draft_cost(self) -> float | None:
         """Tokens that one more drafting forward must bring to pay: what its time, and that of
-        another candidate in the step, would otherwise yield. None while unknown, or if nothing may
-        depend on time."""
+        another draft token in the step, would otherwise yield. None while unknown, or if nothing
+        may depend on time."""
         times, rate = self.setting.times, self.setting.rate.value
         seconds, line = times.drafted_seconds, times.line
         if not self.enabled or rate is None or seconds is None or line is None:
@@ -152,7 +134,7 @@ class StepPolicy:
                 probabilities are unknown, or nothing may depend on time.
             drafter: attaches probes.
             active: unfinished rows.
-            limits: depth of the deepest candidate that each row can use.
+            limits: depth of the deepest draft token that each row can use.
         """
         self._live = sum(active)
         host = tree.host
@@ -161,122 +143,91 @@ class StepPolicy:
             self.prunes = self._prunes(drafter.prunes, plan, self._width_of(tree))
             return tree
         deep = np.where(active, limits, -1)[:, None]
-        likely = np.where(host.depths <= deep, host.probs, 0.0)
+        probs = np.where(host.depths <= deep, host.probs, 0.0)
         group = 0 if self.lookups_only else drafter.num_probes
-        self._plan = plan = self._best(likely, host.parents, group, drafter.prunes)
-        width = self.width(1 + plan.candidates, plan.probed * group)
+        self._plan = plan = self._best(probs, host.parents, group, drafter.prunes)
+        width = self.shapes.width(1 + plan.drafted, plan.probed * group)
         self.prunes = self._prunes(drafter.prunes, plan, width)
-        tree = tree.likeliest(plan.candidates)
+        tree = tree.likeliest(plan.drafted)
         if not plan.probed:
             return tree
         nodes = tree.num_tokens
-        ends = best_ends(likely[:, :nodes], host.parents[:, :nodes], plan.probed)
-        return drafter.attach_probes(tree, (ends * drafter.distances).tolist())
+        probed = best_ends(probs[:, :nodes], host.parents[:, :nodes], plan.probed)
+        return drafter.attach_probes(tree, (probed * drafter.distances).tolist())
 
     @locked
-    def count(self, chances: Sequence[float], live: int) -> int:
-        """How many candidates the step takes if the candidates of all rows are packed together.
+    def count(self, probs: Sequence[float], live: int) -> int:
+        """How many draft tokens the step takes if those of all rows are packed together.
 
         Args:
-            chances: probabilities of the candidates of all rows, likeliest first.
+            probs: probabilities of the draft tokens of all rows, likeliest first.
             live: number of unfinished rows.
         """
         self._live = live
-        likely = np.array([[1.0, *chances]])
-        self._plan = self._best(likely, np.zeros_like(likely), 0, False)
-        return self._plan.candidates
+        packed = np.array([[1.0, *probs]])
+        self._plan = self._best(packed, np.zeros_like(packed), 0, False)
+        return self._plan.drafted
 
-    def _best(self, likely: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
+    def _best(self, probs: Array, parents: Array, group: int, prunes: bool | None) -> Plan:
         """The plan of the largest value.
 
         Args:
-            likely: ``(batch, nodes)`` probability of each path, likeliest first.
+            probs: ``(batch, nodes)`` probability of each path, likeliest first.
             parents: ``(batch, nodes)``
             group: probes under a node that has them.
             prunes: whether the step prunes; None if this is decided later.
         """
-        setting = self.setting
-        times = setting.pruned if prunes else setting.times
-        plain = setting.times.plain_seconds()
-        sums: list[float] = likely.sum(0).tolist()
-        sums[0] = float(self._live)
-        while len(sums) > 1 and sums[-1] <= 0:
-            sums.pop()
-        most, line = len(sums) - 1, times.line
+        setting, shapes, live = self.setting, self.shapes, float(self._live)
+        sums = probs.sum(0)
+        most, sums[0] = int(np.flatnonzero(sums > 0).max(initial=0)), live
+        expected: list[float] = sums.cumsum().tolist()
+        value_of_predictions = self.learned.prediction_value
         if not most:
-            looks = group and setting.looks(self.width(1, group), self.learned.worth * self._live)
-            return Plan(0, int(looks), float(self._live))
-        setting.settled += 1
-        if setting.settled > AFRESH or line is None and not setting.tries:
-            setting.tries.extend(self.learned.first_sizes(self._key[0])[:2])
+            gain, width = value_of_predictions * live, shapes.width(1, group)
+            return Plan(0, int(group and setting.probes_root(width, gain)), live)
+        times = setting.pruned if prunes else setting.times
+        line = times.line
+        if not setting.tries and (line is None or setting.retries["sizes"].due()):
+            setting.tries.extend(self.learned.first_sizes(self._key[0]))
         if setting.tries:
-            setting.settled = 0
-            candidates, probed = setting.tries.popleft()
-            candidates = min(candidates - self._padded, most)
-            if self._padded or not group:
-                probed = self._counts(candidates, group)[0]
-            probed = min(probed, candidates + 1)
-            return Plan(candidates, probed, sum(sums[: candidates + 1]))
+            size, probed = setting.tries.popleft()
+            size = min(size - shapes.padded, most)
+            if shapes.padded or not group:
+                probed = shapes.probed(size, group)[0]
+            return Plan(size, min(probed, size + 1), expected[size])
         assert line is not None
-        rate = setting.rate.value or self._live / max(plain or line[0], TICK)
-        worth = self.learned.worth
-        curve = times.curve(self.width(1 + most, (1 + most) * group))
-        costs = [rate * seconds for seconds in curve]  # tokens that the time would yield
-        value, candidates, probed, promised = -np.inf, 0, 0, 0.0
-        sizes = [size for size in SIZES if size < most] + [most]
-        if self._padded:
-            sizes = [size for size in FIXED if size < most] + [min(most, FIXED[-1])]
-        for size in sizes:
-            expected, held = sum(sums[: size + 1]), [0.0]
+        plain = setting.times.plain_seconds()
+        rate = setting.rate.value or live / max(plain or line[0], TICK)
+        # What the time of a step would otherwise yield, in tokens, by its step tokens.
+        costs = [rate * spent for spent in times.curve(shapes.width(1 + most, (1 + most) * group))]
+        best, value = Plan(), -np.inf
+        for size in shapes.sizes(most):
+            at_probes = [0.0]  # rows that are expected to end at one of the n best nodes
             if group:
-                gains = np.sort(ends(likely[:, : size + 1], parents), axis=1)[:, ::-1].sum(0)
-                held += gains.cumsum().tolist()
-            found = max(
-                (expected + worth * held[n] - costs[self.width(1 + size, n * group)], n)
-                for n in self._counts(size, group)
-            )
-            if found[0] > value:
-                (value, probed), candidates, promised = found, size, expected
-        without = -np.inf if plain is None else self._live - rate * plain
+                ended = np.sort(ends(probs[:, : size + 1], parents), axis=1)[:, ::-1]
+                at_probes += ended.sum(0).cumsum().tolist()
+            for n in shapes.probed(size, group):
+                cost = costs[shapes.width(1 + size, n * group)]
+                found = expected[size] + value_of_predictions * at_probes[n] - cost
+                if found > value:
+                    best, value = Plan(size, n, expected[size]), found
+        plain_value = -np.inf if plain is None else live - rate * plain
         if group:
-            look = self._live * (1 + worth) - costs[self.width(1, group)]
-            self.learned.worth += ALPHA * ((max(value, without) - look) / self._live - worth)
-            self.learned.worth = min(max(self.learned.worth, 0.0), float(likely.shape[1]))
-        if value < without:
-            self.stats.num_fallback_steps += 1
-            return Plan(promised=float(self._live))
-        return Plan(candidates, probed, promised)
-
-    def shapes(self, group: int, looks_up: bool = False) -> list[tuple[int, int]]:
-        """Nodes, and nodes with probes, of all steps that may be chosen if shapes are padded.
-
-        Args:
-            group: probes under a node that has them.
-            looks_up: whether there are look-ups, which may also be drafted alone.
-        """
-        found = [(1, 0), *([(1, 1)] if group else [])]
-        for size in FIXED:
-            counts = self._counts(size, group) + ([0] if group and looks_up else [])
-            found += [(1 + size, count) for count in counts]
-        return found
-
-    def _counts(self, size: int, group: int) -> list[int]:
-        """Numbers of nodes with probes to choose from, for a step with ``size`` candidates."""
-        if not group:
-            return [0]
-        if not self._padded:
-            return [0, *(count for count in SIZES if count <= size), size + 1]
-        # As many probes as nodes, or twice as many.
-        nodes = self.width(1 + size, 0)
-        counts = [min(max(n // group, 1), size + 1) for n in (nodes, 2 * nodes)]
-        fit = [count for count in counts if self.width(1 + size, count * group) <= WIDEST]
-        return sorted(set(fit)) or [0]
+            without = live * (1 + value_of_predictions) - costs[shapes.width(1, group)]
+            change = (max(value, plain_value) - without) / live - value_of_predictions
+            learned = value_of_predictions + ALPHA * change
+            self.learned.prediction_value = min(max(learned, 0.0), float(probs.shape[1]))
+        if value >= plain_value:
+            return best
+        self.stats.num_fallback_steps += 1
+        return Plan(expected=live)
 
     def _prunes(self, wanted: bool | None, plan: Plan, tokens: int) -> bool:
-        """Whether the step prunes unlikely candidates; if ``wanted`` is None, whether that pays."""
-        if wanted is not None or not plan.candidates:
-            return bool(wanted and plan.candidates)
-        drafted = plan.promised - self._live if plan.promised else self._live
+        """Whether the step prunes unlikely draft tokens; if ``wanted`` is None, whether that
+        pays."""
+        if wanted is not None or not plan.drafted:
+            return bool(wanted and plan.drafted)
+        drafted = plan.expected - self._live if plan.expected else self._live
         return self.setting.prunes(tokens, drafted)
 
     # -- after a step ------------------------------------------------------------------------
@@ -297,52 +248,58 @@ class StepPolicy:
 
     @locked
     def note(
-        self, candidates: int, rows: int, tokens: int, live: int, seconds: float,
-        pruned: bool = False,
-    ) -> None:  # fmt: skip
+        self, drafted: int, rows: int, tokens: int, live: int, seconds: float, pruned: bool = False
+    ) -> None:
         """:meth:`observe` in numbers.
 
         Args:
-            candidates: candidates per batch row; of the whole batch if packed.
+            drafted: draft tokens per batch row; of the whole batch if packed.
             rows: step tokens of the forward, counted alike.
             tokens: emitted tokens.
             live: rows that emitted tokens.
             seconds: duration of the step.
-            pruned: whether unlikely candidates were pruned.
+            pruned: whether unlikely draft tokens were pruned.
         """
         setting, plan = self.setting, self._plan
         drafting = self.stats.draft_seconds - self._before[0]
         forwards = self.stats.num_draft_forwards - self._before[1]
         times = setting.pruned if pruned else setting.times
-        mostly = plan is not None and not self.lookups_only  # typical drafting
+        typical = plan is not None and not self.lookups_only
         expected = self._expected(times, rows, drafting)
-        times.observe(rows, max(seconds - drafting, TICK), drafting if mostly else None, forwards)
+        times.observe(rows, seconds - drafting, drafting if typical else None, forwards)
         setting.times.pace = setting.pruned.pace = times.pace  # both share the machine's pace
         setting.rate.add(tokens, seconds)
-        setting.wide = setting.wide + 1 if rows > 1 else 0
-        self._taken[(candidates, rows)] += 1
-        guard, lookups = self.learned.guard, self.learned.lookups
-        if self.enabled and guard.paused:
-            guard.refill()
-            if plan is None and lookups.paused:
-                lookups.refill()
+        self._steps[(drafted, rows)] += 1
+        if rows == 1:
+            setting.retries["plain"].steps = 0
+        if self.enabled and live:
+            self._charge(tokens / live, seconds, expected)
         if plan is None:
             return
-        if candidates:
-            drafted = plan.promised - self._live if plan.promised else live
-            setting.kept[pruned].add(tokens - live, drafted, ALPHA / 4)
-        plain = setting.times.plain_seconds()
+        if drafted:
+            relative_to = plan.expected - self._live if plan.expected else live
+            setting.acceptance[pruned].add(tokens - live, relative_to, ALPHA / 4)
         self.history.append({
-            "candidates": candidates, "step_tokens": rows, "pruned": pruned,
-            "promised_tokens": plan.promised or None, "tokens": tokens,
-            "promised_seconds": expected or seconds, "seconds": seconds, "batch_size": live,
+            "draft_tokens": drafted, "step_tokens": rows, "pruned": pruned,
+            "expected_tokens": plan.expected or None, "tokens": tokens,
+            "expected_seconds": expected, "seconds": seconds, "batch_size": live,
         })  # fmt: skip
-        # While nobody knows how long a step should take, it may be a stall or a warm-up.
-        if self.enabled and plain and expected and live:
-            # Nothing is cheaper than a plain step; if it seems so, the machine sped up.
-            # Measured times: estimates drift apart if one kind of step pauses for long.
-            account = lookups if self.lookups_only else guard
-            account.book(tokens / live, max(min(seconds, CLIP * expected) / plain, 1.0))
+
+    def _charge(self, tokens: float, seconds: float, expected: float | None) -> None:
+        """Charge a step to the budget of what it drafted; the others wait.
+
+        Measured times: estimates drift apart if one kind of step pauses for long.
+        """
+        plain = self.setting.times.plain_seconds()
+        charged = self.learned.lookup_budget if self.lookups_only else self.learned.budget
+        for budget in (self.learned.budget, self.learned.lookup_budget):
+            if self._plan is None or budget is not charged:
+                budget.wait()
+            elif plain:
+                # A stall says nothing, nor does a warm-up; and nothing is cheaper than a plain
+                # step: if it seems so, the machine sped up.
+                cost = min(seconds, CLIP * (expected or plain)) / plain
+                budget.charge(tokens, max(cost, 1.0))
 
     def _expected(self, times: StepTimes, rows: int, drafting: float) -> float | None:
         """Seconds that a step should take, by those before it; None while they do not tell."""
@@ -352,37 +309,39 @@ class StepPolicy:
         return None if forward is None else forward + drafting
 
     def _width_of(self, tree: Tree) -> int:
-        return self.width(tree.num_tokens, tree.num_probes)
-
-    def move(self, setting: tuple[int, int, str]) -> None:
-        """Switch to another setting, such as a smaller batch."""
-        self._key = setting
-        self.setting = self.learned.setting(setting)
+        return self.shapes.width(tree.num_tokens, tree.num_probes)
 
     @locked
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``, as JSON types: the choices and their inputs."""
-        times, line = self.setting.times, self.setting.times.line
-        plain = times.plain_seconds()
-        promised = sum(one["promised_tokens"] or 0.0 for one in self.history)
-        came = sum(one["tokens"] for one in self.history if one["promised_tokens"])
+        times, history = self.setting.times, list(self.history)
+        line = times.line or (None, None)
+        known = [one for one in history if one["expected_tokens"]]
+        expected = sum(one["expected_tokens"] for one in known)
+        errors = [
+            abs(one["expected_seconds"] / one["seconds"] - 1)
+            for one in history
+            if one["expected_seconds"] and one["seconds"]
+        ]
         return {
             "policy": {
-                "paused": self.enabled and self.learned.guard.paused,
+                "paused": self.enabled and self.learned.budget.paused,
                 "batch_size": self._key[0],
-                "plain_seconds": plain,
-                "b0": None if line is None else line[0],
-                "b1": None if line is None else line[1],
+                "plain_seconds": times.plain_seconds(),
+                "b0": line[0],
+                "b1": line[1],
                 "drafting_seconds": times.drafting_seconds,
                 "drafted_seconds": times.drafted_seconds,
                 "seconds": {str(rows): spent for rows, spent in times.means.items()},
-                "prediction_worth": self.learned.worth,
-                "came_per_promised": came / promised if promised else None,
-                "median_time_error": times.median_error,
+                "prediction_value": self.learned.prediction_value,
+                "tokens_per_expected": (
+                    sum(one["tokens"] for one in known) / expected if expected else None
+                ),
+                "median_time_error": statistics.median(errors) if errors else None,
                 "steps": [
-                    {"candidates": n, "step_tokens": rows, "count": count}
-                    for (n, rows), count in sorted(self._taken.items())
+                    {"draft_tokens": n, "step_tokens": rows, "count": count}
+                    for (n, rows), count in sorted(self._steps.items())
                 ],
-                "history": list(self.history),
+                "history": history,
             }
         }

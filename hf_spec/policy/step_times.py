@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,16 +23,16 @@ OLDEST = 1000
 #: The first step of a size is a warm-up and is ignored. The median of the next ones is used until
 #: there are this many; then they are averaged.
 FIRST = 5
-#: Steps after which an unused size starts over, as conditions may have changed.
-STALE = 200
 #: Marks a line that has to be fitted.
 UNKNOWN = object()
 #: Weight of the line, in steps, relative to a size's own steps.
 DRAWN = 16
 #: Steps are clipped to this multiple of the mean: a stall says nothing about a size's cost.
 CLIP = 2.0
-#: Number of sizes, and of prediction errors, that are kept.
-SIZES, ERRORS = 64, 256
+#: Least duration; clocks may be coarse.
+TICK = 1e-9
+#: Number of sizes that are kept.
+SIZES = 64
 
 
 @dataclass
@@ -53,12 +52,15 @@ class SizeTime:
     count: float = 0.0
 
     def add(self, seconds: float, step: int = 0) -> None:
-        """T_perf <- (1 - alpha) T_perf + alpha t; ``step`` is its number, as ages are counted."""
-        cold, gap = self.first is None, step - self.last
-        if self.first is None or gap > STALE:
+        """ln T_perf <- (1 - alpha) ln T_perf + alpha ln t; ``step`` is its number, as ages are
+        counted.
+
+        In logarithms, as the pace is: else noise would move the two apart while only one size is
+        taken, and what is known of the other sizes would no longer be comparable.
+        """
+        gap, self.last = step - self.last, step
+        if self.first is None:
             self.first = []
-        self.last = step
-        if cold:
             return
         if len(self.first) < FIRST:
             self.first.append(seconds)
@@ -66,7 +68,7 @@ class SizeTime:
         elif self.mean is not None:
             self.count = self.count * math.exp(-DECAY * gap) + 1
             alpha = max(TIME_ALPHA, 1 / self.count)
-            self.mean += alpha * (min(seconds, CLIP * self.mean) - self.mean)
+            self.mean *= ratio(seconds, self.mean) ** alpha
 
 
 @dataclass
@@ -85,7 +87,6 @@ class StepTimes:
         sizes: known sizes, by step tokens per batch row.
         drafting: seconds before the forward of a step that drafts.
         drafted: seconds of one of the drafting forwards, if drafting runs the model.
-        errors: errors of the latest predictions, relative to the measured time.
     """
 
     steps: int = 0
@@ -94,7 +95,6 @@ class StepTimes:
     sizes: dict[int, SizeTime] = field(default_factory=dict)
     drafting: SizeTime = field(default_factory=SizeTime)
     drafted: SizeTime = field(default_factory=SizeTime)
-    errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
     #: The line at a pace of 1, until the next step is observed.
     _line: Any = UNKNOWN
 
@@ -111,8 +111,9 @@ class StepTimes:
         """
         self.steps += 1
         self.wide += rows > 1
+        seconds = max(seconds, TICK)
         if drafting is not None:
-            self._note_error(rows, seconds + drafting)
+            drafting = max(drafting, TICK)
             self.drafting.add(drafting / self.pace)
             if forwards:
                 self.drafted.add(drafting / (forwards * self.pace))
@@ -123,16 +124,9 @@ class StepTimes:
         if expected is None and (line := self.line) is not None:  # clip stalls of new sizes, too
             counted = min(seconds, CLIP * (line[0] + line[1] * rows))
         size.add(counted / self.pace, self.wide)
-        if expected and seconds > 0:
-            change = seconds / (self.pace * expected)
-            self.pace *= min(max(change, 1 / CLIP), CLIP) ** PACE_ALPHA
+        if expected:
+            self.pace *= ratio(seconds, self.pace * expected) ** PACE_ALPHA
         self._line = UNKNOWN
-
-    def _note_error(self, rows: int, seconds: float) -> None:
-        known = rows in self.sizes and self.sizes[rows].count
-        expected = self.seconds(rows) if known and self.drafting.mean is not None else None
-        if expected is not None and seconds > 0:
-            self.errors.append(abs(expected - seconds) / seconds)
 
     def mean(self, rows: int) -> float | None:
         """T_perf of a size at the current pace; None while unknown."""
@@ -238,16 +232,17 @@ class StepTimes:
         times = {rows: max(spent + added[rows], spent * share) for rows, spent in here.items()}
         drafting, drafted = SizeTime(self.drafting_seconds), SizeTime(self.drafted_seconds)
         found = StepTimes.guessed(times)
-        return replace(found, drafting=drafting, drafted=drafted, errors=self.errors)
+        return replace(found, drafting=drafting, drafted=drafted)
 
     @classmethod
     def guessed(cls, seconds: dict[int, float]) -> StepTimes:
         """Known times by step tokens, used until steps of these sizes are observed."""
         return cls(sizes={rows: SizeTime(spent) for rows, spent in seconds.items()})
 
-    @property
-    def median_error(self) -> float | None:
-        return statistics.median(self.errors) if self.errors else None
+
+def ratio(seconds: float, expected: float) -> float:
+    """Measured over expected seconds, within :data:`CLIP`."""
+    return min(max(seconds / expected, 1 / CLIP), CLIP)
 
 
 def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -264,24 +259,21 @@ def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[flo
     return [mean for mean, _, count in pools for _ in range(int(count))]
 
 
-def fit_line(
-    rows: Sequence[float], seconds: Sequence[float], weights: Sequence[float]
-) -> tuple[float, float]:
+def fit_line(rows: Any, seconds: Any, weights: Any) -> tuple[float, float]:
     """b0, b1 >= 0 that minimise sum W (T - b0 - b1 i)^2 over the sizes i, in closed form.
 
     Args:
-        rows, seconds, weights: of each size; at least two sizes differ.
+        rows, seconds, weights: ``(sizes,)``; at least two sizes differ.
     """
-    total = sum(weights)
-    weights = [weight / total for weight in weights]
-    mean_rows = sum(w * i for w, i in zip(weights, rows))
-    mean = sum(w * t for w, t in zip(weights, seconds))
-    spread = sum(w * (i - mean_rows) ** 2 for w, i in zip(weights, rows))
-    shared = sum(w * (i - mean_rows) * (t - mean) for w, i, t in zip(weights, rows, seconds))
-    slope = shared / max(spread, 1e-300)
+    rows, seconds = np.asarray(rows, float), np.asarray(seconds, float)
+
+    def mean(values: Any) -> float:
+        return float(np.average(values, weights=weights))
+
+    spread, middle = mean((rows - mean(rows)) ** 2), mean(seconds)
+    slope = mean((rows - mean(rows)) * (seconds - middle)) / max(spread, 1e-300)
     if slope <= 0:  # noise, or only one size has weight: tokens are free
-        return mean, 0.0
-    if mean - slope * mean_rows < 0:
-        squares = sum(w * i * i for w, i in zip(weights, rows))
-        return 0.0, sum(w * i * t for w, i, t in zip(weights, rows, seconds)) / squares
-    return mean - slope * mean_rows, slope
+        return middle, 0.0
+    if middle < slope * mean(rows):
+        return 0.0, mean(rows * seconds) / mean(rows**2)
+    return middle - slope * mean(rows), slope

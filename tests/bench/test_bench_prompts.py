@@ -71,7 +71,10 @@ def test_limit_is_spread_evenly_and_keeps_the_order():
 def test_chat_template_is_applied_when_there_is_one():
     tokenizer = make_tokenizer()
     assert tokenizer.decode(encode(tokenizer, "hi")) == "<|user|>hi<|end|><|assistant|>"
-    assert make_tokenizer(chat=False).decode(encode(make_tokenizer(chat=False), "hi")) == "hi"
+    history = [Message("system", "S"), Message("user", "a"), Message("assistant", "b")]
+    tokenizer = make_tokenizer(chat=False)
+    assert tokenizer.decode(encode(tokenizer, "c", history)) == "S\n\na\n\nb\n\nc"
+    assert Prompt("c", history=tuple(history)).full_text == "S\n\na\n\nb\n\nc"
 
 
 def test_long_prompt_is_cut_at_its_beginning_inside_the_template():
@@ -105,13 +108,6 @@ def test_of_a_long_chat_the_oldest_turns_are_left_out_first():
     assert within(23).startswith(system) and within(23).endswith("end") and len(within(23)) < 29
     with pytest.raises(ValueError, match="template and the system message take .* leaves 5"):
         encode_within(tokenizer, "the end", 5, history)
-
-
-def test_a_chat_without_template_is_its_texts():
-    history = [Message("system", "S"), Message("user", "a"), Message("assistant", "b")]
-    tokenizer = make_tokenizer(chat=False)
-    assert tokenizer.decode(encode(tokenizer, "c", history)) == "S\n\na\n\nb\n\nc"
-    assert Prompt("c", history=tuple(history)).full_text == "S\n\na\n\nb\n\nc"
 
 
 def test_a_template_that_refuses_a_role_is_reported_with_the_prompt():

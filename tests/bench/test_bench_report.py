@@ -66,6 +66,16 @@ def test_rows_hold_the_figures_worked_out_by_hand():
     found = [everything[kind] for kind in ("identical", "diverged_at_tie", "diverged")]
     assert found == [1, 1, 1]
     assert rows["plain", "all"]["speedup"] == rows["plain", "all"]["tau"] == 1.0
+    # Statistics are summed, and shares of the time add up.
+    summed = everything["stats"]
+    assert summed["num_steps"] == 32 and summed["num_generated_tokens"] == 40
+    assert summed["mean_accepted_tokens"] == pytest.approx(40 / 32)
+    assert summed["forward_seconds"] == pytest.approx(5.7)
+    share = summed["share"]
+    assert share["forward"] == pytest.approx(5.7 / 7.5)
+    assert share["draft"] == pytest.approx(0.3 / 7.5)
+    assert sum(share.values()) == pytest.approx(1.0)
+    assert rows["plain", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
 
 
 def test_intervals_are_of_prompts_and_paired():
@@ -98,30 +108,14 @@ def test_intervals_cover_what_they_say():
     assert 266 <= inside <= 300
 
 
-def test_statistics_are_summed_and_shares_add_up():
-    rows = {(row["strategy"], row["task"]): row for row in results.rows(measurements())}
-    summed = rows["fast", "all"]["stats"]
-    assert summed["num_steps"] == 32 and summed["num_generated_tokens"] == 40
-    assert summed["mean_accepted_tokens"] == pytest.approx(rows["fast", "all"]["tau"])
-    assert summed["forward_seconds"] == pytest.approx(5.7)
-    share = summed["share"]
-    assert share["forward"] == pytest.approx(5.7 / 7.5)
-    assert share["draft"] == pytest.approx(0.3 / 7.5)
-    assert sum(share.values()) == pytest.approx(1.0)
-    assert rows["plain", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
-
-
 def test_samples_are_identical_or_not_compared():
     sampled = measurements()
-    for item in sampled:
-        item.agreement = [Agreement.IDENTICAL] * (len(item.rows) - 1) + [None]
-    for row in results.rows(sampled):
-        assert row["identical"] < row["prompts"]
-        assert row["diverged"] is row["diverged_at_tie"] is None
-    for item in sampled:
-        item.agreement = [Agreement.IDENTICAL] * len(item.rows)
-    for row in results.rows(sampled):
-        assert row["identical"] == row["prompts"] and row["diverged"] == 0
+    for found, identical, diverged in ((None, 0, None), (SAME, 1, 0)):
+        for item in sampled:
+            item.agreement = [found]
+        for row in results.rows(sampled):
+            assert row["identical"] == identical * row["prompts"]
+            assert row["diverged"] == row["diverged_at_tie"] == diverged
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

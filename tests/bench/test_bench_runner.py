@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from hf_spec.bench.contenders import (
     read_adapters,
 )
 from hf_spec.bench.prompts import Prompt, encode
-from hf_spec.bench.runner import run
+from hf_spec.bench.runner import run as run_contenders
 from hf_spec.cli.options import parse_kwargs
 
 NEW = 24
@@ -46,6 +45,12 @@ def prompts():
     return [Prompt(text, "ab"[i % 2], i) for i, text in enumerate(texts)]
 
 
+def run(model, tokenizer, prompts, names, options=None, **settings):
+    """A benchmark of strategies by their names."""
+    lineup = contenders(parse_names(names), options)
+    return run_contenders(model, tokenizer, prompts, lineup, **settings)
+
+
 def plain_tokens(model, tokenizer, prompt: Prompt) -> list[int]:
     ids = encode(tokenizer, prompt.text)
     out = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
@@ -54,11 +59,9 @@ def plain_tokens(model, tokenizer, prompt: Prompt) -> list[int]:
 
 
 def test_every_figure_worked_out_again(model, tokenizer, prompts):
-    every_step = {"drafting": "always"}
-    result = run(
-        model, tokenizer, prompts, ["prompt_lookup", STOCK],
-        strategy_kwargs={"prompt_lookup": every_step}, max_new_tokens=NEW,
-    )  # fmt: skip
+    every_step = {"prompt_lookup": {"drafting": "always"}}
+    names = ["prompt_lookup", STOCK]
+    result = run(model, tokenizer, prompts, names, every_step, max_new_tokens=NEW)
     expected = [plain_tokens(model, tokenizer, prompt) for prompt in prompts]
     rows = {(row["strategy"], row["task"]): row for row in result.runs()}
     for name in ("plain", "prompt_lookup", STOCK):
@@ -88,7 +91,8 @@ def test_every_figure_worked_out_again(model, tokenizer, prompts):
     assert summed["num_generated_tokens"] == sum(map(len, expected))
 
 
-def test_batches_equal_single_rows(model, tokenizer, prompts):
+def test_batches_equal_single_rows_and_long_prompts_are_cut(model, tokenizer, prompts):
+    prompts = [*prompts[:4], Prompt("word " * 200, "a", 5)]
     result = run(
         model, tokenizer, prompts, ["prompt_lookup", STOCK],
         batch_sizes=[1, 2], max_new_tokens=NEW,
@@ -98,29 +102,47 @@ def test_batches_equal_single_rows(model, tokenizer, prompts):
     }  # fmt: skip
     assert result.overall("prompt_lookup", 2)["identical"] == len(prompts)
     assert result.overall("plain", 2)["tau"] == 1.0
+    single, batched = (
+        {
+            index: row
+            for m in result.measurements
+            if (m.strategy, m.batch_size) == ("plain", size)
+            for index, row in zip(m.prompts, m.rows)
+        }
+        for size in (1, 2)
+    )
+    assert single == batched and len(single) == len(prompts)
     notes = " / ".join(result.notes)
     assert f"{STOCK} left out at batch size 2" in notes
     assert "1 of 3 batches have fewer than 2 rows" in notes
+    assert result.truncated_prompts == 1
+    assert "1 of 5 prompts did not fit the model's context" in notes
 
 
-def test_order_rotates_and_plain_is_always_there(model, tokenizer, prompts, monkeypatch):
+def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, monkeypatch):
     order: list[str] = []
     original = session.Session.generate
 
-    def spy(self, contender, *args, **kwargs):
+    def spoil(self, contender, *args, **kwargs):
         order.append(contender.name)
-        return original(self, contender, *args, **kwargs)
+        seconds, rows, steps, stats = original(self, contender, *args, **kwargs)
+        if contender.name == "prompt_lookup":
+            rows = [[*row[:-1], (row[-1] + 7) % 260] for row in rows]
+        return seconds, rows, steps, stats
 
-    monkeypatch.setattr(session.Session, "generate", spy)
+    monkeypatch.setattr(session.Session, "generate", spoil)
     calls: list[tuple[int, int]] = []
-    run(
-        model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4, warmup=False,
+    result = run(
+        model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4,
         progress=lambda done, total: calls.append((done, total)),
     )  # fmt: skip
     names = ["plain", "prompt_lookup", STOCK]
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
-    assert turns == [names, names[1:] + names[:1], names[2:] + names[:2], names]
+    warm_up = names
+    assert turns == [warm_up, names, names[1:] + names[:1], names[2:] + names[:2], names]
     assert calls == [(i, 12) for i in range(1, 13)]
+    found = [(row["diverged"], row["identical"]) for row in map(result.overall, names)]
+    assert found == [(0, 4), (4, 0), (0, 4)]
 
 
 def test_the_models_own_sampling_defaults_do_not_interfere(tokenizer, prompts):
@@ -163,36 +185,6 @@ def test_repetition_penalty_passes_through(model, tokenizer, prompts):
     assert result.overall("prompt_lookup")["identical"] == len(prompts)
 
 
-def test_a_wrong_output_is_counted_as_diverged(model, tokenizer, prompts, monkeypatch):
-    original = session.Session.generate
-
-    def spoil(self, contender, *args, **kwargs):
-        seconds, rows, steps, stats = original(self, contender, *args, **kwargs)
-        if contender.name == "prompt_lookup":
-            rows = [[*row[:-1], (row[-1] + 7) % 260] for row in rows]
-        return seconds, rows, steps, stats
-
-    monkeypatch.setattr(session.Session, "generate", spoil)
-    result = run(model, tokenizer, prompts, ["prompt_lookup", STOCK], max_new_tokens=NEW)
-    assert result.overall("prompt_lookup")["diverged"] == len(prompts)
-    assert result.overall("prompt_lookup")["identical"] == 0
-    assert result.overall(STOCK)["identical"] == len(prompts)
-
-
-def test_padding_is_on_the_left():
-    padded = session.pad_left([[7, 8, 9], [5]], 0, torch.device("cpu"))
-    assert padded["input_ids"].tolist() == [[7, 8, 9], [0, 0, 5]]
-    assert padded["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-
-
-def test_long_prompts_are_cut_and_counted(model, tokenizer):
-    long = [Prompt("word " * 200, "x", 1), Prompt("short", "x", 2)]
-    result = run(model, tokenizer, long, ["prompt_lookup"], max_new_tokens=16)
-    assert result.truncated_prompts == 1
-    assert "1 of 2 prompts did not fit the model's context" in result.notes[0]
-    assert result.overall("prompt_lookup")["identical"] == 2
-
-
 def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
     with pytest.raises(ValueError, match="unknown strategy 'fastest'; choose from .*prompt_lookup"):
         run(model, tokenizer, prompts, ["fastest"])
@@ -204,11 +196,6 @@ def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
         run(model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=CONTEXT)
     with pytest.raises(ValueError, match="at least 1"):
         run(model, tokenizer, prompts, ["prompt_lookup"], batch_sizes=[0])
-    with pytest.raises(ValueError, match="max_ngram"):
-        run(
-            model, tokenizer, prompts, ["prompt_lookup"],
-            strategy_kwargs={"prompt_lookup": {"max_ngram": 0}},
-        )  # fmt: skip
 
 
 def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
@@ -217,7 +204,7 @@ def test_a_strategy_with_several_sets_of_options(model, tokenizer, prompts):
     lineup = contenders(names, options)
     assert [item.name for item in lineup] == names
     assert {item.kwargs["assistant_strategy"] for item in lineup} == {"prompt_lookup"}
-    result = run(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW)
+    result = run_contenders(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW)
     chain = result.overall("prompt_lookup:chain")
     assert chain["identical"] == 2 and chain["tau"] <= 2.0
     assert set(chain["stats"]["accepted_histogram"]) <= {"1", "2"}
@@ -249,10 +236,10 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     monkeypatch.setattr(model, "generate", watched)
     lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
     assert [item.name for item in lineup] == ["plain@tuned", "space"]
-    everyone = [*lineup, "prompt_lookup"]
-    result = run(model, tokenizer, prompts[:2], everyone, max_new_tokens=NEW, warmup=False)
+    everyone = [*lineup, *contenders(["prompt_lookup"])]
+    result = run_contenders(model, tokenizer, prompts[:2], everyone, max_new_tokens=NEW)
     order = [item.name for item in result.contenders]
-    turns = [order, order[1:] + order[:1]]
+    turns = [order, order, order[1:] + order[:1]]  # first the warm-up
     assert changed == [name in ("space", "plain@tuned") for turn in turns for name in turn]
     assert all(torch.equal(original[name], p) for name, p in model.named_parameters())
     assert result.notes == []
@@ -277,7 +264,7 @@ def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
     prunes = Adapter("folder/prunes", "prunes", "propd", {"drafter": "bita", "prune": True})
     lineup = contenders(["propd"], {"propd": {"drafter": "bita"}}, [drafts, prunes])
     assert [item.adapters for item in lineup] == [("prunes", "drafts")]
-    result = run(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW, warmup=False)
+    result = run_contenders(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW)
     rows = {row["strategy"]: row for row in result.runs() if row["task"] == "all"}
     row = rows["propd"]
     assert row["identical"] == 2 and row["stats"]["num_pruned_tokens"] > 0
@@ -310,14 +297,8 @@ def test_which_adapters_change_the_model(tmp_path):
 def test_an_adapter_s_folder_as_the_assistant(tmp_path, capsys):
     """Its base drafts with the adapter's strategy; stock assisted decoding verifies."""
     save_checkpoint(tmp_path / "m")
-    small = make_model()
+    base = AutoModelForCausalLM.from_pretrained(save_checkpoint(tmp_path / "small"))
     torch.manual_seed(0)
-    small.save_pretrained(tmp_path / "small")
-    shutil.copy(tmp_path / "m" / "tokenizer.json", tmp_path / "small")
-    for extra in ("tokenizer_config.json", "chat_template.jinja"):
-        if (tmp_path / "m" / extra).is_file():
-            shutil.copy(tmp_path / "m" / extra, tmp_path / "small")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     get_peft_model(base, hf_spec.PPDConfig()).save_pretrained(tmp_path / "ppd")
     write_prompts(tmp_path / "p.jsonl", [{"prompt": "abab" * 4}, {"prompt": "one one"}])
     alone, with_ppd = (f"transformers:assisted={tmp_path / name}" for name in ("small", "ppd"))
@@ -355,7 +336,7 @@ def test_an_update_that_cannot_be_merged_runs_beside_the_weights(tokenizer, prom
     model = make_model()
     model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
     lineup = contenders(["space"], None, [Adapter("folder/tuned", "tuned", "space", {}, True)])
-    result = run(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
+    result = run_contenders(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
     assert result.notes == [
         f"{name} ran with its update beside the weights: the weights are quantised"
         for name in ("plain@tuned", "space")

@@ -69,12 +69,10 @@ def test_figures_and_intervals(script: Any, tmp_path: Path) -> None:
     assert [one.name for one in both] == ["first a", "first b", "second a"]
     (_, ends), (ratio, speeds) = script.beside(both[2], both[0])
     assert ends == (0.0, 0.0) and speeds[0] < 1 < speeds[1] and 0.9 < ratio < 1.1
-
-
-def test_fine_tuned_models_have_a_baseline_of_their_own(script: Any, tmp_path: Path) -> None:
+    # Fine-tuned models have a baseline of their own.
     rows = {"plain": [(8, 8, 1.0)], "plain@tuned": [(8, 8, 2.0)], "a@tuned": [(8, 4, 1.0)]}
-    (found,) = script.read([write(tmp_path / "results", rows)])
-    assert found.name == "a@tuned" and script.speedup(*found.calls[0,]) == 2.0
+    (tuned,) = script.read([write(tmp_path / "tuned", rows)])
+    assert tuned.name == "a@tuned" and script.speedup(*tuned.calls[0,]) == 2.0
 
 
 def test_the_table(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts import load_script
 
-SMALL = [
+COMMON = [
     "--shape", "tiny", "--device", "cpu", "--backend", "eager", "--contexts", "24",
-    "--batch-sizes", "2", "--tokens", "1,4", "--candidates", "5", "--repeats", "2", "--calls", "1",
-    "--new-tokens", "16", "--strategies", "prompt_lookup,space,layer_skip",
+    "--batch-sizes", "2", "--candidates", "5", "--repeats", "2", "--calls", "1",
+    "--new-tokens", "16",
 ]  # fmt: skip
 WAYS = ("eager", "compiled")
 
@@ -22,20 +23,30 @@ def cuda() -> Any:
     return load_script("cuda")
 
 
-def test_everything_is_measured(cuda: Any, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("layers", "lengths", "names"),
+    [
+        (1, (4,), ("space",)),  # compiling takes most of the time
+        pytest.param(
+            4, (1, 4), ("prompt_lookup", "space", "layer_skip"), marks=pytest.mark.environment
+        ),
+    ],
+)
+def test_everything_is_measured(
+    cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any,
+    layers: int, lengths: tuple[int, ...], names: tuple[str, ...],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(cuda.SHAPES, "tiny", (32, layers, 2, 1, 64, 64))
     path = tmp_path / "results.json"
-    cuda.main([*SMALL, "--output", str(path)])
+    tokens = ",".join(map(str, lengths))
+    chosen = ["--tokens", tokens, "--strategies", ",".join(names), "--output", str(path)]
+    cuda.main([*COMMON, *chosen])
     results = json.loads(path.read_text())
     plain, forward, strategies = (results[kind] for kind in ("plain", "forward", "strategies"))
 
     assert [row["way"] for row in plain] == list(WAYS)
-    assert [(row["way"], row["tokens"]) for row in forward] == [
-        (way, tokens) for way in WAYS for tokens in (1, 4)
-    ]
-    names = ("prompt_lookup", "space", "layer_skip")
-    assert [(row.get("strategy"), row.get("way")) for row in strategies] == [
-        (name, way) for name in names for way in WAYS
-    ]
+    assert [(row["way"], row["tokens"]) for row in forward] == [*product(WAYS, lengths)]
+    assert [(row.get("strategy"), row.get("way")) for row in strategies] == [*product(names, WAYS)]
     for row in [*plain, *forward, *strategies]:
         assert (row["shape"], row["context"], row["batch"]) == ("tiny", 24, 2)
         assert 0 < row["low_ms"] <= row["ms"] <= row["high_ms"] and row["first_seconds"] > 0
@@ -69,5 +80,5 @@ def test_everything_is_measured(cuda: Any, tmp_path: Path, capsys: Any) -> None:
 )
 def test_bad_arguments(cuda: Any, arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        cuda.main([*SMALL, *arguments])
+        cuda.main([*COMMON, *arguments])
     assert message in capsys.readouterr().err

@@ -18,9 +18,9 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import probe_sequences
-from modeling_patches.attention_masks import PATCHES
 from modeling_patches.cache_name import CACHE
 from modeling_patches.modules import decoder_layers
+from modeling_patches.positions import needs_positions
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -97,7 +97,7 @@ def test_probes_see_each_rows_prompt(
         assert out.tolist() == expected.tolist()
         [(drafter, counts, hidden)] = first
         group = len(drafter.group)
-        if any(patch.applies(model) for patch in PATCHES):  # attention is not the model's own
+        if needs_positions(model):  # attention is not the model's own
             assert rows[0] == 12 and counts == [0] * 3 and hidden is None
             return
         assert rows[0] == 12 + group and logits[0] == 1

@@ -253,8 +253,8 @@ def test_other_models(spec: Spec, model_type: str, message: str) -> None:
     ("model_type", "message"),
     [
         ("inkling_text", "InklingForCausalLM has a cache layer of type.*Generate without"),
-        ("gemma4_text", "Gemma4ForCausalLM has keys and values of several shapes.*Choose an adap"),
-        ("gemma3n_text", r"layers \[2, 3\] of Gemma3nForCausalLM keep no keys.*Choose an adapter"),
+        ("gemma4_text", "Gemma4ForCausalLM has KV of several shapes.*Choose an adapter without it"),
+        ("gemma3n_text", r"layers \[2, 3\] of Gemma3nForCausalLM have no KV.*Choose an adapter"),
     ],
 )
 def test_learned_states_for_every_layer(model_type: str, message: str) -> None:

@@ -31,7 +31,8 @@ from hf_spec.decoding import batch
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import methods
-from hf_spec.policy.step_policy import Plan, StepPolicy
+from hf_spec.policy.plans import Plan
+from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
 Tiny = Callable[..., PreTrainedModel]

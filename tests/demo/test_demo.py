@@ -38,82 +38,67 @@ def test_prompts_are_beginnings_of_classes_that_the_model_has_not_seen():
 
 
 @pytest.fixture
-def tiny_model(tmp_path, monkeypatch):
-    """A tiny model in place of the shipped one, without adapters, and prompts that fit it: it has
-    a token per byte and a context of 256."""
+def short_prompts(tmp_path, monkeypatch):
     rows = [{"prompt": prompt.text[:160]} for prompt in read_prompts(demo.PROMPTS)]
     monkeypatch.setattr(demo, "PROMPTS", write_prompts(tmp_path / "prompts.jsonl", rows))
+
+
+@pytest.fixture
+def tiny_model(tmp_path, short_prompts, monkeypatch):
+    """A tiny model in place of the shipped one, without adapters; it has a token per byte and a
+    context of 256."""
     folder = save_checkpoint(tmp_path / "model", chat=False)
     monkeypatch.setattr(demo, "model_folder", lambda: folder)
     monkeypatch.setattr(demo, "adapter_folders", list)
 
 
-def test_demo_shows_steps(tmp_path, tiny_model, capsys):
-    code = cli.main(
-        [
-            "demo", "--output", str(tmp_path / "out"), "--limit", "1",
-            "--max-new-tokens", "24", "--dtype", "float32", "--show-steps",
-        ]
-    )  # fmt: skip
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
-    counts = re.findall(r"(\S+): (\d+) tokens in (\d+) steps", printed.out)
-    found = {name: (int(tokens), int(steps)) for name, tokens, steps in counts}
-    assert found["plain"][0] == found["plain"][1] == found["prompt_lookup"][0] > 0
-    assert found["prompt_lookup"][1] <= found["prompt_lookup"][0]
+def demo_command(output, *more):
+    return cli.main(["demo", "--output", str(output), "--dtype", "float32", *more])
 
 
-def test_demo_writes_table_chart_and_results(tmp_path, tiny_model, capsys):
-    output = tmp_path / "out"
-    code = cli.main(
-        [
-            "demo", "--output", str(output), "--limit", "3",
-            "--max-new-tokens", "24", "--dtype", "float32",
-        ]
-    )  # fmt: skip
+def test_demo_writes_table_chart_results_and_steps(tmp_path, tiny_model, capsys):
+    code = demo_command(tmp_path, "--limit", "3", "--max-new-tokens", "24", "--show-steps")
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert "Every output equals plain generate's." in printed.out
     assert "3 prompts, up to 24 new tokens each, plainly and with prompt_lookup\n" in printed.err
     assert "prompt_lookup" in printed.out and "speedup" in printed.out
-    data = json.loads((output / "results.json").read_text())
+    counts = re.findall(r"(\S+): (\d+) tokens in (\d+) steps", printed.out)
+    found = {name: (int(tokens), int(steps)) for name, tokens, steps in counts}
+    assert found["plain"][0] == found["plain"][1] == found["prompt_lookup"][0] > 0
+    assert found["prompt_lookup"][1] <= found["prompt_lookup"][0]
+    data = json.loads((tmp_path / "results.json").read_text())
     everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
     assert set(everything) == {"plain", "prompt_lookup"}
     assert all(row["identical"] == row["prompts"] == 3 for row in everything.values())
-    assert (output / "speed.png").is_file()
+    assert (tmp_path / "speed.png").is_file()
 
 
 def test_a_difference_is_an_error(tmp_path, tiny_model, monkeypatch, capsys):
     monkeypatch.setattr(demo.DemoResult, "all_identical", False)
-    arguments = ["demo", "--output", str(tmp_path), "--limit", "1"]
-    assert cli.main([*arguments, "--max-new-tokens", "4", "--dtype", "float32"]) == 2
+    assert demo_command(tmp_path, "--limit", "1", "--max-new-tokens", "4") == 2
     assert "an output differs from plain generate's" in capsys.readouterr().err
 
 
-def test_the_shipped_model_and_adapters(tmp_path, capsys):
+def test_the_shipped_model_and_adapters(tmp_path, short_prompts, capsys):
     folder = demo.model_folder()
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 16 * 2**20
-    arguments = ["demo", "--output", str(tmp_path), "--limit", "1", "--max-new-tokens", "16"]
-    assert cli.main(arguments) == 0, capsys.readouterr().err
+    more = ("--limit", "1", "--max-new-tokens", "8")
+    assert demo_command(tmp_path, *more) == 0, capsys.readouterr().err
     data = json.loads((tmp_path / "results.json").read_text())
     names = {row["strategy"] for row in data["runs"]}
     adapters = read_adapters(map(str, demo.adapter_folders()))
     assert names >= {"plain", "prompt_lookup", *(adapter.strategy for adapter in adapters)}
     assert {row["baseline"] for row in data["runs"]} == {"plain"}  # none changes the model
     assert not any(row["diverged"] for row in data["runs"])
-
-
-def test_the_shipped_adapters_are_complete():
-    """But for what `hf-spec push` renders; their weights are files of the package."""
-    folders = demo.adapter_folders()
-    assert len(folders) >= 6
-    for folder in folders:
-        check_complete(folder)
+    assert len(adapters) >= 6
+    for adapter in demo.adapter_folders():
+        check_complete(adapter)
 
 
 def test_a_missing_model_is_explained(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "MODEL_FOLDER", "no_such_model")
-    assert cli.main(["demo", "--output", str(tmp_path)]) == 2
+    assert demo_command(tmp_path) == 2
     error = capsys.readouterr().err
     assert "the demo model is missing from" in error and "benchmarks/train_demo_model.py" in error
     assert error.count("\n") == 1

@@ -78,7 +78,7 @@ def step(**changes: object) -> VerifiedTree:
     """Root a with children b and c, below b a space and a line break; b and the space accepted."""
     fields = {
         "tree": TokenTree((-1, 0, 0, 1, 1)), "tokens": ids("abc \n"),
-        "chances": [1.0, 0.5, 0.25, 0.125, 0.1], "accepted": [0, 1, 3], "emitted": ids("b z"),
+        "probabilities": [1.0, 0.5, 0.25, 0.125, 0.1], "accepted": [0, 1, 3], "emitted": ids("b z"),
     }  # fmt: skip
     return VerifiedTree(**{**fields, **changes})
 
@@ -106,7 +106,9 @@ def test_nodes_have_token_probability_and_colour() -> None:
 
 
 def test_without_probabilities_and_with_nothing_accepted() -> None:
-    (axes,) = plot_tree(TOKENIZER, step(chances=None, accepted=[0], emitted=ids("z"))).get_axes()
+    (axes,) = plot_tree(
+        TOKENIZER, step(probabilities=None, accepted=[0], emitted=ids("z"))
+    ).get_axes()
     assert axes.get_title() == "4 candidates, 1 token emitted"
     found = boxes(axes)
     assert list(found) == ["a", "b", "c", "·", "↵", "z"]

@@ -62,16 +62,22 @@ def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> d
     return {"environment": environment, "runs": runs}
 
 
-@pytest.fixture
-def adapter(checkpoint: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(checkpoint: Path) -> Path:
     """A complete adapter folder."""
-    model = load(checkpoint)
+    folder = checkpoint.parent / "skip"
     config = hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[])
-    save_weightless(model, config, tmp_path / "skip")
-    save_spec_config(tmp_path / "skip", "layer_skip", OPTIONS)
-    (tmp_path / "skip" / "results.json").write_text(json.dumps(results()))
-    write_card(tmp_path / "skip")
-    return tmp_path / "skip"
+    save_weightless(load(checkpoint), config, folder)
+    save_spec_config(folder, "layer_skip", OPTIONS)
+    (folder / "results.json").write_text(json.dumps(results()))
+    write_card(folder)
+    return folder
+
+
+@pytest.fixture
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it that the test may change."""
+    return Path(shutil.copytree(saved, tmp_path / "skip"))
 
 
 def edit(path: Path, **fields: Any) -> None:
@@ -166,23 +172,14 @@ def test_the_card_holds_what_was_measured(adapter: Path) -> None:
     assert "\n\n\n" not in card and "None" not in card
 
 
-def assert_tables_end_in_blank_lines(card: str) -> None:
-    """In Markdown, a line right after a table is one of its rows."""
-    lines = card.splitlines()
-    for line, following in zip(lines, lines[1:]):
-        assert not line.startswith("|") or not following or following.startswith("|"), following
-
-
-def test_card_by_task(adapter: Path) -> None:
+def test_what_a_card_says_of_other_measurements(adapter: Path) -> None:
+    # Several tasks have a row each. In Markdown, a line right after a table is one of its rows.
     (adapter / "results.json").write_text(json.dumps(results(tasks=("qa", "math"))))
     card = render_card(adapter)
     for task in ("qa", "math", "all"):
         assert f"| {task} | 4 | 50.0 | 61.7 |" in card
-    assert_tables_end_in_blank_lines(card)
-    assert "\n\n\n" not in card
-
-
-def test_card_on_development_prompts(adapter: Path) -> None:
+    assert not re.search(r"^\|.*\n[^|\n]", card, re.MULTILINE) and "\n\n\n" not in card
+    # The prompts are those that the settings were searched on.
     search = {
         "environment": {"prompts_sha256": "ab12"}, "identity": {"prompts": 4},
         "trials": 7, "held_out": 0, "best": {"speedup": 0.9},
@@ -192,9 +189,10 @@ def test_card_on_development_prompts(adapter: Path) -> None:
     assert "the development prompts that the settings were searched on" in card
     assert "best of 7 trials over 4 prompts" in card
     assert "No choice was faster than plain decoding" in card
-
-
-def test_card_without_measurements(adapter: Path) -> None:
+    # The acceptance rule may change the output.
+    edit(adapter / "generation_config.json", assistant_kwargs={"acceptance": "typical"})
+    card = render_card(adapter)
+    assert "**Lossy.**" in card and "Lossless" not in card and 'acceptance="typical"' in card
     (adapter / "results.json").unlink()
     assert "Not measured yet" in render_card(adapter)
 
@@ -204,12 +202,6 @@ def test_card_with_results_of_something_else(adapter: Path, text: str) -> None:
     (adapter / "results.json").write_text(text)
     with pytest.raises(ValueError, match="is not what hf-spec bench writes for 'layer_skip'"):
         render_card(adapter)
-
-
-def test_a_lossy_card_says_so(adapter: Path) -> None:
-    edit(adapter / "generation_config.json", assistant_kwargs={"acceptance": "typical"})
-    card = render_card(adapter)
-    assert "**Lossy.**" in card and "Lossless" not in card and 'acceptance="typical"' in card
 
 
 def test_the_cards_example_runs(
@@ -272,17 +264,10 @@ def test_custom_generate(adapter: Path, checkpoint: Path, decoded: list[str]) ->
     config = hf_spec.SpecConfig(assistant_strategy="prompt_lookup", **options)
     model.generate(ids, **custom, generation_config=config)
     assert decoded == ["layer_skip"] * 2 + ["prompt_lookup"] * 2
-
-
-def test_a_model_whose_generate_is_the_shim(adapter: Path, checkpoint: Path) -> None:
-    """As Transformers makes it when a model is loaded from a repository with custom_generate."""
-    model = load(checkpoint)
-    ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
-    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
-    model.load_adapter(str(adapter))
+    # As Transformers makes it when a model is loaded from a repository with custom_generate.
     ours = shim(adapter / "custom_generate" / "generate.py")["generate"]
     model.generate = functools.partial(ours, model=model)
-    assert torch.equal(model.generate(inputs=ids, max_new_tokens=12, do_sample=False), plain)
+    assert torch.equal(model.generate(inputs=ids, **options), plain)
     assert max(hf_spec.last_stats(model).offered) == 3
 
 
@@ -297,10 +282,8 @@ def test_a_pushed_shim_names_its_repository(adapter: Path) -> None:
     scope = shim(adapter / "custom_generate" / "generate.py")
     assert (scope["OPTIONS"], scope["REPOSITORY"]) == (OPTIONS, "org/a-b.c_d")
     check_complete(adapter)  # as it comes back from the Hub
-    text = (adapter / "custom_generate" / "generate.py").read_text()
-    (adapter / "custom_generate" / "generate.py").write_text(
-        text.replace("'org/a-b", "evil('org/a-b")
-    )
+    path = adapter / "custom_generate" / "generate.py"
+    path.write_text(path.read_text().replace("'org/a-b", "evil('org/a-b"))
     with pytest.raises(ValueError, match="does not say what generation_config.json says"):
         check_complete(adapter)
 
@@ -381,7 +364,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
     for name in ("create_repo", "create_branch", "create_commit"):
         monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", record(name))
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: [])
+    # Of an earlier adapter; what it has measured and its pickles are removed.
+    there = ["training.json", "learned.json", "results.json", "old.bin", "NOTES.md", "README.md"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: there)
     return calls
 
 
@@ -398,6 +383,7 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     assert hub[0][1] == {"repo_id": "org/skip", "private": True, "exist_ok": True}
     assert hub[1][1] == {"repo_id": "org/skip", "branch": "v2", "exist_ok": True}
     assert hub[2][1]["revision"] == "v2"
+    assert hub[2][1]["deleted"] == {"training.json", "learned.json", "old.bin"}
     files = hub[2][1]["files"]
     assert set(files) == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
@@ -411,15 +397,6 @@ def test_push(adapter: Path, hub: list, capsys: pytest.CaptureFixture[str]) -> N
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
 
 
-def test_push_removes_what_was_an_earlier_adapters(
-    adapter: Path, hub: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = ["training.json", "learned.json", "results.json", "old.bin", "NOTES.md", "README.md"]
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: there)
-    assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 0
-    assert hub[-1][1]["deleted"] == {"training.json", "learned.json", "old.bin"}
-
-
 def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:
     (adapter / "README.md").write_text("# Mine\n")
     push(adapter, "org/skip", base_model="org/base")
@@ -427,18 +404,20 @@ def test_push_keeps_an_edited_card(adapter: Path, hub: list) -> None:
     assert hub[1][1]["files"]["README.md"] == b"# Mine\n"
 
 
-def test_push_of_a_base_that_nobody_has(adapter: Path, hub: list, checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"which nobody else has: .* --base-model owner/name"):
-        push(adapter, "org/skip")
-    with pytest.raises(ValueError, match="which nobody else has"):
-        push(adapter, "org/skip", base_model=str(checkpoint))
-    assert hub == []
-
-
-@pytest.mark.parametrize("name", ["name", "a/b/c", "org/na me", "org/-x"])
-def test_push_to_a_bad_name(adapter: Path, hub: list, name: str) -> None:
-    with pytest.raises(ValueError, match="is no repository|Repo id"):
-        push(adapter, name, base_model="org/base")
+@pytest.mark.parametrize(
+    ("name", "base", "message"),
+    [
+        *((name, "org/base", "is no repository|Repo id") for name in
+          ("name", "a/b/c", "org/na me", "org/-x")),
+        ("org/skip", None, r"which nobody else has: .* --base-model owner/name"),
+        ("org/skip", "{checkpoint}", "which nobody else has"),
+    ],
+)  # fmt: skip
+def test_push_to_or_from_a_bad_name(
+    adapter: Path, hub: list, checkpoint: Path, name: str, base: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        push(adapter, name, base_model=base and base.format(checkpoint=checkpoint))
     assert hub == []
 
 
@@ -476,35 +455,29 @@ def test_push_refused(
 # -- reading from the Hub ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cached(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, tuple[str | None, list[int], int]]:
-    """The repository org/skip in the cache of downloads, without a network: two revisions.
+@pytest.mark.parametrize(
+    ("revision", "skipped", "longest"), [(None, [0], 5), ("v1", [1], 3)], ids=["main", "branch"]
+)
+def test_load_by_id_and_branch(
+    adapter: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    revision: str | None, skipped: list[int], longest: int,
+) -> None:  # fmt: skip
+    """Weights, config and options are of one commit, and the output is plain decoding's.
 
-    Gives, by name, a revision, the attention layers that it skips, and its longest draft.
+    The repository is in the cache of downloads, in two revisions; there is no network.
     """
     cache = tmp_path / "cache"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(cache))
-    root, first, second = cache / "models--org--skip", "1" * 40, "2" * 40
-    folder_module.write_shim(adapter, "org/skip")
-    shutil.copytree(adapter, root / "snapshots" / first)
-    edit(adapter / "adapter_config.json", skip_attention=[0])
-    save_spec_config(adapter, "layer_skip", {**OPTIONS, "max_draft": 5})
-    folder_module.write_shim(adapter, "org/skip")
-    shutil.copytree(adapter, root / "snapshots" / second)
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(second)
-    (root / "refs" / "v1").write_text(first)
-    return {"main": (None, [0], 5), "branch": ("v1", [1], 3), "hash": (first, [1], 3)}
-
-
-@pytest.mark.parametrize("name", ["main", "branch"])
-def test_load_by_id_branch_and_hash(cached: dict, checkpoint: Path, name: str) -> None:
-    """Weights, config and options are of one commit, and the output is plain decoding's."""
-    revision, skipped, longest = cached[name]
+    root = cache / "models--org--skip"
+    (root / "refs").mkdir(parents=True)
+    for name, commit, attention, draft in (("v1", "1" * 40, [1], 3), ("main", "2" * 40, [0], 5)):
+        edit(adapter / "adapter_config.json", skip_attention=attention)
+        save_spec_config(adapter, "layer_skip", {**OPTIONS, "max_draft": draft})
+        folder_module.write_shim(adapter, "org/skip")
+        shutil.copytree(adapter, root / "snapshots" / commit)
+        (root / "refs" / name).write_text(commit)
     pinned = {} if revision is None else {"revision": revision}
     ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
     plain = load(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from covering import covering
 from running import configured
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import save_checkpoint
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_spec
@@ -25,6 +25,7 @@ from hf_spec.hub.transfer import find_published, import_adapter, read_published
 from hf_spec.methods.registry import methods
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
+PUBLISHED = methods()["medusa"].published
 
 
 @pytest.fixture(scope="module")
@@ -38,72 +39,53 @@ def load(checkpoint: Path) -> Any:
     return model
 
 
-class ResBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
+State = dict[str, torch.Tensor]
+#: Names of a block's weight or bias and of a head's own projection; heads in LMDeploy's and
+#: TensorRT-LLM's layouts always have one.
+LAYOUTS = {
+    "alone": ("{head}.{at}.linear.{part}", "{head}.{at}.weight"),
+    "in a model": ("medusa_head.{head}.{at}.linear.{part}", "medusa_head.{head}.{at}.weight"),
+    "medusa_heads": ("medusa_heads.{head}.{at}.linear.{part}", "medusa_heads.{head}.{at}.weight"),
+    "vllm": ("blocks.{head}.layers.{at}.{part}", "lm_heads.{head}.weight"),
+    "tensorrt_llm": (
+        "medusa_heads.{head}.medusa_layers.{at}.linear.{part}", "medusa_heads.{head}.lm_head.weight"
+    ),
+    "lmdeploy": ("medusa.{head}.{at}.linear.0.{part}", "medusa.{head}.{at}.0.weight"),
+    "ddp": ("module.{head}.{at}.linear.{part}", "module.{head}.{at}.weight"),
+}  # fmt: skip
 
 
-def medusa_head(layers: int = 1, own: bool = True) -> nn.ModuleList:
-    """Modules with the names of Medusa's: with own projections (version 1) or without (2)."""
+def medusa_heads(layers: int = 1, own: bool = True, layout: str = "alone") -> State:
+    """Heads of Medusa with own projections (version 1) or without (2)."""
     torch.manual_seed(0)
-    return nn.ModuleList(
-        nn.Sequential(
-            *(ResBlock() for _ in range(layers)),
-            *([nn.Linear(HIDDEN, VOCAB, bias=False)] if own else []),
-        )
-        for _ in range(HEADS)
-    )
+    block, projection = LAYOUTS[layout]
+    state: State = {}
+    for head in range(HEADS):
+        for at in range(layers):
+            name = partial(block.format, head=head, at=at)
+            state[name(part="weight")] = torch.randn(HIDDEN, HIDDEN)
+            state[name(part="bias")] = torch.randn(HIDDEN)
+        if own:
+            state[projection.format(head=head, at=layers)] = torch.randn(VOCAB, HIDDEN)
+    return state
 
 
-def expected(heads: nn.ModuleList, layers: int, own: bool) -> dict[str, torch.Tensor]:
-    blocks = [[head[at].linear for at in range(layers)] for head in heads]
-    result = {
-        "weights": torch.stack([torch.stack([b.weight for b in row]) for row in blocks]),
-        "biases": torch.stack([torch.stack([b.bias for b in row]) for row in blocks]),
-    }
-    if own:
-        result["projections"] = torch.stack([head[layers].weight for head in heads])
-    return result
+def write(state: State, path: Path) -> Path:
+    torch.save(state, path) if path.suffix == ".pt" else save_file(state, path)
+    return path
 
 
-def with_prefix(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {prefix + name: tensor for name, tensor in state.items()}
-
-
-def as_vllm(state: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
-    names = {}
-    for name in state:
-        head, at, *rest = name.split(".")
-        names[name] = (
-            f"blocks.{head}.layers.{at}.{rest[-1]}"
-            if rest[0] == "linear"
-            else f"lm_heads.{head}.weight"
-        )
-    return {names[name]: tensor for name, tensor in state.items()}
-
-
-def as_tensorrt_llm(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    def renamed(name: str) -> str:
-        head, at, *rest = name.split(".")
-        middle = f"medusa_layers.{at}" if rest[0] == "linear" else "lm_head"
-        return ".".join(("medusa_heads", head, middle, *rest))
-
-    return {renamed(name): tensor for name, tensor in state.items()}
-
-
-def as_lmdeploy(state: dict[str, torch.Tensor], rank: int = 0) -> dict[str, torch.Tensor]:
-    """Each part's name has its rank; weights are transposed."""
-    return {
-        f"medusa.{name.rpartition('.')[0]}.{rank}.{name.rpartition('.')[2]}": tensor.T.contiguous()
-        if tensor.ndim == 2
-        else tensor
-        for name, tensor in state.items()
-    }
-
-
-#: Of LMDeploy's and of TensorRT-LLM's, heads with projections of their own only.
-LAYOUTS = ["alone", "in a model", "medusa_heads", "vllm", "tensorrt_llm", "lmdeploy", "ddp"]
+def stacked(state: State, layers: int, own: bool) -> State:
+    """The adapter's tensors of heads in the layout ``alone``."""
+    blocks = {
+        f"{kind}s": torch.stack([
+            torch.stack([state[f"{head}.{at}.linear.{part}"] for at in range(layers)])
+            for head in range(HEADS)
+        ])
+        for kind, part in (("weight", "weight"), ("biase", "bias"))
+    }  # fmt: skip
+    own_parts = [state[f"{head}.{layers}.weight"] for head in range(HEADS) if own]
+    return {**blocks, **({"projections": torch.stack(own_parts)} if own else {})}
 
 
 # -- layouts -------------------------------------------------------------------------------------
@@ -116,23 +98,12 @@ LAYOUTS = ["alone", "in a model", "medusa_heads", "vllm", "tensorrt_llm", "lmdep
 def test_published_layouts(
     checkpoint: Path, tmp_path: Path, suffix: str, layers: int, own: bool, layout: str
 ) -> None:
-    heads = medusa_head(layers, own)
-    state = {name: tensor.detach().half() for name, tensor in heads.state_dict().items()}
+    state = {name: t.half() for name, t in medusa_heads(layers, own, layout).items()}
     if layout == "in a model":
-        state = with_prefix("medusa_head.", state)
         state |= {"lm_head.weight": torch.ones(2), "model.layers.0.up_proj.weight": torch.ones(2)}
-    elif layout == "medusa_heads":
-        state = with_prefix("medusa_heads.", state)
-    elif layout == "vllm":
-        state = as_vllm(state, layers)
-    elif layout == "tensorrt_llm":
-        state = as_tensorrt_llm(state)
-    elif layout == "lmdeploy":
-        state = as_lmdeploy(state)
-    elif layout == "ddp":
-        state = with_prefix("module.", state)
-    path = tmp_path / f"medusa_lm_head{suffix}"
-    torch.save(state, path) if suffix == ".pt" else save_file(state, path)
+    if layout == "lmdeploy":
+        state = {name: tensor.t().contiguous() for name, tensor in state.items()}
+    path = write(state, tmp_path / f"medusa_lm_head{suffix}")
 
     model = load(checkpoint)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -150,7 +121,7 @@ def test_published_layouts(
     assert (adapter.config.num_heads, adapter.config.num_layers) == (HEADS, layers)
     assert adapter.config.projection == ("own" if own else "shared")
     found = adapter.weights()
-    for name, tensor in expected(heads, layers, own).items():
+    for name, tensor in stacked(medusa_heads(layers, own), layers, own).items():
         assert torch.equal(found[name], tensor.half().float())
     ids = torch.tensor([[5, 9, 17, 40]])
     plain = load(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
@@ -158,51 +129,44 @@ def test_published_layouts(
     assert ours.tolist() == plain.tolist()
 
 
-def test_shards_named_by_an_index(checkpoint: Path, tmp_path: Path) -> None:
+def test_shards_named_by_an_index(tmp_path: Path) -> None:
     """Only the files that hold heads are read."""
-    state = with_prefix("medusa_head.", medusa_head().state_dict())
+    state = medusa_heads(layout="in a model")
     names = sorted(state)
     torch.save({name: state[name] for name in names[:4]}, tmp_path / "part-2.bin")
     torch.save({name: state[name] for name in names[4:]}, tmp_path / "part-3.bin")
     places = {name: "part-2.bin" if name in names[:4] else "part-3.bin" for name in names}
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "absent.bin", **places}}))
-    found = read_published(index, methods()["medusa"].published.wants)
+    found = read_published(index, PUBLISHED.wants)
     assert found.keys() == state.keys()
     index.write_text(json.dumps({"weight_map": {names[0]: "../part-2.bin"}}))
     with pytest.raises(ValueError, match="no file beside it"):
-        read_published(index, methods()["medusa"].published.wants)
+        read_published(index, PUBLISHED.wants)
     index.write_text("{}")
     with pytest.raises(ValueError, match="no weight_map"):
-        read_published(index, methods()["medusa"].published.wants)
+        read_published(index, PUBLISHED.wants)
 
 
 # -- places ---------------------------------------------------------------------------------------
 
-PUBLISHED = methods()["medusa"].published
 
-
-def test_tensors_under_a_key(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [
+    lambda state: {"state_dict": state, "epoch": 3}, lambda state: {"model": {"module": state}},
+])  # fmt: skip
+def test_tensors_under_a_key(tmp_path: Path, wrap: Any) -> None:
     """As training programs save them, beside their own state."""
-    state = medusa_head().state_dict()
-    for number, data in enumerate(
-        ({"state_dict": state, "epoch": 3}, {"model": {"module": state}})
-    ):
-        torch.save(data, tmp_path / f"{number}.pt")
-        found = read_published(tmp_path / f"{number}.pt", PUBLISHED.wants)
-        assert found.keys() == state.keys()
-    output = import_adapter(tmp_path / "0.pt", "medusa", load(checkpoint), tmp_path / "adapter")
-    check_complete(output)
+    torch.save(wrap(medusa_heads()), tmp_path / "x.pt")
+    assert read_published(tmp_path / "x.pt", PUBLISHED.wants).keys() == medusa_heads().keys()
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    state = dict(medusa_head().state_dict())
+    state = medusa_heads()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has none of medusa_lm_head.safetensors, "):
         find_published(str(tmp_path), PUBLISHED)
     for name in ("model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"):
-        path = tmp_path / name
-        torch.save(state, path) if name.endswith(".pt") else save_file(state, path)
+        path = write(state, tmp_path / name)
         assert find_published(str(tmp_path), PUBLISHED) == path
         assert find_published(str(path), PUBLISHED) == path
         assert read_published(path, PUBLISHED.wants).keys() == state.keys()
@@ -212,7 +176,7 @@ def test_a_repository_without_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     """What was downloaded before is found offline: a single file, or an index and its shards."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    state, commit = dict(medusa_head().state_dict()), "0" * 40
+    state, commit = medusa_heads(), "0" * 40
     for name in ("heads", "shards"):
         root = tmp_path / f"models--org--{name}"
         (root / "snapshots" / commit).mkdir(parents=True)
@@ -270,7 +234,7 @@ def renamed(name: str) -> Any:
     [
         (lambda s: s.clear(), "cannot import '.*heads.pt': it holds no heads"),
         (
-            lambda s: s.update(as_lmdeploy({"0.0.linear.weight": s["0.0.linear.weight"]}, rank=1)),
+            lambda s: s.update({"medusa.0.0.linear.1.weight": s["0.0.linear.weight"]}),
             "'medusa.0.0.linear.1.weight': heads split over ranks are not read, only rank 0",
         ),
         (lambda s: s.pop("1.0.linear.weight"), "head 1, block 0 has no block"),
@@ -291,17 +255,22 @@ def renamed(name: str) -> Any:
             lambda s: s["1.0.linear.weight"].fill_(torch.nan),
             "'weights' of the checkpoint .*heads.pt' ",
         ),
+        (
+            lambda s: s.clear() or s.update({"0.0.linear.weight": torch.zeros(16, 16)}),
+            r"does not fit LlamaForCausalLM.*16, 16.*32, 32",
+        ),
     ],
 )
 def test_files_that_hold_no_whole_heads(
     checkpoint: Path, tmp_path: Path, change: Any, message: str
 ) -> None:
-    state = dict(medusa_head().state_dict())
+    state, model = medusa_heads(), load(checkpoint)
     change(state)
-    torch.save(state, tmp_path / "heads.pt")
+    path = write(state, tmp_path / "heads.pt")
     with pytest.raises(ValueError, match=message):
-        import_adapter(tmp_path / "heads.pt", "medusa", load(checkpoint), tmp_path / "out")
+        import_adapter(path, "medusa", model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert not hasattr(model, "peft_config") and not hasattr(model, "spec_modules")
 
 
 # -- the commands --------------------------------------------------------------------------------
@@ -312,7 +281,7 @@ def command(*arguments: Any) -> int:
 
 
 def test_import_and_export_commands(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
-    torch.save(medusa_head().state_dict(), tmp_path / "heads.pt")
+    write(medusa_heads(), tmp_path / "heads.pt")
     assert not command(
         "import", tmp_path / "heads.pt", "--type", "medusa", "--model", checkpoint,
         "--output", tmp_path / "adapter", "--strategy-kwargs", '{"max_depth": 2}',
@@ -349,26 +318,14 @@ def test_wrong_input_is_told_before_a_model_is_loaded(
     assert code == 2 and re.search(message, error) and error.count("\n") == 1
 
 
-def test_a_file_that_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     for name in ("heads.pt", "heads.safetensors"):
-        (tmp_path / name).write_bytes(b"no tensors at all")
-        with pytest.raises(ValueError, match="is no"):
-            read_published(tmp_path / name, lambda name: True)
-    for name, kept in (("cut.pt", 200), ("cut.safetensors", -5)):
-        state = dict(medusa_head().state_dict())
-        torch.save(state, tmp_path / name) if kept > 0 else save_file(state, tmp_path / name)
-        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
-        with pytest.raises(ValueError, match="is no .*file") as caught:
-            read_published(tmp_path / name, lambda name: True)
-        assert "\n" not in str(caught.value)
+        whole = write(medusa_heads(), tmp_path / name).read_bytes()
+        for content in (b"no tensors at all", whole[:200], whole[:-5]):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ValueError, match="is no .*file") as caught:
+                read_published(tmp_path / name, lambda name: True)
+            assert "\n" not in str(caught.value)
     torch.save([torch.zeros(1)], tmp_path / "list.pt")
     with pytest.raises(ValueError, match="holds a list"):
         read_published(tmp_path / "list.pt", lambda name: True)
-
-
-def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
-    torch.save({"0.0.linear.weight": torch.zeros(16, 16)}, tmp_path / "heads.pt")
-    model = load(checkpoint)
-    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM.*16, 16.*32, 32"):
-        import_adapter(tmp_path / "heads.pt", "medusa", model, tmp_path / "out")
-    assert not hasattr(model, "peft_config") and not hasattr(model, "spec_modules")

@@ -1,4 +1,4 @@
-"""Look-ups inside vLLM: the proposer alone, and a real engine where there is one."""
+"""Prompt lookup inside vLLM: the proposer by itself, and a real engine where there is one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from hf_spec.hub.requests import GONE, key
 from hf_spec.hub.vllm import TRIED, LookupProposer, batch_key
 
 LONGEST = 64
-#: Repeats itself, so that look-ups find what follows.
+#: Repeats itself, so that lookups find what follows.
 LOOP = [5, 9, 7, 11, 13, 8]
 
 
@@ -80,12 +81,11 @@ class Engine:
         self.steps.append((len(self.rows), drafted))
         self.clock.now += self.seconds(len(self.rows), drafted)
         for row, (text, draft) in enumerate(zip(self.rows, self.drafts)):
-            at = self.lengths[row]
-            come = 0
-            while come < len(draft) and draft[come] == text[at + come]:
-                come += 1
-            self.sampled[row] = new = text[at : at + come + 1]
-            self.tokens[row, at : at + len(new)] = new
+            known = self.lengths[row]
+            equal = (ours == theirs for ours, theirs in zip(draft, text[known:]))
+            accepted = sum(takewhile(bool, equal))
+            self.sampled[row] = new = text[known : known + accepted + 1]
+            self.tokens[row, known : known + len(new)] = new
             self.lengths[row] += len(new)
         count = len(self.rows)
         self.drafts = self.proposer.propose(self.sampled, self.lengths[:count], self.tokens)
@@ -105,7 +105,7 @@ def test_drafts_end_where_the_longest_text_does() -> None:
     engine = Engine({"drafting": "always"}, longest=12)
     engine.admit((LOOP * 3)[:12], 8)
     (draft,) = engine.step()
-    assert draft == LOOP[3:5], "nine tokens, two candidates, and the step's own one"
+    assert draft == LOOP[3:5], "nine tokens, two draft tokens, and the step's own one"
     engine.lengths[0] = 11
     engine.tokens[0, :11] = (LOOP * 2)[:11]
     assert engine.proposer.propose([LOOP[3:5]], engine.lengths[:1], engine.tokens) == [[]]
@@ -208,34 +208,31 @@ def spent(
     for row in range(rows):
         engine.admit(wandering(row), 30)
     engine.step()
-    began = engine.clock.now
-    came = 0
+    began, before = engine.clock.now, engine.lengths[:rows].sum()
     while all(engine.lengths[row] < 380 for row in range(rows)):
-        before = int(engine.lengths[:rows].sum())
         engine.step()
-        came += int(engine.lengths[:rows].sum()) - before
-    taken = engine.clock.now - began
+    emitted = float(engine.lengths[:rows].sum() - before)
     drafted = sum(drafted for _, drafted in engine.steps[30:]) / len(engine.steps[30:])
-    return taken, came / rows * seconds(rows, 0), drafted
+    return engine.clock.now - began, emitted / rows * seconds(rows, 0), drafted
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_drafts_where_they_pay(rows: int) -> None:
+def test_drafts_where_they_save_time(rows: int) -> None:
     ours, plain, _ = spent(lambda rows, drafted: 1.0 + 0.02 * drafted, rows)
     assert ours < 0.75 * plain
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_no_drafts_where_they_do_not_pay(rows: int) -> None:
-    """Each candidate costs more than it can bring."""
+def test_no_drafts_where_they_save_none(rows: int) -> None:
+    """Each draft token costs more time than it can save."""
 
     def seconds(rows: int, drafted: int) -> float:
         return 1.0 + 1.2 / rows * drafted
 
     ours, plain, drafted = spent(seconds, rows)
-    tries = 2 * (8 + 4)  # candidates of the first steps, which tell what candidates cost
+    tries = 2 * (8 + 4)  # draft tokens of the first steps, which tell what one costs
     assert ours < 1.03 * plain + tries * 1.2 / rows
-    assert drafted < 0.25, "8 and 4 candidates in two of some 66 steps: rows may become cheaper"
+    assert drafted < 0.25, "8 and 4 draft tokens in two of some 66 steps: rows may become cheaper"
     everything = spent(seconds, rows, {"drafting": "always"})
     assert everything[0] > 1.2 * everything[1] and everything[2] > 1
 

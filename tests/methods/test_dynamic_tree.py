@@ -239,7 +239,7 @@ def folder(fresh: Callable[..., PreTrainedModel], tmp_path: Path) -> Path:
 
 
 def save(folder: Path, tree: Any, **conditions: Any) -> None:
-    learned = {"worth": 1.0, "settings": [], "calibration": {}}
+    learned = {"prediction_value": 1.0, "settings": [], "calibration": {}}
     write_entry(folder / "learned.json", {**conditions, **learned, "tree": tree})
 
 

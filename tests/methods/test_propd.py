@@ -25,7 +25,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.drafting.heads import heads_loss
 from hf_spec.methods.propd.adapter import early_states
 from hf_spec.methods.propd.drafter import EarlyPruning, ProPDOptions
-from hf_spec.policy.guard import Guard
+from hf_spec.policy.budget import Budget
 
 NEW = 16
 
@@ -287,8 +287,8 @@ def test_auto_tries_steps_with_and_without(
     tried: set[bool], options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Unless nothing may depend on time: then every step prunes."""
-    never = property(lambda guard: False, lambda guard, value: None)
-    monkeypatch.setattr(Guard, "paused", never)  # whatever steps take
+    never = property(lambda budget: False, lambda budget, value: None)
+    monkeypatch.setattr(Budget, "paused", never)  # whatever steps take
     model, settings = fresh("llama"), {"do_sample": False, "max_new_tokens": 60}
     plain = model.generate(prompt(), **settings)
     trained_like(model)
@@ -300,7 +300,7 @@ def test_auto_tries_steps_with_and_without(
         assert torch.equal(out, plain)
         stats = hf_spec.last_stats(model)
         steps = stats.details["policy"]["history"]
-        kinds |= {one["pruned"] for one in steps if one["candidates"]}
+        kinds |= {one["pruned"] for one in steps if one["draft_tokens"]}
         dropped += stats.num_pruned_tokens
     assert kinds == tried and dropped > 0
 
@@ -314,4 +314,4 @@ def test_what_is_asked_for_is_done_in_every_step(
     trained_like(model)
     run(model, **propd(prune=prune, **options))
     steps = hf_spec.last_stats(model).details["policy"]["history"]
-    assert {one["pruned"] for one in steps if one["candidates"]} == {prune}
+    assert {one["pruned"] for one in steps if one["draft_tokens"]} == {prune}

@@ -23,7 +23,7 @@ def by_data(x: Tensor) -> None:
 
 def in_place(x: Tensor) -> None:
     with torch.no_grad():
-        x.view(-1)[1] += 1  # one entry, which is none of those compared: it counts
+        x.view(-1)[-1] += 1  # one entry, which is none of those compared: it counts
 
 
 def replaced(x: Tensor) -> None:
@@ -31,10 +31,8 @@ def replaced(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [fused_step, by_data, in_place, replaced])
-@pytest.mark.parametrize("shape", [(3,), (40, 50), ()])
+@pytest.mark.parametrize("shape", [(3,), (40, 51), ()])
 def test_writes_are_noticed(write: Callable[[Tensor], None], shape: tuple[int, ...]) -> None:
-    if write is in_place and not shape:
-        return
     x, y = torch.nn.Parameter(torch.ones(shape)), torch.arange(9)
     before, kept = contents([y, x]), x.data
     assert contents([y, x]) == before
@@ -46,12 +44,7 @@ def test_writes_are_noticed(write: Callable[[Tensor], None], shape: tuple[int, .
 def test_kinds_of_tensors() -> None:
     with torch.inference_mode():
         made = torch.ones(3)
-    several = [
-        torch.full((3,), torch.nan),
-        torch.ones(5, dtype=torch.bfloat16),
-        torch.ones(2, 3).T,
-        torch.zeros(0),
-        made,
-    ]
+    nan, empty = torch.full((3,), torch.nan), torch.zeros(0)
+    several = [nan, empty, torch.ones(5, dtype=torch.bfloat16), torch.ones(2, 3).T, made]
     assert contents(several) == contents(several), "NaN, too"
     assert contents([]) == contents([])

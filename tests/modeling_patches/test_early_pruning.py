@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB, prompt
+from conftest import ARCHITECTURES, VOCAB
 from running import added
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -18,7 +18,6 @@ from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.pruning import connected
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.model.hidden_states import NO_STATES, Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
 from modeling_patches.cache_name import CACHE
@@ -34,15 +33,13 @@ class Keep:
 
     def __init__(self, layer: int, wanted: Tensor):
         self.layer, self.wanted = layer, wanted
-        self.hidden: Tensor | None = None
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        self.hidden = hidden
         return connected(tree, self.wanted), -0.1 * tree.depths
 
 
 def run(
-    model: Any, tree: Tree, prompts: list[list[int]], pruning: Any, reads: Reads = NO_STATES,
+    model: Any, tree: Tree, prompts: list[list[int]], pruning: Any,
     probe_inputs: ProbeInputs | None = None,
 ) -> tuple[Output, TreeCache]:  # fmt: skip
     """One forward of a tree behind prompts of different lengths."""
@@ -55,7 +52,7 @@ def run(
     model(input_ids=ids, attention_mask=mask, **{CACHE: source}, use_cache=True, **takes)
     cache = pack(source, mask, width + 64, "cpu")
     last = torch.full((len(prompts),), 1000)
-    target = Target(model, cache, last, probe_inputs=probe_inputs, reads=reads)
+    target = Target(model, cache, last, probe_inputs=probe_inputs)
     return target(tree, pruning=pruning), cache
 
 
@@ -125,17 +122,6 @@ def test_flex_attention_narrows_its_block_mask(tiny: Callable[..., PreTrainedMod
     torch.testing.assert_close(pruned.logits, whole.logits, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-def test_hidden_states_are_those_of_what_is_kept(tiny: Callable[..., PreTrainedModel]) -> None:
-    model = tiny("llama")
-    prompts, tree, wanted = setting(1, 2)
-    keep = Keep(2, wanted)
-    pruned, _ = run(model, tree, prompts, keep, reads=Reads("last"))
-    assert pruned.hidden is not None and keep.hidden is not None
-    torch.testing.assert_close(model.lm_head(pruned.hidden), pruned.logits)
-    assert keep.hidden.shape == (2, len(SHAPE), 32)
-
-
 @pytest.mark.parametrize("exits", [1, 2])
 @pytest.mark.parametrize("counts", ["all", "some"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
@@ -172,18 +158,6 @@ def test_a_layer_that_is_not_there(tiny: Callable[..., PreTrainedModel]) -> None
         message = rf"layer={layer}: the model has 3 layers, so .* 1 to 2"
         with pytest.raises(ValueError, match=message):
             early_pruning(tiny("llama"), Changes(), layer, lambda hidden: None)
-
-
-@torch.no_grad()
-def test_compiled_layers_run_uncompiled(fresh: Callable[..., PreTrainedModel]) -> None:
-    model, ids = fresh("llama"), prompt(6)
-    keep = torch.tensor([[0, 1, 5]])
-    with added(early_pruning, model, 1, lambda hidden: keep):
-        expected = model(ids, use_cache=False).logits
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    with added(early_pruning, model, 1, lambda hidden: keep):
-        assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from modeling_patches.exits import averaged_exits
 from modeling_patches.modules import decoder_layers
+from modeling_patches.per_call import Changes
 
 #: The module that runs on what the layers give, before the output embeddings.
 NORMS = {"llama": "norm", "gpt2": "ln_f", "falcon_alibi": "ln_f", "gpt_neo": "ln_f"}
@@ -20,15 +21,10 @@ NORMS = {"llama": "norm", "gpt2": "ln_f", "falcon_alibi": "ln_f", "gpt_neo": "ln
 
 def layer_outputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
-    handles = [
-        layer.register_forward_hook(
-            lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out)
-        )
-        for layer in decoder_layers(model)
-    ]
-    model(ids)
-    for handle in handles:
-        handle.remove()
+    changes = Changes()
+    for layer in decoder_layers(model):
+        changes.after(layer, lambda a, k, out: seen.append(out[0] if type(out) is tuple else out))
+    changes.run(model, ids)
     return seen
 
 
@@ -50,14 +46,3 @@ def test_rows_leave_the_layers_as_a_mean(
             # The mean of three states is rounded in another order.
             torch.testing.assert_close(logits[:, 4:], expected[:, 4:], rtol=1e-5, atol=1e-5)
     assert torch.equal(model(ids).logits, plain)
-
-
-@torch.no_grad()
-def test_compiled_layers_run_uncompiled(fresh: Callable[..., PreTrainedModel]) -> None:
-    model, ids = fresh("llama"), prompt(6)
-    with added(averaged_exits, model, 2):
-        expected = model(ids).logits
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    with added(averaged_exits, model, 2):
-        assert torch.equal(model(ids).logits, expected)

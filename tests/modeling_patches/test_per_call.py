@@ -7,16 +7,14 @@ import functools
 import gc
 import inspect
 import pickle
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from running import fingerprint
 from torch import Tensor, nn
 
 from modeling_patches import per_call
@@ -98,32 +96,25 @@ def test_hooks_run_in_the_order_in_which_they_were_added() -> None:
 
 
 def test_none_leaves_things_as_they_are_and_zero_does_not() -> None:
-    model, changes, seen = Model(), Changes(), []
-    changes.before(model.first, lambda args, kwargs: seen.append("before"))
-    changes.after(model.first, lambda args, kwargs, output: seen.append("after"))
+    model, changes = Model(), Changes()
+    changes.before(model.first, lambda args, kwargs: None)
+    changes.after(model.first, lambda args, kwargs, output: None)
     assert value(model, changes) == value(model) == 4
-    assert seen == ["before", "after"]
     changes.after(model.second, lambda args, kwargs, output: 0)
     assert changes.run(model, ONE) == 0
 
 
 def test_a_function_instead_of_a_method() -> None:
     model, changes = Model(), Changes()
+    model.first.factor = lambda: 7  # type: ignore[method-assign]
     changes.instead(model.first, "factor", lambda: 5)
     changes.instead(model.second, "forward", lambda x, shift: x + 100)
     assert value(model, changes) == 5 + 100
     changes.instead(model.second, "forward", lambda x, shift: x)  # the last one counts
     assert value(model, changes) == 5
-    assert value(model) == 4
-    assert plain(model.first, "factor")() == 2 == plain(Block(), "factor")()
-
-
-def test_a_method_that_the_instance_has_is_the_plain_one() -> None:
-    model, changes = Model(), Changes()
-    model.first.factor = lambda: 7  # type: ignore[method-assign]
-    changes.instead(model.first, "factor", lambda: 5)
-    assert value(model, changes) == 10 and value(model) == 14
-    assert plain(model.first, "factor")() == 7
+    assert value(model) == 14
+    assert plain(model.first, "factor")() == 7, "what the instance had"
+    assert plain(model.second, "factor")() == 2
 
 
 def test_functions_of_no_module() -> None:
@@ -170,7 +161,7 @@ def test_calls_within_calls() -> None:
     assert value(model) == 4
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("run", [Changes.run, Changes.run_alone])
 def test_the_context_ends_however_the_call_ends(run: Any, error: type[BaseException]) -> None:
     model = Model()
@@ -207,76 +198,33 @@ def test_other_threads_see_nothing() -> None:
     changes.before(model.first, other)
     changes.after(model.second, other)
     assert value(model, changes) == 27 and seen == [4, 4]
-
-
-def test_threads_with_changes_of_their_own() -> None:
-    """Each sees its own, whatever the others do; dispatchers are put on once for all."""
-    model, results = Model(), {}
-    start = threading.Barrier(8)
-
-    def work(number: int) -> None:
-        start.wait()
-        results[number] = [(value(model, adding(model, number)), value(model)) for _ in range(50)]
-
-    with quick_switches():
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert results == {number: [(4 + 2 * number, 4)] * 50 for number in range(8)}
-    assert len(model.first._forward_hooks) == 1 and not model.second._forward_hooks
+    assert value(Model(), changes) == 4, "nor do other models"
 
 
 def test_threads_put_dispatchers_on_one_after_the_other() -> None:
-    meeting = threading.Barrier(2)
+    meeting, results = threading.Barrier(2), {}
 
     class Meeting(Block):
         def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
             with suppress(threading.BrokenBarrierError):  # where nobody else gets here meanwhile
-                meeting.wait(0.5)
+                meeting.wait(0.2)
             return super().register_forward_hook(*args, **kwargs)
 
     model = Model()
     model.first = Meeting()
-    threads = [threading.Thread(target=adding, args=(model, 1)) for _ in range(2)]
+
+    def work(number: int) -> None:
+        results[number] = value(model, adding(model, number)), value(model)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(model.first._forward_hooks) == 1
-
-
-@contextmanager
-def quick_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_another_model_is_left_alone() -> None:
-    model, other = Model(), Model()
-    assert everything(model).run(other, ONE) == 4
-    assert not other.first._forward_hooks and "factor" not in vars(other.second)
+    assert results == {0: (4, 4), 1: (6, 4)} and len(model.first._forward_hooks) == 1
 
 
 # -- what stays on the model ---------------------------------------------------------------------
-
-
-def test_a_second_use_adds_nothing() -> None:
-    model = Model()
-    model.config = torch.nn.Module()  # what `fingerprint` asks
-    model.config.to_dict, model.config._attn_implementation = dict, None
-    handle = model.first.register_forward_hook(lambda module, args, output: output + 100)
-    assert value(model, everything(model)) == 3 * 109  # hooks of others first: they came first
-    once = fingerprint(model)
-    assert value(model, everything(model)) == 3 * 109
-    assert fingerprint(model) == once
-    handle.remove()
-    assert value(model, everything(model)) == 27 and value(model) == 4
 
 
 def seven() -> int:

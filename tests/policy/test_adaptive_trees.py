@@ -23,7 +23,8 @@ from hf_spec.drafting.heads import head_logits, head_states
 from hf_spec.drafting.predictions import Predictions
 from hf_spec.drafting.transition import Transition
 from hf_spec.methods.registry import methods
-from hf_spec.policy.adaptive_trees import AdaptiveTrees, Proposal, best_ends, ends, grow
+from hf_spec.policy.adaptive_trees import AdaptiveTrees, Proposal, grow
+from hf_spec.policy.plans import best_ends, ends
 
 Path = tuple[int, ...]
 HIDDEN, RANK = 5, 3

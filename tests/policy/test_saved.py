@@ -104,7 +104,7 @@ def test_a_new_process_starts_from_it(made: Path) -> None:
     model = load(made)
     (entry,) = json.loads(file_of(made).read_text())["entries"]
     found = strategy(model)
-    assert found.learned.worth == entry["worth"]
+    assert found.learned.prediction_value == entry["prediction_value"]
     keys = [(one["batch_size"], one["context_bits"], "cpu") for one in entry["settings"]]
     assert sorted(found.learned.settings) == sorted(keys)
     for key, one in zip(keys, entry["settings"]):
@@ -204,7 +204,7 @@ def entry_with(**changes: Any) -> dict[str, Any]:
     for name in ("batch_size", "context_bits"):
         if name in changes:
             setting[name] = changes.pop(name)
-    return {"worth": 1.0, "settings": [setting], "calibration": {}, **changes}
+    return {"prediction_value": 1.0, "settings": [setting], "calibration": {}, **changes}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def entry_with(**changes: Any) -> dict[str, Any]:
         ({}, "missing 'version'"),
         ({"version": 9, "entries": []}, "version 9, this hf_spec reads 1"),
         ({"version": 1, "entries": [7]}, "not subscriptable"),
-        (entry_with(worth="much"), "worth='much': must be a number"),
+        (entry_with(prediction_value="much"), "prediction_value='much': must be a number"),
         (entry_with(batch_size=0), "batch_size=0: must be a whole number"),
         (entry_with(seconds={"4": float("nan")}), r"seconds\[4\]=nan: must be a number"),
         (entry_with(seconds={"0": 0.1}), "step tokens=0: must be a whole number"),
@@ -225,7 +225,7 @@ def entry_with(**changes: Any) -> dict[str, Any]:
 )
 def test_broken_files(own: Path, data: Any, message: str) -> None:
     """One line that names the file and says what to do; also before an upload."""
-    if isinstance(data, dict) and "worth" in data:
+    if isinstance(data, dict) and "prediction_value" in data:
         data = {"version": 1, "entries": [data]}
     file_of(own).write_text(data if isinstance(data, str) else json.dumps(data))
     for action in (
@@ -240,14 +240,14 @@ def test_broken_files(own: Path, data: Any, message: str) -> None:
 
 
 def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
-    learned, calibration = Learned(worth=0.7), Calibration(3)
+    learned, calibration = Learned(prediction_value=0.7), Calibration(3)
     times = learned.setting((4, 6, "cpu")).times
     for rows in (1, 4, 9) * 6:
         times.observe(rows, 0.01 * rows, None if rows == 1 else 0.002)
     calibration.observe(2, 0.5, True)
     entry = json.loads(json.dumps(saved.to_entry(learned, calibration)))
     found = saved.Saved(tmp_path, entry).learned("cuda:0")
-    assert found.worth == 0.7 and [*found.settings] == [(4, 6, "cuda:0")]
+    assert found.prediction_value == 0.7 and [*found.settings] == [(4, 6, "cuda:0")]
     again = found.settings[4, 6, "cuda:0"].times
     assert again.means == pytest.approx(times.means) and again.line == pytest.approx(times.line)
     assert again.drafting_seconds == pytest.approx(times.drafting_seconds)

@@ -52,17 +52,17 @@ def test_times_by_hand() -> None:
     assert means == [30.0, 2.0, 3.0, 2.0, 3.0] and len(size.first) == FIRST
     size.add(4.0)
     alpha = 1 / (FIRST + 1)  # a plain mean while that weighs more
-    assert alpha > TIME_ALPHA and size.mean == pytest.approx((1 - alpha) * 3.0 + alpha * 4.0)
+    assert alpha > TIME_ALPHA and size.mean == pytest.approx(3.0 ** (1 - alpha) * 4.0**alpha)
     before = size.mean
     size.add(1000.0)
-    assert size.mean == pytest.approx(before * (1 + (CLIP - 1) / (FIRST + 2)))
+    assert size.mean == pytest.approx(before * CLIP ** (1 / (FIRST + 2)))
 
 
 def test_nothing_is_known_of_a_line_through_one_size() -> None:
     times = StepTimes()
     for _ in range(5):
         times.observe(8, 1.0, 0.1)
-    assert times.line is times.seconds(8) is times.plain_seconds() is times.median_error is None
+    assert times.line is times.seconds(8) is times.plain_seconds() is None
     for _ in range(2):
         times.observe(1, 0.9)  # plain
     assert times.plain_seconds() == 0.9
@@ -116,3 +116,11 @@ def test_plain_steps_of_smaller_batches_take_their_share_at_least() -> None:
     """Also where rows are so dear that the line falls below nothing."""
     times = StepTimes.guessed({1: 1.0, 4: 120.0, 8: 240.0})
     assert times.elsewhere(0.5, scale=0.5).plain_seconds() == pytest.approx(0.5)
+
+
+def test_noise_does_not_move_what_is_known_of_other_sizes() -> None:
+    """While only plain steps are taken: the pace and their own time would drift apart."""
+    rng, times = np.random.default_rng(0), StepTimes()
+    for rows in (1, 4, 9) * 12 + (1,) * 2000:
+        times.observe(rows, (1.0 + 0.1 * rows) * rng.lognormal(0.0, 0.25))
+    assert times.curve(9)[4] / times.plain_seconds() == pytest.approx(1.4 / 1.1, rel=0.1)

@@ -1,18 +1,20 @@
-"""ALiBi from token positions, for forwards that bring a 4-D mask: Bloom, Falcon (ALiBi), MPT.
+"""ALiBi and local attention by token positions, for forwards with a 4-D mask.
 
-ALiBi (https://huggingface.co/papers/2108.12409) adds `slope[head] * key position` to the attention
-scores. Stock models count the position from a 2-D padding mask (Bloom, Falcon: a 4-D one raises) or
-take the slot index (MPT: silently wrong once siblings of a tree share a position). Here the caller
-provides every key's position, and only forwards with a 4-D mask are changed.
+These architectures compute positions from a 2-D padding mask or from slots of the KV cache, which
+siblings of a draft tree make wrong. Here the caller gives the position of every query and key, and
+the mask determines which slots a query sees. Forwards without a 4-D mask are not changed.
 
-This module knows the three architectures, but no trees, caches or drafting: the mask determines
-which slots a query sees, the caller each slot's position.
+* Bloom, Falcon with ALiBi, MPT: ALiBi (https://huggingface.co/papers/2108.12409) adds to the
+  attention scores ``slope[head] * key position``. Bloom and Falcon raise an error for a 4-D mask,
+  MPT takes slots for positions.
+* GPT-Neo: a triangle over slots hides keys, and in local layers also those outside of a window.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 import torch
@@ -23,36 +25,34 @@ from modeling_patches.cache_name import cache_in
 from modeling_patches.per_call import Changes, plain
 
 
-def applies(model: PreTrainedModel) -> bool:
-    """Whether `model` adds ALiBi and so needs `tree_positions` for 4-D masks."""
-    if model.config.model_type == "falcon":
-        return bool(model.config.alibi)  # most Falcons are rotary and need nothing
-    return model.config.model_type in MODEL_TYPES
+def needs_positions(model: PreTrainedModel) -> bool:
+    """Whether a model takes 4-D masks only with :func:`tree_positions`."""
+    kind = model.config.model_type
+    return kind in _PATCHES and (kind != "falcon" or bool(model.config.alibi))
 
 
 def tree_positions(model: PreTrainedModel, positions: Positions, changes: Changes) -> None:
-    """Let forwards with a 4-D mask take their biases from ``positions``, within ``changes``."""
+    """Let forwards with a 4-D mask go by ``positions``, within ``changes``."""
     _PATCHES[model.config.model_type](model.get_decoder(), positions, changes)
 
 
 class Positions:
-    """The positions of the tokens and keys of the next forward, for models that need both.
-
-    Keys that no query attends may have any position. Forwards with a 2-D mask or none need none.
-    """
+    """The positions of the tokens and keys of the next forward."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, ...] = ()
 
     def set(self, query_positions: Tensor, key_positions: Tensor) -> None:
         """To be called with ``(batch, query)`` and ``(batch, key)`` before each forward whose mask
-        is 4-D: additive ``(batch, 1, query, key)``, 0 or negative, in the model's dtype."""
+        is 4-D: additive ``(batch, 1, query, key)``, 0 or negative, in the model's dtype.
+
+        Keys that no query attends may have any position."""
         self._last = query_positions, key_positions
 
     def of(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (batch, query) and (batch, key) for a forward with this 4-D mask.
 
-        Keys that no query attends count as position 0, as padding does in transformers: a stale
+        Keys that no query attends count as position 0, as padding does in Transformers: a stale
         position times a slope can overflow fp16, and inf survives the addition of the mask.
         """
         sizes = [positions.shape[-1] for positions in self._last]
@@ -66,18 +66,19 @@ class Positions:
         return query, key.masked_fill((mask < 0).all(dim=-2)[:, 0], 0)
 
 
-def is_tree(mask: Any) -> TypeGuard[Tensor]:
-    """Whether a forward has a 4-D mask, so that positions are needed."""
+def _is_tree(mask: Any) -> TypeGuard[Tensor]:
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def _patch_bloom(transformer: Any, positions: Positions, changes: Changes) -> None:
+# -- ALiBi ---------------------------------------------------------------------------------------
+
+
+def _bloom(transformer: Any, positions: Positions, changes: Changes) -> None:
     stock = plain(transformer, "build_alibi_tensor")
-    heads = transformer.num_heads
-    slopes = stock(_two_tokens(transformer), heads, torch.float32)[:, 0, 1]  # position 1: the slope
+    slopes = stock(_two_tokens(transformer), transformer.num_heads, torch.float32)[:, 0, 1]
 
     def build_alibi_tensor(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-        if not is_tree(attention_mask):
+        if not _is_tree(attention_mask):
             return stock(attention_mask, num_heads, dtype)
         _, keys = positions.of(attention_mask)
         alibi = _per_head(slopes, keys).to(dtype)  # rounded last, as the original does
@@ -86,15 +87,14 @@ def _patch_bloom(transformer: Any, positions: Positions, changes: Changes) -> No
     changes.instead(transformer, "build_alibi_tensor", build_alibi_tensor)
 
 
-def _patch_falcon(transformer: Any, positions: Positions, changes: Changes) -> None:
+def _falcon(transformer: Any, positions: Positions, changes: Changes) -> None:
     # Falcon builds ALiBi from a 2-D mask in a module-level function, which an instance cannot
     # change. So for a tree, that mask is all ones, and the blocks receive the bias itself and a
     # mask that contains it (as Falcon does) instead of what the model computes.
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-    config = transformer.config
-    heads = config.num_attention_heads
-    scale = math.sqrt(config.hidden_size // heads)
+    heads = transformer.config.num_attention_heads
+    scale = math.sqrt(transformer.config.hidden_size // heads)
     # Falcon multiplies in bf16 whatever the model's dtype; the rounding must be the same here.
     slopes = build_alibi_tensor(_two_tokens(transformer), heads, torch.bfloat16)[:, 0, 1]
     tree: dict[str, Tensor] = {}  # what the blocks get while a tree runs
@@ -102,37 +102,33 @@ def _patch_falcon(transformer: Any, positions: Positions, changes: Changes) -> N
     def before_model(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
         tree.clear()
-        if not is_tree(mask):
+        if not _is_tree(mask):
             return None
         _, keys = positions.of(mask)
         alibi = _per_head(slopes, keys).to(mask.dtype)  # (batch, heads, 1, key)
-        hidden = torch.finfo(mask.dtype).min
         tree["alibi"] = alibi
-        tree["attention_mask"] = (alibi / scale).masked_fill(mask < 0, hidden)
-        past = cache_in(kwargs)
-        length = mask.shape[-2] + (0 if past is None else past.get_seq_length())
+        tree["attention_mask"] = (alibi / scale).masked_fill(mask < 0, torch.finfo(mask.dtype).min)
+        cache = cache_in(kwargs)
+        length = mask.shape[-2] + (0 if cache is None else cache.get_seq_length())
         return args, kwargs | {"attention_mask": keys.new_ones(keys.shape[0], length)}
-
-    def before_block(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | tree
 
     changes.before(transformer, before_model)
     for block in transformer.h:
-        changes.before(block, before_block)
+        changes.before(block, lambda args, kwargs: (args, kwargs | tree))
 
 
-def _patch_mpt(transformer: Any, positions: Positions, changes: Changes) -> None:
+def _mpt(transformer: Any, positions: Positions, changes: Changes) -> None:
     stock = plain(transformer, "build_mpt_alibi_tensor")
-    # One before the last slot.
+    # MPT's ALiBi is 0 in the last slot, and minus the slope in the one before.
     slopes = -stock(transformer.num_heads, 2, device=transformer.device)[:, 0, 0]
-    mask: Tensor | None = None  # the tree's, while one runs
+    mask: Tensor | None = None  # that of the running forward
 
     def before_model(args: tuple, kwargs: dict) -> None:
         nonlocal mask
         mask = kwargs.get("attention_mask")
 
     def build_mpt_alibi_tensor(*args: Any, **kwargs: Any) -> Tensor:
-        if not is_tree(mask):
+        if not _is_tree(mask):
             return stock(*args, **kwargs)
         queries, keys = positions.of(mask)
         # MPT counts back from the last slot, this from the root: softmax ignores a constant, but
@@ -146,7 +142,7 @@ def _patch_mpt(transformer: Any, positions: Positions, changes: Changes) -> None
 
 
 def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`MptAttention.forward` that also takes a 4-D bias, one per sequence."""
+    """`MptAttention.forward` that also takes a 4-D bias, which differs between sequences."""
     stock = plain(attention, "forward")
 
     def forward(
@@ -177,7 +173,7 @@ def _mpt_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _two_tokens(transformer: Any) -> Tensor:
-    """A 2-D mask of two tokens: every implementation's ALiBi at the second is the slope."""
+    """A 2-D mask of two tokens: the original ALiBi at the second is the slope."""
     return torch.ones(1, 2, dtype=torch.long, device=transformer.device)
 
 
@@ -186,5 +182,46 @@ def _per_head(slopes: Tensor, positions: Tensor) -> Tensor:
     return slopes.to(positions.device)[:, None, None] * positions[:, None, None, :]
 
 
-_PATCHES = {"bloom": _patch_bloom, "falcon": _patch_falcon, "mpt": _patch_mpt}
-MODEL_TYPES = frozenset(_PATCHES)
+# -- local attention -----------------------------------------------------------------------------
+
+
+def _gpt_neo(decoder: Any, positions: Positions, changes: Changes) -> None:
+    band: Tensor | None = None  # the local layers' mask, while a forward has a 4-D one
+
+    def before_model(args: tuple, kwargs: dict) -> None:
+        nonlocal band
+        mask, band = kwargs.get("attention_mask"), None
+        if _is_tree(mask):
+            query, key = positions.of(mask)
+            outside = query[:, :, None] - key[:, None, :] >= decoder.config.window_size
+            band = mask.masked_fill(outside[:, None], torch.finfo(mask.dtype).min)
+
+    def before_local_block(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs if band is None else kwargs | {"attention_mask": band}
+
+    def without_triangle(attention: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        stock = plain(attention, "_attn")
+
+        def _attn(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any) -> Any:
+            if band is None:
+                return stock(query, key, value, attention_mask)
+            # The mask replaces the triangle over slots: one that hides nothing.
+            size = key.shape[-2]
+            triangle = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
+            own = SimpleNamespace(
+                bias=triangle.expand(1, 1, size, size), attn_dropout=attention.attn_dropout
+            )
+            attention_mask = attention_mask.to(query.device)  # made where the first layer is
+            return type(attention)._attn(own, query, key, value, attention_mask)
+
+        return _attn
+
+    changes.before(decoder, before_model)
+    for block in decoder.h:
+        attention = block.attn.attention
+        if attention.attention_type == "local":
+            changes.before(block, before_local_block)
+        changes.instead(attention, "_attn", without_triangle(attention))
+
+
+_PATCHES = {"bloom": _bloom, "falcon": _falcon, "mpt": _mpt, "gpt_neo": _gpt_neo}
