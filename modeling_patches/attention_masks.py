@@ -68,6 +68,10 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
     return made
 
 
+#: Kinds of layers with a recurrent state and no attention, as configs name them.
+RECURRENT = ("linear_attention", "conv", "mamba")
+
+
 class _Attention:
     """An attention function of Transformers that runs the call's own one instead, if any."""
 
@@ -147,7 +151,8 @@ class TreeAttention:
                 made[id(mask)] = _block_mask(mask) if self._flex else _additive(mask, dtype)
         if "" in masks:
             return made[id(masks[""])]
-        return {kind: made[id(mask)] for kind, mask in masks.items()}
+        by_kind = {kind: made[id(mask)] for kind, mask in masks.items()}
+        return by_kind | dict.fromkeys(RECURRENT)  # which take no mask of a tree
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -191,8 +196,8 @@ def mask_windows(model: Any) -> dict[str, int | None]:
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
     windows: dict[str, int | None] = {}
     for kind, layer in zip(kinds, layers):
-        if type(layer).__name__ == "DummyLayer":
-            continue  # it reads the KV of an earlier layer of its type
+        if kind in RECURRENT or type(layer).__name__ == "DummyLayer":
+            continue  # no attention, or that to the KV of an earlier layer of its type
         window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
         if windows.setdefault(kind, window) != window:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_patches.cache_name import CACHE
+from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.positions import needs_positions
 from modeling_patches.ranks import tensor_parallel_size
 from modeling_patches.weights import placement
@@ -21,7 +22,11 @@ VERIFIED = frozenset(
      "qwen2", "qwen3", "stablelm", "starcoder2"}
 )  # fmt: skip
 
-_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+#: Kinds of cache layers that a tree runs through.
+LAYERS = frozenset(
+    {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer", "LinearAttentionLayer",
+     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+)  # fmt: skip
 
 
 def context_ends(model: Any) -> list[int]:
@@ -60,11 +65,25 @@ def _obstacles(model: Any) -> Iterator[str]:
     """Reasons against a model, worded to follow its name in an error."""
     if model.config.is_encoder_decoder:
         yield " is an encoder-decoder model: strategies decode decoder-only models"
-    if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
-        yield " keeps a recurrent state, which cannot forget rejected tokens"
     text = model.config.get_text_config(decoder=True)
+    states = {
+        index for index, layer in enumerate(DynamicCache(config=text).layers)
+        if hasattr(layer, "conv_states")
+    }  # fmt: skip
+    try:
+        known = set(recurrent_rules(model))
+    except ValueError as error:
+        yield f": {error}"
+    else:
+        stateful = getattr(model, "_is_stateful", False)
+        if (
+            states - known
+            or (stateful and not known)
+            or not model._supports_default_dynamic_cache()
+        ):
+            yield " keeps a recurrent state in a way that is not written for trees"
     for kind in (type(layer).__name__ for layer in DynamicCache(config=text).layers):
-        if kind not in _LAYERS:
+        if kind not in LAYERS:
             yield (
                 f" has a cache layer of type {kind}, which cannot forget rejected tokens or takes "
                 "no tree mask"
@@ -74,7 +93,8 @@ def _obstacles(model: Any) -> Iterator[str]:
     forward = inspect.signature(model.forward).parameters
     if CACHE not in forward:
         yield f".forward takes no {CACHE}: it has no KV cache"
-    if "position_ids" not in forward and not needs_positions(model):
+    attends = any(hasattr(layer, "keys") for layer in DynamicCache(config=text).layers)
+    if attends and "position_ids" not in forward and not needs_positions(model):
         yield ".forward takes no position_ids, so siblings in a tree cannot share a position"
 
 
@@ -143,7 +163,7 @@ def kv_shape(model: Any) -> tuple[int, int, int]:
     if on_meta and not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} has no weights: load it before the adapter.")
     cache = _one_token(model)
-    without = [index for index, layer in enumerate(cache.layers) if layer.keys is None]
+    without = [i for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is None]
     if without:
         raise ValueError(
             f"layers {without} of {name} have no KV of their own, and prefix KV is for every "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_spec.cache.buffers import aligned
+from hf_spec.cache.recurrent import fill
 from hf_spec.cache.tree_cache import TreeCache
+from modeling_patches.support import LAYERS
 
 
 def pack(
@@ -25,8 +27,9 @@ def pack(
 
 
 def take_over(
-    cache: TreeCache, source: DynamicCache, mask: Tensor | None, capacity: int, front: int = 0
-) -> None:
+    cache: TreeCache, source: DynamicCache, mask: Tensor | None, capacity: int, front: int = 0,
+    seq: int | None = None,
+) -> None:  # fmt: skip
     """Take over the states of a prefill; ``source`` is emptied layer by layer.
 
     Args:
@@ -36,8 +39,10 @@ def take_over(
             wherever it is.
         capacity: slots to allocate per row (rounded up).
         front: front slots to allocate (rounded up); see :meth:`AttentionStates.set_front`.
+        seq: tokens in each row, padding included, if no layer of ``source`` has keys.
     """
-    seq = source.get_seq_length()
+    keyed = any(getattr(layer, "keys", None) is not None for layer in source.layers)
+    seq = source.get_seq_length() if keyed or seq is None else seq
     order = None
     lengths = [seq] * cache.batch_size
     if mask is not None:
@@ -62,6 +67,8 @@ def take_over(
         for name in ("keys", "values"):
             _copy_in(getattr(own, name), getattr(layer, name), order, seq)
         layer.keys = layer.values = None
+    if cache.recurrent is not None:
+        cache.recurrent.take_over(source.layers, cache.host_lengths)
 
 
 def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> None:
@@ -76,6 +83,8 @@ def unpack_into(cache: TreeCache, target: DynamicCache, mask: Tensor | None) -> 
             next accepted token; None if all do. Other slots are zero.
     """
     cache.count_appended()
+    if cache.recurrent is not None:
+        fill(target.layers, cache.recurrent)
     batch = len(cache.host_lengths)
     if mask is None:
         seq = cache.max_length
@@ -117,8 +126,7 @@ def check_packable(cache: Cache) -> None:
         raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
     for layer in cache.layers:
         # Subclasses of the dynamic layer other than the sliding one quantise, index or compress.
-        known = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-        if not known or not (isinstance(layer, DynamicLayer) or "Dummy" in type(layer).__name__):
+        if type(layer).__name__ not in LAYERS or "Static" in type(layer).__name__:
             static = "Static" in type(layer).__name__
             asks = " For compiled steps give cache_implementation='static' instead." * static
             raise ValueError(

@@ -24,8 +24,10 @@ from transformers.cache_utils import Cache
 
 from hf_spec.cache.attention import AttentionLayer, zeros
 from hf_spec.cache.buffers import Allocate, AttentionStates, aligned
+from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
+from modeling_patches.recurrences import Rule
 
 
 class OpenBlock(NamedTuple):
@@ -61,16 +63,18 @@ class TreeCache(Cache):
         tokens: the tokens whose states each row holds, if the owner recorded them. A later call
             uses them to find how much of its prompt is cached.
         block: the open block, if one is open.
+        recurrent: what its recurrent layers hold; None if there are none.
 
     Args:
         allocate: allocates its buffers, whose values must be finite.
+        rules: the rule of each recurrent layer, by its index.
     """
 
     layers: list[AttentionLayer]
 
     def __init__(
         self, num_layers: int, batch_size: int, device: torch.device | str,
-        allocate: Allocate = zeros,
+        allocate: Allocate = zeros, rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
         super().__init__(layers=[AttentionLayer(self) for _ in range(num_layers)])
         self.states = AttentionStates(self.layers, batch_size, allocate)
@@ -78,6 +82,7 @@ class TreeCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.tokens: list[list[int]] | None = None
         self.block: OpenBlock | None = None
+        self.recurrent = RecurrentStates(rules) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states.
         self._floor = [0] * batch_size
 
@@ -142,7 +147,9 @@ class TreeCache(Cache):
 
     # -- a speculative block -----------------------------------------------------------------
 
-    def begin(self, tree: Tree, first: int = 0, front: bool = False) -> int:
+    def begin(
+        self, tree: Tree, first: int = 0, front: bool = False, plain: bool = False
+    ) -> int:  # fmt: skip
         """Open a block: the next forward writes nodes of a tree after each row's tokens.
 
         Args:
@@ -150,6 +157,7 @@ class TreeCache(Cache):
             first: the first of its nodes that the forward writes; an earlier forward of this step
                 has written those before.
             front: let attention see the front slots, too.
+            plain: let recurrent layers run their own code if the tree is a root.
 
         Returns:
             The number of slots that attention sees (the mask's last dimension), without the front
@@ -164,6 +172,9 @@ class TreeCache(Cache):
             start, slots = 0, self.lengths[:, None] + steps
         end = min(aligned(end), self.capacity)
         self.block = OpenBlock(start, slots, end, front, tree, first)
+        if self.recurrent is not None:
+            alone = tree.num_nodes == 1 and not first
+            self.recurrent.begin(tree.ancestors[:, first:], first, plain and alone)
         return end
 
     def appending(self, appended: int, count: int) -> OpenBlock:
@@ -184,29 +195,49 @@ class TreeCache(Cache):
         assert self.block is not None
         slots = self.lengths[:, None] + self.block.first + rows.to(self.lengths.device)
         self.block = self.block._replace(slots=slots)
+        if self.recurrent is not None:
+            self.recurrent.narrow(rows)
 
-    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+    def commit(
+        self, counts: Sequence[int], path: Tensor | None = None, slots: Tensor | None = None,
+        moved: bool = False,
+    ) -> None:  # fmt: skip
         """Close the block: keep each row's accepted nodes and discard the others.
 
         Args:
             counts: accepted nodes per row, the root included; 0 keeps none.
             path: ``(batch, depth)`` node indices of the accepted path, root first; entries past
-                ``counts`` may be any node. None if the accepted nodes already come first.
+                ``counts`` may be any node. None if the accepted nodes come first.
+            slots: ``(batch, nodes)`` place of each node in the block; None if it is its index.
+            moved: whether the accepted nodes are already in the first slots.
         """
-        if self.states.is_empty:
+        if self.states.is_empty and any(layer.is_initialized for layer in self.layers):
             self.states.join()
-        if path is not None:
-            self.states.move(self.lengths, path)
+        places = path
+        if path is not None and slots is not None:
+            places = slots.gather(1, path.to(slots.device))
+        if self.recurrent is not None:
+            given = torch.arange(max(max(counts), 1), device=self.lengths.device)
+            given = given.expand(self.batch_size, -1)
+            if path is None or places is None:
+                path = places = given
+            self.recurrent.commit(self.host_lengths, counts, places, path)
+        if places is not None and not moved and not self.states.is_empty:
+            self.states.move(self.lengths, places)
         self.block = None
         self.set_lengths([length + count for length, count in zip(self.host_lengths, counts)])
 
     def rollback(self) -> None:
         """Close the block and discard all of its nodes."""
         self.block = None
+        if self.recurrent is not None:
+            self.recurrent.rollback()
 
     def repair(self) -> None:
         """Close the block, and rebuild what an exception may have left half done."""
         self.rollback()
+        if self.recurrent is not None:
+            self.recurrent.repair(self.host_lengths)
         self.set_lengths(self.host_lengths)
         self.states.attach()
 
@@ -215,11 +246,13 @@ class TreeCache(Cache):
     @property
     def layout(self) -> Hashable:
         """What a graph over :meth:`tensors` depends on besides their shapes."""
-        return len(self.layers), self.states.members, self.front, self.block and self.block.front
+        states = None if self.recurrent is None else self.recurrent.layout
+        front = self.block and self.block.front
+        return len(self.layers), self.states.members, self.front, front, states
 
     def tensors(self) -> list[Tensor]:
         """The buffers of its layers, whose sizes recur. Graphs write into them."""
-        return self.states.tensors()
+        return self.states.tensors() + (self.recurrent.tensors() if self.recurrent else [])
 
     def traced_with(
         self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree
@@ -234,11 +267,15 @@ class TreeCache(Cache):
         """
         assert self.block is not None
         own = TreeCache(len(self.layers), self.batch_size, lengths.device)
-        own.states = self.states.traced_with(own.layers, tensors)
+        given = list(tensors)
+        own.states = self.states.traced_with(own.layers, given)
         # The length with which the block fills the slots. The check of a new graph detects models
         # that compute with it.
         own.lengths, own.host_lengths = lengths, [self.capacity - slots.shape[1]] * self.batch_size
         own.block = self.block._replace(slots=slots, end=self.capacity, tree=tree)
+        if self.recurrent is not None:
+            given = given[len(self.states.members) :]
+            own.recurrent = self.recurrent.traced_with(given, tree.ancestors)
         return own
 
     # -- rows --------------------------------------------------------------------------------
@@ -254,6 +291,8 @@ class TreeCache(Cache):
         self._keep_rows(rows)
 
     def _keep_rows(self, rows: Sequence[int]) -> None:
+        if self.recurrent is not None:
+            self.recurrent.select(rows)
         tokens, floor = self.tokens, [self._floor[row] for row in rows]
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
@@ -291,6 +330,11 @@ class TreeCache(Cache):
                 "shortest row) to 0, the tokens to remove."
             )
         lengths = [length + tokens_to_remove for length in self.host_lengths]
+        if self.recurrent is not None and self._reachable(lengths) != lengths:
+            raise ValueError(
+                f"crop({tokens_to_remove}): a recurrent state holds all tokens at once and can be "
+                "taken back to the end of the prompt, or into the last step. Start without a cache."
+            )
         if tokens_to_remove and any(0 < n < floor for n, floor in zip(lengths, self._floor)):
             raise ValueError(
                 f"crop({tokens_to_remove}): a sliding window has dropped tokens of the prompt, so "
@@ -302,22 +346,75 @@ class TreeCache(Cache):
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep at most ``lengths[row]`` tokens of each row.
 
-        A row becomes empty where a sliding window would need tokens that it has dropped.
+        A row becomes empty where a sliding window would need tokens that it has dropped, and as
+        short as the last of its lengths of which a recurrent state is known.
         """
         self.count_appended()
         kept = [min(have, keep) for have, keep in zip(self.host_lengths, lengths)]
         kept = [n if n >= floor else 0 for n, floor in zip(kept, self._floor)]
+        if self.recurrent is not None:
+            kept = self._reachable(kept)
+            self.recurrent.cut(kept)
         tokens = self.tokens
         self.set_lengths(kept)
         if tokens is not None:
             self.tokens = [row[:n] for row, n in zip(tokens, kept)]
 
+    def _reachable(self, lengths: list[int]) -> list[int]:
+        assert self.recurrent is not None
+        return [self.recurrent.reachable(row, length) for row, length in enumerate(lengths)]
+
     def reset(self) -> None:
         """Empty every row; keep the buffers."""
         self.block = None
+        if self.recurrent is not None:
+            self.recurrent.cut([0] * self.batch_size)
         for layer in self.layers:
             layer.appended = 0
         self.set_lengths([0] * self.batch_size, [0] * self.batch_size)
+
+    # -- recurrent layers ----------------------------------------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution; None in a block, whose nodes run by other rules."""
+        return self._state("conv", layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._state("rule", layer_idx, state_idx)
+
+    def _state(self, kind: str, layer: int, number: int) -> Tensor | None:
+        states = self.recurrent
+        if states is None:
+            return None
+        if self.block is None:
+            raise ValueError(
+                "TreeCache: a model with recurrent layers continues it in "
+                "generate(assistant_strategy=...). Elsewhere start without a cache."
+            )
+        return states.copy(kind, layer, number) if states.plain else None
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        assert self.recurrent is not None
+        self.recurrent.run_next(layer_idx, state_idx)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        assert self.recurrent is not None
+        if self.recurrent.plain:
+            self.recurrent.replace(layer_idx, state_idx, recurrent_states)
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        return True
 
     def row(self, row: int, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Accepted keys and values of one row and layer: ``(kv_heads, length, head_dim)`` views."""

@@ -17,6 +17,7 @@ from hf_spec.cache.buffers import Allocate
 from hf_spec.cache.convert import take_over, unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.sequences import Sequences
+from modeling_patches.recurrences import Rule
 
 
 class Handover:
@@ -32,6 +33,7 @@ class Handover:
         sequences: the call's sequences.
         returned: whether the call's output contains the cache.
         allocate: allocates the buffers of a new cache.
+        rules: the rule of each recurrent layer.
 
     Attributes:
         cache: the call's cache; None until it is taken over or, if it is the caller's, until it is
@@ -42,11 +44,13 @@ class Handover:
     """
 
     def __init__(
-        self, given: Any, sequences: Sequences, returned: bool, allocate: Allocate = zeros
+        self, given: Any, sequences: Sequences, returned: bool, allocate: Allocate = zeros,
+        rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
         self.given = given
         self.sequences = sequences
         self.allocate = allocate
+        self.rules = rules
         self.cache: TreeCache | None = None
         self.history: list[list[int]] | None = None
         self.start: list[int] | None = None
@@ -54,8 +58,8 @@ class Handover:
         callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self._target: DynamicCache | None = given if callers else None
         self._wanted = returned or callers or isinstance(given, TreeCache)
-        #: The layers before the prompt. Layers replace their tensors, so these stay valid.
-        self._before = [(one, dict(vars(one))) for one in given.layers] if callers else None
+        #: The layers before the prompt. Layers replace their keys, so these stay valid.
+        self._before = [(one, _state_of(one)) for one in given.layers] if callers else None
         self._mask: Tensor | None = None
         self._done = False
 
@@ -78,12 +82,14 @@ class Handover:
         cache = self.empty(len(source.layers), len(logits), logits.device)
         # Adopted before it takes over anything, as taking over empties ``source``.
         self.adopt(cache, mask)
-        take_over(cache, source, mask, capacity, front)
+        take_over(cache, source, mask, capacity, front, self.sequences.width)
+        if cache.recurrent is not None and self._wanted:
+            cache.recurrent.remember()
         return cache
 
     def empty(self, layers: int, rows: int, device: torch.device) -> TreeCache:
         """Create an empty cache, which is not yet the call's."""
-        return TreeCache(layers, rows, device, self.allocate)
+        return TreeCache(layers, rows, device, self.allocate, self.rules)
 
     def adopt(self, cache: TreeCache, mask: Tensor | None) -> None:
         """Use a cache that begins with the prompt as the call's cache.
@@ -165,3 +171,19 @@ class Handover:
         steps = torch.arange(max(cached), device=device)
         tail = steps < torch.tensor(cached, device=device)[:, None]
         return torch.cat([head.to(device), tail], dim=1)
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """A layer's attributes; recurrent states, which are changed in place, are copied."""
+    state = dict(vars(layer))
+    for name in ("conv_states", "recurrent_states"):
+        if name in state:
+            state[name] = {
+                number: None if tensor is None else tensor.clone()
+                for number, tensor in state[name].items()
+            }
+    for name in ("has_previous_state", "is_conv_states_initialized",
+                 "is_recurrent_states_initialized", "conv_kernel_size"):  # fmt: skip
+        if isinstance(state.get(name), dict):
+            state[name] = dict(state[name])
+    return state

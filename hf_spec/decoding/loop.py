@@ -27,6 +27,7 @@ from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from modeling_patches.cache_name import CACHE, cache_in
+from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
@@ -67,7 +68,11 @@ def decode(
     watch = Stopwatch(stats, model.device, ranks.same)
 
     handover = Handover(
-        cache_in(model_kwargs), sequences, returns_dict, graphs.allocate if graphs else zeros
+        cache_in(model_kwargs),
+        sequences,
+        returns_dict,
+        graphs.allocate if graphs else zeros,
+        recurrent_rules(model),
     )
     with ExitStack() as stack:
         stack.callback(handover.give_back)  # also after an error or interrupt

@@ -166,7 +166,8 @@ def prefill(
         end = outputs.logits[:, -1], *_read(reads, chunks, input_ids, real), 0
         source = cache_in(outputs)
         check_packable(source)
-        capacity = source.get_seq_length() + min(budget, RESERVE)
+        width = sequences.width if mask is None else mask.shape[1]
+        capacity = max(width, sequences.width) + min(budget, RESERVE)
         front = 0 if probe_inputs is None else probe_inputs.num_front
         cache = handover.take_over(source, real, capacity, front, end[0])
         target = make_target(cache, cache.lengths, None if positions is None else positions[:, -1])
@@ -184,7 +185,9 @@ def _rides(
     the usual positions, runs in one forward, and the model's attention takes masks.
     """
     given, sequences = handover.given, handover.sequences
-    if not isinstance(given, DynamicCache) or not given.layers or given.get_seq_length():
+    if not isinstance(given, DynamicCache) or not given.layers or handover.rules:
+        return False
+    if given.get_seq_length():
         return False
     check_packable(given)
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")

@@ -33,6 +33,7 @@ from hf_spec.model.graphs import tolerance
 from hf_spec.model.hidden_states import Reads, decoder_of, output_logits, taken
 from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import as_before, forgets_at
+from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, context_ends
 from modeling_patches.weights import placement
@@ -150,7 +151,7 @@ class _Trial:
         (root, first, *_), (_, second, third, again) = self._plain()
         inputs = self._inputs(1)
         sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
-        handover = Handover(inputs[CACHE], sequences, False)
+        handover = Handover(inputs[CACHE], sequences, False, rules=recurrent_rules(model))
         with as_before(model):
             target = prefill(
                 model,

@@ -84,7 +84,8 @@ class Steps:
             host, state.prefetched = result.to_host(started)  # the step's one transfer
         host = self._emit(tree, host, output.tree)
         kept = [max(len(path), end) for path, end in zip(host.path, ends)]
-        state.cache.commit(kept, None if output.result else _moved(output.tree, result, host, kept))
+        moved = output.result is not None or _in_place(output.tree, host, kept)
+        state.cache.commit(kept, result.path, output.tree.slots, moved)
         seconds = self.watch.step()
         drafter.observe(state, tree, host)
         if state.lookups is not None:
@@ -168,9 +169,8 @@ def _depth_limits(state: DecodeState) -> list[int]:
     return limits
 
 
-def _moved(tree: Tree, result: StepResult, host: HostResult, kept: Sequence[int]) -> Tensor | None:
-    """The slots of the accepted path, or None if the accepted nodes already come first."""
-    if tree.slots is not None:
-        return tree.slots.gather(1, result.path.to(tree.slots.device))
-    in_place = all(path[:count] == list(range(count)) for path, count in zip(host.path, kept))
-    return None if in_place else result.path
+def _in_place(tree: Tree, host: HostResult, kept: Sequence[int]) -> bool:
+    """Whether the accepted nodes are the first ones."""
+    return tree.slots is None and all(
+        path[:count] == list(range(count)) for path, count in zip(host.path, kept)
+    )

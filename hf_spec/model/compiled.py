@@ -65,12 +65,13 @@ def compiled_forward(
         block = Block.of(rows, nodes if first else slice(None))
         output = own.forward(call, rows, block, cache.capacity, changes)
         found = [output.logits] + ([] if output.hidden is None else [output.hidden])
+        kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
         if not match:
-            return tuple(found)
+            return (*found, *kept)
         result = verify.match(rows, output.logits.argmax(-1))
         if result.path.shape[1] > 1:  # else the root, which is in place
             traced.states.move(lengths, result.path)
-        return (*found, result.path, result.counts, result.tokens, result.num_probes)
+        return (*found, result.path, result.counts, result.tokens, result.num_probes, *kept)
 
     def eager() -> tuple[Tensor, ...]:
         output = target.forward(call, tree, Block.of(tree, slice(first, None)), keys, changes)
@@ -96,4 +97,9 @@ def compiled_forward(
     inputs = buffers + [tensor.contiguous() for tensor in small]
     logits, *found = graphs.run(key, function, inputs, eager, cut, static=len(buffers))
     hidden = found.pop(0) if has_hidden else None
-    return logits, hidden, StepResult(*found) if found else None
+    # Where the code was just made, the forward has run uncompiled.
+    result = StepResult(*found[:4]) if match and found else None
+    kept = found[4:] if match else found
+    if kept and cache.recurrent is not None:
+        cache.recurrent.set_kept(kept)
+    return logits, hidden, result

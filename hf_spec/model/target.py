@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.buffers import bounded
+from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
 from hf_spec.core.pruning import Pruning, keep_likely
@@ -32,8 +33,10 @@ from modeling_patches.cache_name import CACHE
 from modeling_patches.dynamic_rope import Reach
 from modeling_patches.early_pruning import Choose, early_pruning
 from modeling_patches.exits import averaged_exits
+from modeling_patches.linear_attention import tree_recurrences
 from modeling_patches.per_call import Changes
 from modeling_patches.ranks import Ranks
+from modeling_patches.recurrences import Kept, Rule, Step
 from modeling_patches.weights import placement
 
 #: Names of a forward's own variables; see :meth:`Target.variables`.
@@ -82,6 +85,25 @@ class _Pass:
         return states_at(hidden, self.logits_at)
 
 
+class Running:
+    """The recurrent states of the running forward, for the changes to the model."""
+
+    states: RecurrentStates | None = None
+
+    @property
+    def step(self) -> Step:
+        assert self.states is not None
+        return self.states.step
+
+    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
+        assert self.states is not None
+        return self.states.read(rule)
+
+    def keep(self, rule: Rule, kept: Kept) -> None:
+        assert self.states is not None
+        self.states.keep(rule, kept)
+
+
 class Target:
     """Runs ``model`` on trees; created once per ``generate()`` call.
 
@@ -113,6 +135,9 @@ class Target:
         self.graphs = graphs
         self.cache = cache
         self.attention = TreeAttention(model)
+        self._running = Running()
+        if cache.recurrent is not None:
+            tree_recurrences(model, self.attention.changes, self._running)
         self.last_position = last_position[:, None]
         if position_shift is None:
             position_shift = torch.zeros_like(last_position)
@@ -157,11 +182,18 @@ class Target:
                 code then applies it, too. Not with ``first``.
         """
         front = self.num_front if tree.num_probes else 0
-        keys = self.cache.begin(tree, first, front > 0)
+        keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
         call = self._reaching(tree, first)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(call, tree, keys, pruning)
-        if self.graphs is not None and self.reach is None and logits_at is None:
+        # What earlier forwards of the step have kept has no recurring size.
+        partial_step = first > 0 and self.cache.recurrent is not None
+        if (
+            self.graphs is not None
+            and self.reach is None
+            and logits_at is None
+            and not partial_step
+        ):
             parts = compiled_forward(self, self.graphs, call, tree, first, keys, changes, match)
             return Output(tree, *parts)
         return self.forward(
@@ -180,6 +212,7 @@ class Target:
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
+        self._running.states = self.cache.recurrent
         inputs = self._inputs(block, keys)
         if changes is not None:
             return Output(tree, changes.run(self._changes.run, call, **inputs).logits)
@@ -237,9 +270,12 @@ class Target:
         positions = torch.minimum(
             lengths[:, None] + self.position_shift + block.depths, self.last_position
         )
+        recurrent_only = self.cache.recurrent is not None and self.cache.states.is_empty
         inputs: dict[str, Any] = {
             **self.model_kwargs,
-            "attention_mask": tree_mask(
+            "attention_mask": None
+            if recurrent_only
+            else tree_mask(
                 self.attention,
                 block,
                 keys,
@@ -310,6 +346,7 @@ class Target:
             running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
             return rows
 
+        self._running.states = self.cache.recurrent
         inputs = self._inputs(Block.of(tree), keys)
         changes, seen = self._watched(tree.num_tokens, tree.num_probes)
         if not self._prunes:

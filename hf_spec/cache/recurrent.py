@@ -1,0 +1,363 @@
+"""What all recurrent layers hold: states, and in a step what their rules keep of its nodes.
+
+Inside a block of nodes states are constant. A commit computes those at the accepted ends as new
+tensors, all layers of equal shape together. The states before the last step, and what that step has
+kept, stay until the next one begins, so that it can be shortened.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.transfer import sent
+from modeling_patches.recurrences import CONV, Kept, Rule, Step
+
+#: ``conv`` or ``rule``, the layer, and the number of the state in it.
+Place = tuple[str, int, int]
+
+
+class Version(NamedTuple):
+    """The states that belong to certain lengths of the rows.
+
+    Attributes:
+        lengths: of the rows.
+        tensors: for each group of equal states, ``(places, batch, ...)``.
+    """
+
+    lengths: list[int]
+    tensors: list[Tensor]
+
+
+class Committed(NamedTuple):
+    """The last step: what it began with, what it kept, and what was accepted."""
+
+    before: Version
+    kept: dict[Place, list[Kept]]
+    path: Tensor
+    narrowed: Tensor
+
+
+class RecurrentStates:
+    """The states of all recurrent layers.
+
+    Args:
+        rules: the rule of each layer besides its convolution.
+
+    Attributes:
+        visible: which nodes each node of the open block sees; None outside a block.
+        plain: whether the running forward is one token per row, for which layers run their own
+            code on copies of the states.
+    """
+
+    def __init__(self, rules: dict[int, Rule]):
+        self.rules = rules
+        self.groups: list[list[Place]] = []
+        self.version = Version([], [])
+        self.visible: Tensor | None = None
+        self.plain = False
+        self._steps: dict[torch.device, Step] = {}
+        self._kept: dict[Place, list[Kept]] = {}
+        self._narrowed: set[Place] = set()
+        self._running, self._calls = (0, 0), 0
+        self._device = torch.device("cpu")
+        self._last: Committed | None = None
+        self._prompt: Version | None = None
+        self._traced = False
+
+    # -- taking over and giving back -----------------------------------------------------------
+
+    def take_over(self, layers: Sequence[Any], lengths: list[int]) -> None:
+        """Take over the states of Transformers' cache layers, which keep none of them."""
+        found: dict[Hashable, list[tuple[Place, Tensor]]] = {}
+        for place, state in stock_states(layers):
+            signature = place[0], state.shape[1:], state.dtype, state.device
+            rule = CONV if place[0] == "conv" else self.rules[place[1]]
+            found.setdefault((*signature, rule), []).append((place, state))
+        self.groups = [[place for place, _ in members] for members in found.values()]
+        stacked = [torch.stack([state for _, state in members]) for members in found.values()]
+        self.version = Version(lengths, stacked)
+
+    def states(self) -> Iterator[tuple[Place, Tensor]]:
+        """Each state, ``(batch, ...)``."""
+        for places, tensor in zip(self.groups, self.version.tensors):
+            yield from zip(places, tensor)
+
+    # -- a block, as layers see it -------------------------------------------------------------
+
+    def begin(self, visible: Tensor, first: int, plain: bool) -> None:
+        """Open a block.
+
+        Args:
+            visible: ``(batch, n, first + n)`` bool; see :class:`Step`.
+            first: nodes that were forwarded earlier in this step.
+            plain: see above.
+        """
+        self.visible, self._steps = visible, {}
+        self.plain, self._last = plain, None
+        if not first:
+            self._kept = {}
+        self._narrowed = set()
+
+    @property
+    def step(self) -> Step:
+        """The open block, on the running layer's device."""
+        assert self.visible is not None
+        device = self._device
+        if device not in self._steps:
+            self._steps[device] = Step(self.visible.to(device), False if self._traced else None)
+        return self._steps[device]
+
+    def narrow(self, rows: Tensor) -> None:
+        """Keep only these nodes, ``(batch, n)``, in the layers that are yet to run."""
+        assert self.visible is not None
+        rows = rows.to(self.visible.device)
+        some = self.visible.gather(1, rows[:, :, None].expand(-1, -1, self.visible.shape[2]))
+        self.visible = some.gather(2, rows[:, None].expand(-1, rows.shape[1], -1))
+        self._steps = {}
+        self._narrowed = {place for places in self.groups for place in places} - set(self._kept)
+
+    def run_next(self, layer: int, number: int) -> None:
+        """The rules that run next are those of this layer and state."""
+        self._running, self._calls = (layer, number), 0
+
+    def copy(self, kind: str, layer: int, number: int) -> Tensor | None:
+        """A copy of a state for a plain step, which may change it; None if there is none."""
+        place = kind, layer, number
+        view = dict(self.states()).get(place)
+        if view is None:
+            return None
+        state = view.clone()
+        self._kept[place] = [{"state": state}]
+        return state
+
+    def replace(self, layer: int, number: int, state: Tensor) -> None:
+        """What a plain step makes of a recurrent state."""
+        self._kept["rule", layer, number] = [{"state": state}]
+
+    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
+        """See :class:`modeling_patches.linear_attention.States`."""
+        place = self._place(rule)
+        kept = self._kept.get(place, ())
+        state = self._view(place)
+        self._device = state.device
+        if state.ndim > rule.state_ndim:  # a call per head
+            state = state[:, self._calls]
+        earlier = self.step.old and len(kept) > self._calls
+        return state, kept[self._calls] if earlier else None
+
+    def keep(self, rule: Rule, kept: Kept) -> None:
+        """See :class:`modeling_patches.linear_attention.States`."""
+        place = self._place(rule)
+        calls = self._kept.setdefault(place, [])
+        index = 0 if rule is CONV else self._calls
+        calls[index : index + 1] = [kept]
+        self._calls += rule is not CONV
+
+    def _place(self, rule: Rule) -> Place:
+        return ("conv" if rule is CONV else "rule", *self._running)
+
+    def _view(self, place: Place) -> Tensor:
+        for places, tensor in zip(self.groups, self.version.tensors):
+            if place in places:
+                return tensor[places.index(place)]
+        raise RuntimeError(f"no state of layer {place[1]} was taken over from the prompt.")
+
+    # -- after a step --------------------------------------------------------------------------
+
+    def commit(
+        self, before: list[int], counts: Sequence[int], path: Tensor, narrowed: Tensor
+    ) -> None:
+        """Advance the states along each row's accepted path.
+
+        Args:
+            before: lengths of the rows before the step.
+            counts: accepted nodes per row; 0 leaves a row as it is.
+            path: ``(batch, depth)`` accepted nodes.
+            narrowed: the same among the nodes that deeper layers have kept.
+        """
+        missing = [p for places in self.groups for p in places if p not in self._kept]
+        if missing and any(counts):
+            raise RuntimeError(
+                f"layer {missing[0][1]} has a state that this step did not advance: it runs code "
+                "that is not known."
+            )
+        last = Committed(Version(before, self.version.tensors), self._kept, path, narrowed)
+        lengths = [length + count for length, count in zip(before, counts)]
+        self._last, self.version = last, Version(lengths, self._advanced(last, counts))
+        self.visible = None
+
+    def _advanced(self, last: Committed, counts: Sequence[int]) -> list[Tensor]:
+        """The states after so many nodes of each row's path."""
+        if not any(counts):
+            return last.before.tensors
+        most = max(counts)
+        found = []
+        for places, states in zip(self.groups, last.before.tensors):
+            count = sent(list(counts), states.device)
+            parts: dict[int, Tensor] = {}
+            # Layers after those where nodes were dropped number them anew.
+            for path, narrowed in ((last.path, False), (last.narrowed, True)):
+                some = [
+                    i for i, place in enumerate(places) if (place in self._narrowed) == narrowed
+                ]
+                if some:
+                    kept = [last.kept[places[i]] for i in some]
+                    some_states = states if len(some) == len(places) else states[some]
+                    new = self._advance(
+                        places[0], some_states, kept, path[:, :most].to(states.device), count
+                    )
+                    parts |= dict(zip(some, new)) if len(some) < len(places) else {-1: new}
+            found.append(
+                parts[-1] if -1 in parts else torch.stack([parts[i] for i in sorted(parts)])
+            )
+        return found
+
+    def _advance(
+        self, place: Place, states: Tensor, kept: list[list[Kept]], path: Tensor, count: Tensor
+    ) -> Tensor:
+        """Advance the states ``(layers, batch, ...)`` of layers that are alike."""
+        if "state" in kept[0][0]:
+            ends = torch.stack([calls[0]["state"] for calls in kept]).to(states.dtype)
+            return torch.where((count > 0).view(1, -1, *[1] * (states.ndim - 2)), ends, states)
+        rule = CONV if place[0] == "conv" else self.rules[place[1]]
+        # Layers become rows of the batch.
+        paths, counts = path.repeat(len(kept), 1), count.repeat(len(kept))
+        split = states.ndim - 1 > rule.state_ndim  # a call per head
+        parts = []
+        for call in range(len(kept[0])):
+            flat = {
+                name: torch.cat([calls[call][name] for calls in kept]) for name in kept[0][call]
+            }
+            state = (states[:, :, call] if split else states).flatten(0, 1)
+            parts.append(rule.advance(state, flat, paths, counts).unflatten(0, states.shape[:2]))
+        return torch.stack(parts, 2) if split else parts[0]
+
+    def rollback(self) -> None:
+        """Close the block; the states stay."""
+        self.visible = None
+
+    def repair(self, lengths: list[int]) -> None:
+        """Make the states those of these lengths, after an exception between two lines."""
+        self.visible = None
+        last = self._last
+        if self.version.lengths != lengths and last is not None and last.before.lengths == lengths:
+            self.version, self._last = last.before, None
+
+    def remember(self) -> None:
+        """Remember these states, so that rows can be cut to their present lengths later."""
+        self._prompt = Version(self.version.lengths, [t.clone() for t in self.version.tensors])
+
+    def reachable(self, row: int, length: int) -> int:
+        """The longest length up to ``length`` that a row can be cut to."""
+        if length >= self.version.lengths[row]:
+            return self.version.lengths[row]
+        if self._last is not None and length >= self._last.before.lengths[row]:
+            return length
+        if self._prompt is not None and length >= self._prompt.lengths[row]:
+            return self._prompt.lengths[row]
+        return 0
+
+    def cut(self, lengths: list[int]) -> None:
+        """Cut rows to lengths that are reachable."""
+        have, last, prompt = self.version.lengths, self._last, self._prompt
+        if lengths == have:
+            return
+        tensors = self.version.tensors
+        if last is not None:
+            inside = [old <= n < now for old, n, now in zip(last.before.lengths, lengths, have)]
+            if any(inside):
+                counts = [
+                    n - old if within else now - old
+                    for within, old, n, now in zip(inside, last.before.lengths, lengths, have)
+                ]
+                tensors = self._advanced(last, counts)
+        for row, (length, now) in enumerate(zip(lengths, have)):
+            if length == now or (last is not None and length >= last.before.lengths[row]):
+                continue
+            tensors = [tensor.clone() for tensor in tensors]
+            for index, tensor in enumerate(tensors):
+                at_prompt = length and prompt is not None
+                tensor[:, row] = prompt.tensors[index][:, row] if at_prompt and prompt else 0
+        self.version, self._last = Version(list(lengths), tensors), None
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows in this order; they may repeat."""
+        self.version = _selected(self.version, rows)
+        self._prompt = None if self._prompt is None else _selected(self._prompt, rows)
+        self._last, self._kept = None, {}
+
+    # -- as inputs of a graph ------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Hashable:
+        """What a graph over :meth:`tensors` depends on besides their shapes."""
+        return tuple(map(tuple, self.groups)), self.plain
+
+    def tensors(self) -> list[Tensor]:
+        return self.version.tensors
+
+    def traced_with(self, tensors: Iterable[Tensor], visible: Tensor) -> Self:
+        """The same with other :meth:`tensors`, as a graph sees them, in a block."""
+        own = copy.copy(self)
+        own.version = Version([], list(tensors))
+        own._traced, own._kept, own._narrowed = True, {}, set()
+        own.visible, own._steps = visible, {}
+        return own
+
+    def kept_tensors(self) -> list[Tensor]:
+        """What the step has kept, as results of a graph."""
+        return [kept[name] for place, call, name in self._names() for kept in
+                [self._kept[place][call]]]  # fmt: skip
+
+    def set_kept(self, tensors: Sequence[Tensor]) -> None:
+        """Take over :meth:`kept_tensors` of a graph."""
+        self._kept = {}
+        for (place, call, name), tensor in zip(self._names(), tensors):
+            calls = self._kept.setdefault(place, [])
+            if len(calls) == call:
+                calls.append({})
+            calls[call][name] = tensor
+
+    def _names(self) -> Iterator[tuple[Place, int, str]]:
+        for places, tensor in zip(self.groups, self.version.tensors):
+            for place in places:
+                rule = CONV if place[0] == "conv" else self.rules[place[1]]
+                split = tensor.ndim - 1 > rule.state_ndim and not self.plain
+                names = ("state",) if self.plain else rule.keeps
+                for call in range(tensor.shape[2] if split else 1):
+                    yield from ((place, call, name) for name in names)
+
+
+def stock_states(layers: Sequence[Any]) -> Iterator[tuple[Place, Tensor]]:
+    """The states of Transformers' cache layers, ``(batch, ...)`` each."""
+    for index, layer in enumerate(layers):
+        for kind, name in (("conv", "conv_states"), ("rule", "recurrent_states")):
+            for number, state in (getattr(layer, name, None) or {}).items():
+                if state is not None:
+                    yield (kind, index, number), state
+
+
+def fill(layers: Sequence[Any], states: RecurrentStates) -> None:
+    """Copy the states into Transformers' cache layers."""
+    for (kind, index, number), state in states.states():
+        layer = layers[index]
+        if kind == "conv":
+            layer.has_previous_state[number] = False
+            layer.update_conv_state(state, number)
+        else:
+            layer.update_recurrent_state(state, number)
+
+
+def _selected(version: Version, rows: Sequence[int]) -> Version:
+    tensors = [
+        tensor.index_select(1, torch.tensor(rows, device=tensor.device))
+        for tensor in version.tensors
+    ]
+    return Version([version.lengths[row] for row in rows], tensors)

@@ -1,0 +1,209 @@
+"""Trees of tokens in a model's recurrent layers.
+
+Such layers look up module-level functions (``causal_conv1d_fn``, ``torch_chunk_gated_delta_rule``
+and others) at each call, in the module that defines their class. A permanent dispatcher takes the
+place of each, which asks the running call (:mod:`.per_call`) what to run; other calls run what was
+there before, be it code of Transformers, of a package such as ``fla`` or ``mamba_ssm``, or a kernel
+from the Hub. Layers are found by the names that their code uses, so those of unknown models are
+found, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from modeling_patches import recurrences as rules
+from modeling_patches.per_call import Changes, replaced
+from modeling_patches.recurrences import Kept, Rule, Step
+
+_CONV = "causal_conv1d_fn"
+#: Functions that apply a rule to several tokens, by name.
+RULES: dict[str, Rule] = {
+    _CONV: rules.CONV,
+    "torch_chunk_gated_delta_rule": rules.DELTA,
+    "chunk_kimi_delta_attention": rules.KDA,
+    "mamba2_chunk_scan": rules.MAMBA2,
+    "mamba_selective_scan": rules.MAMBA1,
+}
+#: Those of them that ignore the state before their first token in Transformers.
+FORGETFUL = frozenset({"mamba_selective_scan"})
+#: Methods of a cache with which a layer changes its states.
+_UPDATES = {"update_conv_state", "update_recurrent_state", "get_linear_cache"}
+
+
+class States(Protocol):
+    """What holds the states of a call."""
+
+    @property
+    def step(self) -> Step:
+        """The tokens of the running forward."""
+
+    def read(self, rule: Rule) -> tuple[Tensor, Kept | None]:
+        """The running layer's state before the step, and what it has kept of the step so far."""
+
+    def keep(self, rule: Rule, kept: Kept) -> None:
+        """Keep what the rule needs to advance the running layer's state."""
+
+
+class RecurrentModule(NamedTuple):
+    """A module that keeps states.
+
+    Attributes:
+        module: the module.
+        owner: the Python module in which its class looks functions up.
+        functions: the names of the functions.
+    """
+
+    module: nn.Module
+    owner: ModuleType
+    functions: frozenset[str]
+
+
+def recurrent_modules(model: nn.Module) -> list[RecurrentModule]:
+    """The modules of a model that keep states in its cache.
+
+    Raises:
+        ValueError: the forward of one of them updates a state by code of its own.
+    """
+    found = []
+    for module in model.modules():
+        names = _names(type(module))
+        updates = names & _UPDATES
+        if not updates:
+            continue
+        functions = frozenset(names & set(RULES))
+        convolves, recurs = _CONV in functions, bool(functions - {_CONV})
+        if ("update_conv_state" in names, "update_recurrent_state" in names) != (
+            convolves, recurs,
+        ) or "get_linear_cache" in names:  # fmt: skip
+            raise ValueError(
+                f"{type(module).__name__} updates a recurrent state by code of its own, which is "
+                "not written for trees"
+            )
+        forward = inspect.unwrap(type(module).forward)
+        found.append(RecurrentModule(module, sys.modules[forward.__module__], functions))
+    return found
+
+
+def recurrent_rules(model: nn.Module) -> dict[int, Rule]:
+    """The rule of each layer with a state, its convolution aside.
+
+    Raises:
+        ValueError: see :func:`recurrent_modules`.
+    """
+    found: dict[int, Rule] = {}
+    for module, _, functions in recurrent_modules(model):
+        index: Any = module.layer_idx
+        found[index] = RULES[next(iter(functions - {_CONV}), _CONV)]
+    return found
+
+
+def _names(kind: type) -> set[str]:
+    """The names that the code of a class's methods uses."""
+    methods = (inspect.unwrap(one) for one in vars(kind).values() if inspect.isfunction(one))
+    return {name for one in methods if hasattr(one, "__code__") for name in one.__code__.co_names}
+
+
+def tree_recurrences(model: nn.Module, changes: Changes, states: States) -> None:
+    """Have the model's layers apply their rules to the tokens of ``states.step``."""
+    for module, owner, functions in recurrent_modules(model):
+        own = vars(module).get("forward")
+        if getattr(own, "__func__", None) is not None and not hasattr(own, "_hf_hook"):
+            # A kernel from the Hub replaces the whole layer: run the class's forward.
+            changes.instead(module, "forward", type(module).forward.__get__(module))
+        for name in functions:
+            function = getattr(owner, name)
+            if not isinstance(function, _Function):
+                setattr(owner, name, _Function(owner, name, function))
+            changes.replace_function(owner, name, _ADAPTED[name](states))
+
+
+class _Function:
+    """A module-level function that runs the call's own one instead, if there is one."""
+
+    def __init__(self, owner: ModuleType, name: str, function: Callable[..., Any]):
+        self.owner, self.name, self.plain = owner, name, function
+        self.__name__, self.__wrapped__ = name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (replaced(self.owner, self.name) or self.plain)(*args, **kwargs)
+
+
+def _conv(states: States) -> Callable[..., Any]:
+    def causal_conv1d_fn(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        state, earlier = states.read(rules.CONV)
+        out, kept = rules.conv_run(
+            x, weight, bias, activation, state, states.step, earlier
+        )  # fmt: skip
+        states.keep(rules.CONV, kept)
+        return out
+
+    return causal_conv1d_fn
+
+
+def _delta(rule: Rule) -> Callable[[States], Callable[..., Any]]:
+    def adapted(states: States) -> Callable[..., Any]:
+        def chunk_delta_rule(
+            query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+            use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            state, earlier = states.read(rule)
+            out, kept = rule.run(
+                query, key, value, g, beta, use_qk_l2norm_in_kernel, state, states.step, earlier
+            )
+            states.keep(rule, kept)
+            return out, state  # the cache ignores it
+
+        return chunk_delta_rule
+
+    return adapted
+
+
+def _mamba2(states: States) -> Callable[..., Any]:
+    def mamba2_chunk_scan(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None = None,
+        D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+        return_final_states: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        state, earlier = states.read(rules.MAMBA2)
+        out, kept = rules.mamba2_run(
+            x, dt, A, B, C, D, dt_bias, dt_softplus, state, states.step, earlier
+        )
+        states.keep(rules.MAMBA2, kept)
+        return (out, state) if return_final_states else out
+
+    return mamba2_chunk_scan
+
+
+def _mamba1(states: States) -> Callable[..., Any]:
+    def mamba_selective_scan(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+        return_last_state: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        state, earlier = states.read(rules.MAMBA1)
+        out, kept = rules.mamba1_run(
+            x, dt, A, B, C, D, z, delta_bias, delta_softplus, state, states.step, earlier
+        )
+        states.keep(rules.MAMBA1, kept)
+        return (out, state) if return_last_state else out
+
+    return mamba_selective_scan
+
+
+_ADAPTED: dict[str, Callable[[States], Callable[..., Any]]] = {
+    _CONV: _conv,
+    "torch_chunk_gated_delta_rule": _delta(rules.DELTA),
+    "chunk_kimi_delta_attention": _delta(rules.KDA),
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba1,
+}

@@ -1,0 +1,473 @@
+"""Recurrences over the tokens of a tree: linear attention, state space models, convolutions.
+
+A recurrent layer computes ``S_t = f(S_p, x_t)`` for every token t after its predecessor p; in a
+tree, p is the parent. One forward computes the outputs of all nodes without making any node's
+state: the chunked form of each rule has a causal triangle, which becomes the tree's ancestor
+matrix. It keeps a few rows per node, from which one product advances the state along the accepted
+path.
+
+A :class:`Rule` is a pair of functions:
+
+* ``run(*inputs, state, step, earlier)`` returns the outputs of the new tokens and what to keep of
+  all tokens of the step, by name; ``earlier`` is what was kept of those before.
+* ``advance(state, kept, path, counts)`` returns the state after the first ``counts[b]`` tokens of
+  ``path[b]``.
+
+Notation: i is a new token; j is i or an ancestor of i among the step's tokens; c_i is the sum of
+log decays along i's path; D_ij = exp(c_i - c_j) where j is i or above it, else 0; S is the state
+before the step; e is the accepted end. Sums and products are in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+#: exp(-110) is 0 in float32. Smaller logs would cost precision of their sums, and -inf gives NaN.
+LEAST = -110.0
+LOG2E = 1.4426950408889634
+#: Elements of the tensor of all pairs of tokens that CPUs' caches hold.
+IN_CACHE = 2**18
+
+#: What a step keeps of its tokens, by name.
+Kept = dict[str, Tensor]
+
+
+class Rule(NamedTuple):
+    """A recurrence; see the module.
+
+    Attributes:
+        state_ndim: dimensions of its state, the batch included.
+        keeps: names of what it keeps.
+    """
+
+    run: Callable[..., tuple[Tensor, Kept]]
+    advance: Callable[[Tensor, Kept, Tensor, Tensor], Tensor]
+    state_ndim: int
+    keeps: tuple[str, ...]
+
+
+class Step:
+    """The new tokens of a forward and those above them; made once for all layers.
+
+    Args:
+        visible: ``(batch, n, m + n)`` bool, which of the step's tokens are each new token or above
+            it. The first ``m`` were forwarded earlier in the step. Ancestors have smaller indices,
+            and what an ancestor sees is what its descendants see before it.
+        sequential: whether to compute token by token where that is faster: on CPUs, in code that is
+            not traced.
+    """
+
+    def __init__(self, visible: Tensor, sequential: bool | None = None):
+        self.visible = visible
+        self.new, self.all = visible.shape[1:]
+        self.old = self.all - self.new
+        self.sequential = not visible.is_cuda if sequential is None else sequential
+        self._taps: dict[tuple[int, int], Tensor] = {}
+        self._jumps: list[Tensor] | None = None
+
+    def newest(self, width: int) -> Tensor:
+        """``(batch, n, width)``: the token, its parent, its grandparent, ...; -1 above the root."""
+        order = torch.arange(self.all, device=self.visible.device)
+        found = torch.where(self.visible, order, -1).topk(min(width, self.all), dim=-1).values
+        return F.pad(found, (0, width - found.shape[-1]), value=-1)
+
+    def taps(self, width: int, past: int) -> Tensor:
+        """``(batch, n, width)`` places of the last inputs of each token, oldest first, in
+        [``past`` inputs before the step, tokens of the step]."""
+        key = width, past
+        if key not in self._taps:
+            newest = self.newest(width)
+            count = (newest >= 0).sum(-1, keepdim=True)
+            before = past - 1 - (torch.arange(width, device=newest.device) - count)
+            self._taps[key] = torch.where(newest >= 0, past + newest, before).flip(-1)
+        return self._taps[key]
+
+    def jumps(self) -> list[Tensor]:
+        """For path doubling: ``(batch, n)`` the ancestor 1, 2, 4, ... above; -1 above the root.
+        Only of a step without earlier tokens."""
+        if self._jumps is None:
+            above, self._jumps, reach = self.newest(2)[..., 1], [], 1
+            while reach < self.all:
+                self._jumps.append(above)
+                above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), -1)
+                reach *= 2
+        return self._jumps
+
+    def sums(self, logs: Tensor) -> Tensor:
+        """Sum of ``(batch, ..., m + n)`` logs along each new token's path: ``(batch, ..., n)``."""
+        if self.visible.is_cuda:  # no product of matrices, in which TF32 would round the logs
+            return torch.where(self._like(logs), logs[..., None, :], 0).sum(-1)
+        seen = self.visible.to(logs.dtype).transpose(1, 2)
+        return logs @ seen.view(len(seen), *[1] * (logs.ndim - 3), *seen.shape[1:])
+
+    def pairs(self, own: Tensor, cum: Tensor) -> Tensor:
+        """``(batch, ..., n, m + n)`` exp(own_i - cum_j) where j is i or above it; 0 elsewhere."""
+        seen = self._like(own)
+        # Not exp(-inf), for which CPUs take a slow way.
+        return torch.where(seen, own[..., :, None] - cum[..., None, :], 0).exp() * seen
+
+    def _like(self, logs: Tensor) -> Tensor:
+        return self.visible.view(
+            len(self.visible), *[1] * (logs.ndim - 2), self.new, self.all
+        )  # fmt: skip
+
+
+def _joined(earlier: Kept | None, name: str, new: Tensor, dim: int) -> Tensor:
+    return new if earlier is None else torch.cat([earlier[name], new], dim)
+
+
+def _at(tensor: Tensor, path: Tensor, dim: int) -> Tensor:
+    """Entries ``path`` (batch, depth) along a dimension."""
+    index = path.view(len(path), *[1] * (dim - 1), -1, *[1] * (tensor.ndim - dim - 1))
+    shape = list(tensor.shape)
+    shape[dim] = path.shape[1]
+    return tensor.gather(dim, index.expand(shape))
+
+
+def _at_end(cum: Tensor, path: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay of the state up to the path's end, and from each of its tokens to there.
+
+    Args:
+        cum: ``(batch, heads, m + n)``
+
+    Returns:
+        exp(c_e) ``(batch, heads)`` and exp(c_e - c_j) ``(batch, heads, depth)``, 0 after the end.
+    """
+    within = torch.arange(path.shape[1], device=path.device) < counts[:, None]
+    along = _at(cum, path, 2)
+    last = (counts - 1).clamp(min=0)
+    end = along.gather(2, last[:, None, None].expand(-1, cum.shape[1], 1))
+    weights = (end - along).masked_fill(~within[:, None], -torch.inf).exp()
+    return torch.where(counts[:, None] > 0, end[..., 0], 0).exp(), weights
+
+
+def _decayed(state: Tensor, decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``state * decay + left @ right``, in the state's dtype."""
+    new = state.float() * decay
+    return torch.baddbmm(
+        new.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1)
+    ).view_as(new).to(state.dtype)  # fmt: skip
+
+
+# -- short convolutions --------------------------------------------------------------------------
+
+
+def conv_run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor,
+    step: Step, earlier: Kept | None,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """Each token is convolved with its ancestors.
+
+    Args:
+        x: ``(batch, channels, n)``
+        weight: ``(channels, width)``
+        state: ``(batch, channels, width)`` the last inputs before the step.
+
+    Returns:
+        ``(batch, channels, n)``
+    """
+    inputs = _joined(earlier, "x", x.transpose(1, 2), 1)
+    rows = torch.cat([state.transpose(1, 2).to(inputs.dtype), inputs], 1).float()
+    taps = step.taps(weight.shape[-1], state.shape[2])
+    starts = torch.arange(len(taps), device=taps.device)[:, None, None] * rows.shape[1]
+    flat, places = rows.flatten(0, 1), (taps + starts).flatten(0, 1)
+    out = flat.index_select(0, places[:, 0]) * weight[:, 0].float()
+    # Tap by tap: a tensor of all windows would be slower. Rounded once, as convolutions are.
+    for tap in range(1, weight.shape[-1]):
+        out = torch.addcmul(out, flat.index_select(0, places[:, tap]), weight[:, tap].float())
+    if bias is not None:
+        out = out + bias.float()
+    out = out.view(*taps.shape[:2], -1).to(weight.dtype)
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.transpose(1, 2).to(x.dtype), {"x": inputs}
+
+
+def conv_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
+    """The last inputs at the end of the path."""
+    size, depth = state.shape[2], path.shape[1]
+    back = counts[:, None] - torch.arange(size, 0, -1, device=path.device)  # place in the path
+    here = path.gather(1, back.clamp(0, depth - 1)) + size
+    places = torch.where(back >= 0, here, size + back)
+    rows = torch.cat([state.transpose(1, 2), kept["x"].to(state.dtype)], 1)
+    return _at(rows, places, 1).transpose(1, 2)
+
+
+# -- gated delta rule, one decay per head (Yang et al., 2024) or per channel (KDA) -----------------
+
+
+def _delta_inputs(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Float32 tensors ``(batch, heads, n, ...)``; the query is scaled."""
+    heads = value.shape[2]
+    q, k, v, b = (part.transpose(1, 2).float() for part in (query, key, value, beta))
+    if normalize:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    if k.shape[1] != heads:  # a key head serves several value heads
+        q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
+    return q * q.shape[-1] ** -0.5, k, v, b[..., None]
+
+
+def _delta_outputs(
+    system: Tensor, attention: Tensor, reads: Tensor, v: Tensor, b: Tensor, step: Step,
+    earlier: Kept | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs of the new tokens ``(batch, heads, n, d_v)``, and the updates u of all tokens."""
+    n, m = step.new, step.old
+    known = v * b - reads[:, :, :n]
+    if earlier is not None:
+        known = known - system[..., :m] @ earlier["u"]
+    u = known
+    if n > 1:  # ancestors come first: lower triangular; the diagonal is not read
+        u = torch.linalg.solve_triangular(system[..., m:], known, upper=False, unitriangular=True)
+    u = _joined(earlier, "u", u, 2)
+    return reads[:, :, n:] + attention @ u, u
+
+
+def delta_run(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalize: bool,
+    state: Tensor, step: Step, earlier: Kept | None,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """Gated delta rule: S_t = a_t S_p + b_t k_t (v_t - k_t' a_t S_p)'.
+
+    u_i = b_i (v_i - exp(c_i) k_i' S) - sum over j above i of b_i D_ij (k_i' k_j) u_j: one solve;
+    o_i = exp(c_i) q_i' S + sum over j of D_ij (q_i' k_j) u_j.
+
+    Args:
+        query, key, value: ``(batch, n, heads, d)``
+        g: ``(batch, n, heads)`` log decays.
+        beta: ``(batch, n, heads)``
+        state: ``(batch, heads, d_k, d_v)``
+
+    Returns:
+        ``(batch, n, heads, d_v)``
+    """
+    q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
+    logs = _joined(earlier, "g", g.transpose(1, 2).float().clamp(min=LEAST), 2)
+    own = step.sums(logs)
+    keys, cum = _joined(earlier, "k", k, 2), _joined(earlier, "c", own, 2)
+    pairs, decay, n = step.pairs(own, cum), own.exp()[..., None], step.new
+    grams = torch.cat([k * b, q], 2) @ keys.transpose(-1, -2)
+    reads = torch.cat([k * (b * decay), q * decay], 2) @ state.float()
+    out, u = _delta_outputs(
+        grams[:, :, :n] * pairs, grams[:, :, n:] * pairs, reads, v, b, step, earlier
+    )
+    return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
+
+
+def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
+    """S_e = exp(c_e) S + sum over j of exp(c_e - c_j) k_j u_j'."""
+    decay, weights = _at_end(kept["c"], path, counts)
+    k, u = _at(kept["k"], path, 2), _at(kept["u"], path, 2)
+    return _decayed(state, decay[..., None, None], (k * weights[..., None]).transpose(2, 3), u)
+
+
+def kda_run(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalize: bool,
+    state: Tensor, step: Step, earlier: Kept | None,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """:func:`delta_run` with a decay per channel of the key; g is ``(batch, n, heads, d_k)``.
+
+    D_ij is a vector. It is not split into exp(c_i) exp(-c_j), two products of matrices, as
+    exp(-c_j) overflows.
+    """
+    q, k, v, b = _delta_inputs(query, key, value, beta, normalize)
+    logs = _joined(earlier, "g", g.transpose(1, 2).float().clamp(min=LEAST), 2)
+    own = step.sums(logs.transpose(2, 3)).transpose(2, 3).contiguous()
+    keys, cum = _joined(earlier, "k", k, 2), _joined(earlier, "c", own, 2)
+    both = torch.stack([k * b, q], 3)  # (batch, heads, n, 2, d)
+    some = max(1, IN_CACHE // keys.numel()) if step.sequential else step.new
+    grams = []
+    for start in range(0, step.new, some):
+        part = slice(start, start + some)
+        hidden = ~step.visible[:, None, part, :, None]
+        # exp2, as some CPUs' exp is slow.
+        logs2 = (own[:, :, part, None] - cum[:, :, None]) * LOG2E
+        far = logs2.masked_fill(hidden, 0).exp2() * keys[:, :, None]
+        far = far.masked_fill(hidden, 0)  # (batch, heads, part, m + n, d)
+        grams.append(both[:, :, part] @ far.transpose(-1, -2))
+    system, attention = torch.cat(grams, 2).unbind(3)
+    decay = own.exp()
+    reads = torch.cat([k * decay * b, q * decay], 2) @ state.float()
+    out, u = _delta_outputs(system, attention, reads, v, b, step, earlier)
+    return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
+
+
+def kda_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
+    batch, heads, _, dim = kept["c"].shape
+    flat = kept["c"].transpose(2, 3).reshape(batch, heads * dim, -1)
+    decay, weights = _at_end(flat, path, counts)
+    k, u = _at(kept["k"], path, 2), _at(kept["u"], path, 2)
+    left = k.transpose(-1, -2) * weights.view(batch, heads, dim, -1)
+    return _decayed(state, decay.view(batch, heads, dim, 1), left, u)
+
+
+# -- Mamba-2 (Dao and Gu, 2024) --------------------------------------------------------------------
+
+
+def _time_step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return (F.softplus(dt) if softplus else dt).float()
+
+
+def mamba2_run(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """S_t = exp(A d_t) S_p + d_t x_t B_t', one decay per head; the dual, quadratic form.
+
+    y_i = exp(c_i) S C_i + sum over j of D_ij (C_i' B_j) d_j x_j + D x_i, c the sums of A d. Time
+    steps are not clamped, as in the stock form for one token.
+
+    Args:
+        x: ``(batch, n, heads, p)``
+        dt: ``(batch, n, heads)``
+        B, C: ``(batch, n, groups, states)``
+        state: ``(batch, heads, p, states)``
+    """
+    d = _time_step(dt, dt_bias, softplus)
+    logs = _joined(earlier, "g", (A.float() * d).transpose(1, 2).clamp(min=LEAST), 2)
+    own = step.sums(logs)
+    cum = _joined(earlier, "c", own, 2)
+    values = _joined(earlier, "x", (x.float() * d[..., None]).transpose(1, 2), 2)
+    keys, c = _joined(earlier, "b", B.float().transpose(1, 2), 2), C.float().transpose(1, 2)
+    gram, each = c @ keys.transpose(-1, -2), x.shape[2] // B.shape[2]
+    if each > 1:  # a group serves several heads
+        gram, c = gram.repeat_interleave(each, 1), c.repeat_interleave(each, 1)
+    out = (gram * step.pairs(own, cum)) @ values
+    out = out + (c * own.exp()[..., None]) @ state.float().transpose(-1, -2)
+    out = out.transpose(1, 2)
+    if D is not None:
+        out = out + D.float()[..., None] * x.float()
+    return out.to(x.dtype).contiguous(), {"g": logs, "c": cum, "x": values, "b": keys}
+
+
+def mamba2_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
+    """S_e = exp(c_e) S + sum over j of exp(c_e - c_j) d_j x_j B_j'."""
+    decay, weights = _at_end(kept["c"], path, counts)
+    x, b = _at(kept["x"], path, 2), _at(kept["b"], path, 2)
+    b = b.repeat_interleave(x.shape[1] // b.shape[1], 1)
+    return _decayed(state, decay[..., None, None], (x * weights[..., None]).transpose(2, 3), b)
+
+
+# -- Mamba-1 (Gu and Dao, 2023) --------------------------------------------------------------------
+
+
+def mamba1_run(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, softplus: bool, state: Tensor, step: Step, earlier: Kept | None,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """S_t = exp(d_t A) S_p + d_t x_t B_t', a decay per channel and state.
+
+    It has no product form: all tokens' states are made, but not kept.
+
+    Args:
+        x, dt, z: ``(batch, d, n)``
+        A: ``(d, states)``
+        B, C: ``(batch, states, n)``
+        state: ``(batch, d, states)``
+    """
+    bias = None if dt_bias is None else dt_bias[..., None]
+    d = _joined(earlier, "d", _time_step(dt, bias, softplus).transpose(1, 2), 1)
+    xs = _joined(earlier, "x", d[:, step.old :] * x.float().transpose(1, 2), 1)
+    b = _joined(earlier, "b", B.float().transpose(1, 2), 1)
+    kept = {"d": d, "x": xs, "b": b, "a": A.float().expand(len(d), *A.shape)}
+    if step.sequential or earlier is not None:
+        states = _token_by_token(kept, state.float(), step, earlier)
+    else:
+        states = _doubled(kept, state.float(), step)
+    out = (states @ C.float().transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+    if D is not None:
+        out = out + x.float() * D.float()[:, None]
+    if z is not None:
+        out = out * F.silu(z.float())
+    return out.to(x.dtype), kept
+
+
+def _doubled(kept: Kept, state: Tensor, step: Step) -> Tensor:
+    """All tokens' states ``(batch, n, d, states)`` in few large operations: for GPUs and graphs.
+
+    Each token holds the affine map from the state after the ancestor that it has reached, and
+    composes it with that ancestor's in each round.
+    """
+    scale = (kept["d"][..., None] * kept["a"][:, None]).exp()
+    shift = kept["x"][..., None] * kept["b"][:, :, None]
+    for above in step.jumps():
+        has, index = (above >= 0)[..., None, None], above.clamp(min=0)
+        upper_scale, upper_shift = _at(scale, index, 1), _at(shift, index, 1)
+        shift = torch.where(has, scale * upper_shift + shift, shift)
+        scale = torch.where(has, scale * upper_scale, scale)
+    return scale * state[:, None] + shift
+
+
+def _token_by_token(kept: Kept, state: Tensor, step: Step, earlier: Kept | None) -> Tensor:
+    """The same, ancestors first, in many small operations: for CPUs, whose caches hold a state."""
+    d, x, b = (kept[name][:, step.old :] for name in ("d", "x", "b"))
+    rows, old = torch.arange(len(d), device=d.device), step.old
+    rates = kept["a"][0] * LOG2E  # exp2, as some CPUs' exp is slow
+    newest = step.newest(step.all + 1)
+    states = d.new_empty(len(d), step.new + 1, *rates.shape)
+    states[:, 0] = state  # above the root
+    for i in range(step.new):
+        parent = newest[:, i, 1]
+        before = states[rows, (parent - old + 1).clamp(min=0)]
+        if earlier is not None:
+            above = newest[:, i, 1:]
+            inside = (above >= 0) & (above < old)
+            path = torch.where(inside, above, old).sort(-1).values[:, :old]  # the root first
+            there = mamba1_advance(state, earlier, path.clamp(max=old - 1), inside.sum(-1))
+            before = torch.where((parent < old)[:, None, None], there, before)
+        decay = (d[:, i, :, None] * rates).exp2_()
+        states[:, i + 1] = torch.addcmul(x[:, i, :, None] * b[:, i, None], decay, before)
+    return states[:, 1:]
+
+
+def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
+    """S_e = exp(A t_e) S + sum over j of exp(A (t_e - t_j)) d_j x_j B_j', t the sums of d."""
+    within = (torch.arange(path.shape[1], device=path.device) < counts[:, None])[..., None]
+    d, x, b = (_at(kept[name], path, 1) for name in ("d", "x", "b"))
+    # Time from before each token to the end.
+    left = torch.where(within, d, 0).flip(1).cumsum(1).flip(1)
+    weights = ((left - d)[..., None] * kept["a"][:, None]).exp()
+    new = (weights * torch.where(within, x, 0)[..., None] * b[:, :, None]).sum(1)
+    return (state.float() * (left[:, 0, :, None] * kept["a"]).exp() + new).to(state.dtype)
+
+
+# -- lightning attention (MiniMax) ----------------------------------------------------------------
+
+
+def lightning_run(
+    q: Tensor, k: Tensor, v: Tensor, slope: Tensor, state: Tensor, step: Step,
+    earlier: Kept | None,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """S_t = exp(-s) S_p + k_t v_t', a constant decay per head.
+
+    Args:
+        q, k, v: ``(batch, heads, n, d)``
+        slope: ``(heads, 1, 1)``
+        state: ``(batch, heads, d, d)``
+    """
+    logs = -slope.float()[None, :, :, 0].expand(len(q), -1, q.shape[2])
+    logs = _joined(earlier, "g", logs, 2)
+    own = step.sums(logs)
+    cum = _joined(earlier, "c", own, 2)
+    keys, values = _joined(earlier, "k", k.float(), 2), _joined(earlier, "u", v.float(), 2)
+    out = (q.float() * own.exp()[..., None]) @ state.float()
+    out = out + (q.float() @ keys.transpose(-1, -2) * step.pairs(own, cum)) @ values
+    return out.to(v.dtype), {"g": logs, "c": cum, "k": keys, "u": values}
+
+
+_DECAYED = "g", "c", "k", "u"
+CONV = Rule(conv_run, conv_advance, 3, ("x",))
+DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
+KDA = Rule(kda_run, kda_advance, 4, _DECAYED)
+MAMBA2 = Rule(mamba2_run, mamba2_advance, 4, ("g", "c", "x", "b"))
+MAMBA1 = Rule(mamba1_run, mamba1_advance, 3, ("d", "x", "b", "a"))
+LIGHTNING = Rule(lightning_run, delta_advance, 4, _DECAYED)
